@@ -62,13 +62,13 @@ def measure(
     from bertlab.finetuning.module import FinetuningModule
     from bertlab.finetuning.runs import finetune
     from bertlab.finetuning.tasks import load_builtin_dataset
-    from bertlab.optim.optimizers import state_bytes
+    from bertlab.optim.optimizers import optimizer_state_bytes
 
     class States(Callback):
         bytes = 0
 
         def on_train_batch_end(self, trainer, *_):
-            self.bytes = max(self.bytes, state_bytes(trainer.optimizers[0]))
+            self.bytes = max(self.bytes, optimizer_state_bytes(trainer.optimizers[0]))
 
     found = load_builtin_dataset(
         task,

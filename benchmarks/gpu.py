@@ -65,7 +65,7 @@ from bertlab.core.files import atomic_write
 from bertlab.model.heads import BertLabForMaskedLM
 from bertlab.data.module import pack_texts
 from bertlab.model.losses import LossRule
-from bertlab.train.modules import BATCH_KEYS, compile_layers
+from bertlab.train.modules import BATCH_KEYS, compile_model
 from bertlab.optim.groups import parameter_groups
 from bertlab.optim.optimizers import get_optimizer
 from bertlab.explorers.profiling import host_reads
@@ -178,7 +178,7 @@ class Side:
             kernel, compiling = SIDES[name]
             self.model = BertLabForMaskedLM(ours(**size, attn_implementation=kernel))
             if options.compile:
-                compile_layers(self.model, **compiling)
+                compile_model(self.model, **compiling)
         self.model.to(self.device).train()
         self.loss = {} if SIDES[name] is None else {"loss_rule": LossRule(only_loss=True)}
         self.graphs = bool(SIDES[name]) and "mode" in SIDES[name][1]
@@ -386,7 +386,7 @@ def compare_streams(options: argparse.Namespace, corpus, tokenizer) -> dict:
         )
         if options.compile:
             torch.compiler.reset()
-            compile_layers(model.train())
+            compile_model(model.train())
         for seed in range(3):
             torch.manual_seed(seed)
             for module in model.modules():

@@ -29,7 +29,7 @@ from bertlab.model.config import bert_tiny
 from bertlab.data.corpus import embedded_corpus
 from bertlab.data.tokenizers import train_tokenizer
 from bertlab.data.module import PretrainingDataModule
-from bertlab.train.modules import BATCH_KEYS, PretrainingModule, pretraining_optimizer
+from bertlab.train.modules import BATCH_KEYS, PretrainingModule, build_optimizer
 from bertlab.cli.pretrain import RunChoices, run_trainer
 from bertlab.train.trainer import seed_everything
 
@@ -95,7 +95,7 @@ def run_bare(
 ) -> tuple[float, float]:  # seconds of a step, by both clocks
     "Forward, backward, optimizer."
     model = module.model.train()
-    found = pretraining_optimizer(model, module.hparams, steps)
+    found = build_optimizer(model, module.hparams, steps)
     optimizer, schedule = found["optimizer"], found["lr_scheduler"]["scheduler"]
     times = []
     for batch in batches[:steps]:

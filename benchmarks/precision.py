@@ -27,7 +27,7 @@ from bertlab.data.corpus import embedded_corpus
 from bertlab.data.tokenizers import train_tokenizer
 from bertlab.data.module import PretrainingDataModule
 from bertlab.core.devices import cpu_multiplies_bfloat16
-from bertlab.train.modules import BATCH_KEYS, PretrainingModule, pretraining_optimizer
+from bertlab.train.modules import BATCH_KEYS, PretrainingModule, build_optimizer
 from bertlab.train.trainer import seed_everything
 
 ROWS, LENGTH, VOCABULARY, DOCUMENTS, WARM_STEPS = 8, 128, 8192, 2500, 5
@@ -51,7 +51,7 @@ class Run:
             compile_model=False, model_kwargs={"attn_implementation": "auto"})  # fmt: skip
         self.module.configure_model()
         self.model = self.module.model.train()
-        found = pretraining_optimizer(self.model, self.module.hparams, steps)
+        found = build_optimizer(self.model, self.module.hparams, steps)
         self.optimizer, self.schedule = found["optimizer"], found["lr_scheduler"]["scheduler"]
 
     def step(self, batch: dict) -> None:

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from bertlab.data.masking import place_labels
 from bertlab.data.rows import IGNORED
 from bertlab.model.heads import BertLabForMaskedLM, MaskedLMHead
-from bertlab.optim.budgets import BatchWarmup
-from bertlab.optim.muon import _SIZES, MuonWithAdamW, StackedMuon, _rounds_dtype
-from bertlab.train.stopping import GrowingBatch
+from bertlab.optim.budgets import BatchSizeWarmup
+from bertlab.optim.muon import _SIZES, MuonWithAdamW, BatchedMuon, _rounds_dtype
+from bertlab.train.stopping import BatchSizeScheduler
 
 
 class ZeroOutputs(BertLabForMaskedLM):
@@ -202,11 +202,11 @@ class ShortRowsFirst(Callback):
         )
 
 
-class DoublingBatch(GrowingBatch):
+class DoublingBatch(BatchSizeScheduler):
     "Two micro-batches a step from half of the tokens on, which is two thirds of the steps."
 
     def __init__(self, tokens_per_micro_batch: int = 1024):
-        super().__init__(BatchWarmup(1, 2, 1, tokens_per_micro_batch=tokens_per_micro_batch))
+        super().__init__(BatchSizeWarmup(1, 2, 1, tokens_per_micro_batch=tokens_per_micro_batch))
 
     def on_train_start(self, trainer, module) -> None:
         single = round(2 * trainer.max_steps / 3)
@@ -305,7 +305,7 @@ def polar(matrices: Tensor, rounds: int) -> Tensor:
     return X.mT if tall else X
 
 
-class StackedPolar(StackedMuon):
+class StackedPolar(BatchedMuon):
     def turn(self, stacked: Tensor, parameters: list[Tensor], group: dict) -> Tensor:
         return polar(stacked, group["ns_steps"])
 
@@ -316,7 +316,7 @@ class PolarMuon(MuonWithAdamW):
     hidden_class = StackedPolar
 
 
-class StackedNor(StackedMuon):
+class StackedNor(BatchedMuon):
     beta2 = 0.95
 
     def turn(self, stacked: Tensor, parameters: list[Tensor], group: dict) -> Tensor:
@@ -340,7 +340,7 @@ class NorMuon(MuonWithAdamW):
     hidden_class = StackedNor
 
 
-class StackedParts(StackedMuon):
+class StackedParts(BatchedMuon):
     """Muon on queries, keys and values one by one, where one matrix holds them (Jordan et al. 2024 do so).
 
     They are told by their shape: three times as many rows as columns.

@@ -60,7 +60,7 @@ _FACE = {
     "model.writing": "generate",
     # optim: what moves which weight, and when
     "optim.schedulers": "InverseSqrtScheduler Schedule get_scheduler",
-    "optim.budgets": "BatchWarmup TimeBudgetLR steps_for_tokens",
+    "optim.budgets": "BatchSizeWarmup TimeBudgetLR steps_for_tokens",
     "optim.groups": "parameter_groups",
     "optim.optimizers": "get_optimizer",
     # train: a loop that survives being killed
@@ -68,9 +68,9 @@ _FACE = {
     "train.modules": "PretrainingModule",
     "train.history": "History",
     "train.parallel": "FullyShardedStrategy get_strategy",
-    "train.checkpoints": "CheckpointSeries find_checkpoint",
+    "train.checkpoints": "TrainingCheckpoint latest_checkpoint",
     "train.model_directories": "ModelDirectories",
-    "train.stopping": "GrowingBatch LossBound NonFiniteGuard SpikeGuard TimeLimit TokenLimit",
+    "train.stopping": "BatchSizeScheduler LossBound NonFiniteGuard SpikeGuard TimeLimit TokenLimit",
     "train.monitors": "MemoryMonitor Throughput",
     "train.histograms": "WeightHistograms",
     "train.previews": "DiffusionPreview FillMaskPreview",
@@ -78,9 +78,9 @@ _FACE = {
     "train.trainer": "make_trainer seed_everything",
     "train.distill": "DistillationModule",
     "train.model_cards": "push_model",
-    "train.stages": "Stage load_stages train_stages",
-    "train.evaluators": "Evaluators LossEvaluator",
-    "train.averages": "AveragedWeights",
+    "train.stages": "Stage load_stages run_stages",
+    "train.evaluators": "EvaluatorCallback LossEvaluator",
+    "train.averages": "EMA",
     "train.estimate": "estimate_memory",
     "train.export": "OnnxModel",
     # finetuning: a checkpoint, a task, an honest number

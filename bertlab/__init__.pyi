@@ -83,7 +83,7 @@ from .model.writing import generate as generate
 from .optim.schedulers import InverseSqrtScheduler as InverseSqrtScheduler
 from .optim.schedulers import Schedule as Schedule
 from .optim.schedulers import get_scheduler as get_scheduler
-from .optim.budgets import BatchWarmup as BatchWarmup
+from .optim.budgets import BatchSizeWarmup as BatchSizeWarmup
 from .optim.budgets import TimeBudgetLR as TimeBudgetLR
 from .optim.budgets import steps_for_tokens as steps_for_tokens
 from .optim.groups import parameter_groups as parameter_groups
@@ -93,10 +93,10 @@ from .train.modules import PretrainingModule as PretrainingModule
 from .train.history import History as History
 from .train.parallel import FullyShardedStrategy as FullyShardedStrategy
 from .train.parallel import get_strategy as get_strategy
-from .train.checkpoints import CheckpointSeries as CheckpointSeries
-from .train.checkpoints import find_checkpoint as find_checkpoint
+from .train.checkpoints import TrainingCheckpoint as TrainingCheckpoint
+from .train.checkpoints import latest_checkpoint as latest_checkpoint
 from .train.model_directories import ModelDirectories as ModelDirectories
-from .train.stopping import GrowingBatch as GrowingBatch
+from .train.stopping import BatchSizeScheduler as BatchSizeScheduler
 from .train.stopping import LossBound as LossBound
 from .train.stopping import NonFiniteGuard as NonFiniteGuard
 from .train.stopping import SpikeGuard as SpikeGuard
@@ -114,10 +114,10 @@ from .train.distill import DistillationModule as DistillationModule
 from .train.model_cards import push_model as push_model
 from .train.stages import Stage as Stage
 from .train.stages import load_stages as load_stages
-from .train.stages import train_stages as train_stages
-from .train.evaluators import Evaluators as Evaluators
+from .train.stages import run_stages as run_stages
+from .train.evaluators import EvaluatorCallback as EvaluatorCallback
 from .train.evaluators import LossEvaluator as LossEvaluator
-from .train.averages import AveragedWeights as AveragedWeights
+from .train.averages import EMA as EMA
 from .train.estimate import estimate_memory as estimate_memory
 from .train.export import OnnxModel as OnnxModel
 from .finetuning.data import FinetuningDataModule as FinetuningDataModule

@@ -14,7 +14,7 @@ from torch import Tensor
 from .finetune import FinetuningRun, write_json
 from .options import COMMANDS
 from .pretrain import find_model
-from .vocabularies import copy_uses
+from .vocabularies import copy_sentence_transformers_files
 from ..core.reading import load_json, load_yaml
 from ..core.files import RUN_FILE
 from ..data.tokenizers import TOKENIZER_FILES, load_tokenizer
@@ -25,9 +25,9 @@ from ..finetuning.task_models import save_predictor
 from ..model.context import extend_context
 from ..model.huggingface import plain_copy, save_model
 from ..model.loading import check_finite
-from ..train.averages import average_weights, find_models, greedy_soup, write_average
+from ..train.averages import average_weights, find_models, greedy_soup, save_average
 from ..train.checkpoints import read_checkpoint
-from ..train.model_directories import read_uses, atomic_directory
+from ..train.model_directories import read_sentence_transformers_files, atomic_directory
 from ..train.modules import load_encoder
 from ..train.trainer import make_trainer
 
@@ -148,7 +148,7 @@ def average(
             f"there is {len(models)} model to average: name more, or a run that keeps "
             "more (run.keep_last)"
         )
-    write_average(models, target)
+    save_average(models, target)
     return "\n".join(["the mean of", *(f"  {model}" for model in models), f"written to {target}"])
 
 # %% ../../nbs/cli/09_adapt.ipynb #d03c6ac6
@@ -170,7 +170,9 @@ def lengthen(
     place, target = find_model(directory), Path(output)
     if target.exists():
         raise ValueError(f"output {target} is there already; choose another one")
-    read_uses(place)  # or refuse, before any work, what `copy_uses` would leave behind
+    read_sentence_transformers_files(
+        place
+    )  # or refuse, before any work, what `copy_sentence_transformers_files` would leave behind
     model: Any = load_encoder(place)
     learned = model.config.embedding_positions == "learned"
     has = "learned" if learned else model.config.attention_positions
@@ -182,7 +184,7 @@ def lengthen(
         tokenizer.model_max_length = reads
     with atomic_directory(target, new=True) as temporary:
         save_model(longer, tokenizer, temporary)
-        copy_uses(place, temporary)
+        copy_sentence_transformers_files(place, temporary)
     cut = _cut_length(place)
     still = f"; texts are cut at {cut} tokens as before, unless max_sequence_length says otherwise"
     return (

@@ -308,7 +308,7 @@ def summarize(history: Any, validation: dict[str, float], entropy: float) -> dic
 # %% ../../nbs/cli/03_demo.ipynb #9b42d389
 def format_table(metrics: dict[str, Any]) -> str:
     "The numbers that a person looks for, one a line."
-    from bertlab.train.history import duration
+    from bertlab.train.history import format_seconds
 
     memory = metrics["peak_memory_bytes"]
     lines = {
@@ -317,7 +317,7 @@ def format_table(metrics: dict[str, Any]) -> str:
         "below the unigram line": f"{metrics['nats_below_unigram']:.3f} nats",
         "masked tokens right": f"{metrics['validation_accuracy']:.1%}",
         "tokens per second": f"{metrics['tokens_per_second']:,.0f}",
-        "time": f"{duration(metrics['seconds'])} (training {duration(metrics['train_seconds'])})",
+        "time": f"{format_seconds(metrics['seconds'])} (training {format_seconds(metrics['train_seconds'])})",
         "peak memory": f"{memory / 2**30:.2f} GiB" if memory else "unknown on this system",
     }
     width = max(map(len, lines))
@@ -372,7 +372,7 @@ def run_prepared(
     from bertlab.cli.pretrain import validation_entropy
     from bertlab.model.huggingface import save_model
     from bertlab.model.generate import fill_mask
-    from bertlab.train.checkpoints import RunInterrupted
+    from bertlab.train.checkpoints import TrainingInterrupted
 
     started = started or time.perf_counter()
     data, module, directory = run.data, run.module, run.output
@@ -383,7 +383,7 @@ def run_prepared(
     before = ask() if questions else []
     try:
         validation = run.fit()
-    except RunInterrupted:
+    except TrainingInterrupted:
         save_model(module.model, data.tokenizer, directory)
         raise
     save_model(module.model, data.tokenizer, directory)

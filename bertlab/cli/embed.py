@@ -19,7 +19,7 @@ from tqdm import tqdm
 from .options import Asked
 from .pretrain import ask_for_run, check_beginning, check_one_process
 from .pretrain import naming_options, provenance, trainer_options
-from ..core.devices import count_devices
+from ..core.devices import num_devices
 from ..core.files import RUN_FILE, check_output_file, check_run_directory
 from ..core.files import prepare_run_directory, atomic_write
 from ..core.reading import dump_yaml, load_json
@@ -34,7 +34,7 @@ from ..embeddings.tasks import TASKS, EncoderScorer, WordVectors, bm25_scores, b
 from ..embeddings.tasks import evaluate_retrieval, load_retrieval, make_task, mteb_scores
 from ..embeddings.tasks import retrieval_table, tfidf_scores
 from ..model.config import BertLabConfig
-from ..train.checkpoints import CheckpointSeries, check_resume, find_checkpoint
+from ..train.checkpoints import TrainingCheckpoint, check_resume, latest_checkpoint
 from ..train.history import History
 from ..train.modules import clock_budget, optimizer_options
 from ..train.monitors import get_progress
@@ -65,7 +65,7 @@ def finetune_embeddings(
 ) -> dict[str, float]:  # what is in metrics.json
     """Train text vectors as files and flags say: `bertlab embed finetune`.
 
-    Raises `ValueError` and `OSError` before training, `RunInterrupted` after a signal.
+    Raises `ValueError` and `OSError` before training, `TrainingInterrupted` after a signal.
     """
     asked = ask_for_run("embed finetune", words, resume)
     config = {
@@ -109,7 +109,7 @@ def finetune_embeddings(
     if steps is None:
         steps = max(1, round(choices.num_epochs * len(data.train_dataloader()) / window))
     history = History()
-    series = CheckpointSeries(output / "checkpoints", choices.checkpoint_every_steps, keep_last=1)
+    series = TrainingCheckpoint(output / "checkpoints", choices.checkpoint_every_steps, keep_last=1)
     callbacks = [
         history,
         NonFiniteGuard(),
@@ -123,7 +123,7 @@ def finetune_embeddings(
     has_validation = "validation" in data.datasets
     every = max(1, steps // choices.validations) if has_validation else None
     trainer = make_trainer(steps, callbacks=callbacks, val_check_steps=every, **given)
-    checkpoint = find_checkpoint(output / "checkpoints") if again else None
+    checkpoint = latest_checkpoint(output / "checkpoints") if again else None
     if checkpoint is not None:  # a run that was stopped behind its last step is only written
         check_resume(
             checkpoint,
@@ -175,7 +175,7 @@ def load_bi_encoder(
         raise ValueError(f"there is no model {model}")
     given = {"max_sequence_length": max_sequence_length, "pooling": pooling}
     loaded = BiEncoder.load(model, **{k: v for k, v in given.items() if v is not None})
-    return loaded.to(next(kind for kind in ("cuda", "mps", "cpu") if count_devices(kind)))
+    return loaded.to(next(kind for kind in ("cuda", "mps", "cpu") if num_devices(kind)))
 
 
 def _count_lines(notes: Counter) -> list[str]:

@@ -38,10 +38,10 @@ from ..finetuning.task_models import save_predictor
 from ..finetuning.tasks import BUILTIN_DATASETS, describe_dataset, load_builtin_dataset
 from ..model.config import TOKEN_IDS
 from ..model.loading import find_weight_files
-from ..optim.optimizers import optimizer_facts
-from ..train.checkpoints import CheckpointSeries, RunInterrupted, find_checkpoint
-from ..train.checkpoints import read_checkpoint, refuse_differences, run_fingerprint
-from ..train.averages import AveragedWeights
+from ..optim.optimizers import optimizer_spec
+from ..train.checkpoints import TrainingCheckpoint, TrainingInterrupted, latest_checkpoint
+from ..train.checkpoints import read_checkpoint, check_same_run, run_fingerprint
+from ..train.averages import EMA
 from ..train.history import History
 from ..train.monitors import get_progress
 from ..train.steps import check_scaler
@@ -316,14 +316,14 @@ class FinetuningRun:
     def _check_optimizer(self, optimizer: Any, name: Any) -> None:
         "Refuse at once what training would: two averages, a curvature with a loss scale."
         averaged = self.choices.average is not None or any(
-            isinstance(one, AveragedWeights) for one in self.callbacks
+            isinstance(one, EMA) for one in self.callbacks
         )
         if averaged and callable(getattr(optimizer, "eval", None)):
             raise ValueError(
                 f"run.average={self.choices.average}, and the optimizer ({name}) "
-                "keeps averages of its own: leave out run.average and AveragedWeights"
+                "keeps averages of its own: leave out run.average and EMA"
             )
-        check_scaler(self.precision_plugin, optimizer_facts(name).second_backward)
+        check_scaler(self.precision_plugin, optimizer_spec(name).needs_create_graph)
 
     def _check_finished(self) -> None:
         "Refuse settings that finished seeds were not trained with: a mean is of one setting."
@@ -349,7 +349,7 @@ class FinetuningRun:
         done = _read_runs(numbers, self.monitor) if numbers.exists() else {}
         for seed in self.choices.seeds:
             try:
-                path = find_checkpoint(self.output / f"seed-{seed}" / "checkpoints")
+                path = latest_checkpoint(self.output / f"seed-{seed}" / "checkpoints")
             except ValueError:
                 if seed not in done:  # what is finished does not go on from there
                     raise
@@ -357,9 +357,7 @@ class FinetuningRun:
             if path:
                 kept = read_checkpoint(path)
                 check_monitor(path, kept, self.monitor)
-                refuse_differences(
-                    path, kept.get("fingerprint", {}), self.fingerprint | {"seed": seed}
-                )
+                check_same_run(path, kept.get("fingerprint", {}), self.fingerprint | {"seed": seed})
 
     def _settle_beginning(self) -> None:
         "Find what the seeds begin with, or have begun with: a mean is of one beginning."
@@ -446,17 +444,17 @@ class FinetuningRun:
         "One seed to its end, from its newest checkpoint where it was stopped."
         run, place, own = self.choices, self.output / f"seed-{seed}", self.data.seed
         history = ShownHistory()
-        series = CheckpointSeries(place / "checkpoints", run.checkpoint_every_steps, keep_last=1)
+        series = TrainingCheckpoint(place / "checkpoints", run.checkpoint_every_steps, keep_last=1)
         watchers = [
             history,
             *get_progress(run.progress, history),
-            *([AveragedWeights(run.average)] if run.average is not None else []),
+            *([EMA(run.average)] if run.average is not None else []),
             *[ScoreLines()] * (run.progress != "none"),
             *copy.deepcopy(self.callbacks),
             *([] if watch is None else [watch]),
             series,
         ]
-        checkpoint = find_checkpoint(place / "checkpoints")
+        checkpoint = latest_checkpoint(place / "checkpoints")
         try:
             found = finetune(
                 FinetuningModule(**self.module_options),
@@ -471,8 +469,8 @@ class FinetuningRun:
                 checkpoint=checkpoint,
                 **self.trainer_options,
             )
-        except RunInterrupted as stopped:
-            raise RunInterrupted(*stopped.args, str(self.output)) from None
+        except TrainingInterrupted as stopped:
+            raise TrainingInterrupted(*stopped.args, str(self.output)) from None
         finally:
             self.data.seed = own
         return {name: float(value) for name, value in found.metrics.items()}
@@ -525,7 +523,7 @@ def run_finetuning(
 ) -> dict[str, Any]:  # what is in metrics.json
     """Fine-tune as files and flags say: `bertlab finetune`.
 
-    Raises `ValueError` and `OSError` before training, `RunInterrupted` after a signal; and
+    Raises `ValueError` and `OSError` before training, `TrainingInterrupted` after a signal; and
     `ValueError` before a later seed, where the weights that all begin with have changed.
     """
     asked = ask_for_run("finetune", words, resume)

@@ -100,11 +100,11 @@ def answer(command: str, work: Callable[[], Any]) -> int:  # the exit status: 0,
 
 def go_on_with(command: str, work: Callable[[], Any]) -> Any:  # what the work gives
     "Run something that a signal may stop; then say the command that goes on with it."
-    from bertlab.train.checkpoints import RunInterrupted  # torch: seconds
+    from bertlab.train.checkpoints import TrainingInterrupted  # torch: seconds
 
     try:
         return work()
-    except RunInterrupted as stopped:
+    except TrainingInterrupted as stopped:
         raise Stopped(
             f"stopped at step {stopped.args[0]} and saved; go on with:\n  bertlab {command}"
         ) from None
@@ -443,7 +443,7 @@ def _card(asked: Asked) -> None:
     if not Path(directory).is_dir():
         raise ValueError(f"no such directory: {directory}")
     from bertlab.cli.pretrain import find_model  # torch: seconds
-    from bertlab.train.model_cards import CardChoices, push_model, write_card
+    from bertlab.train.model_cards import CardConfig, push_model, write_card
 
     quieten()
     pushing = {
@@ -451,7 +451,7 @@ def _card(asked: Asked) -> None:
         for name in ("repo", "private", "message", "dry_run")
         if name in config
     }
-    place, choices = find_model(directory), CardChoices(**config)
+    place, choices = find_model(directory), CardConfig(**config)
     if asked.command == "card":
         print(write_card(place, choices, asked.overwrite), flush=True)
         return

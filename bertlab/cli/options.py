@@ -639,7 +639,7 @@ _PRETRAIN = dict(
     },
     follows={"data.objective": "model.objective", "data.seed": "seed_everything"},
     choices={
-        "model.objective": ("train/modules.py", "OBJECTIVE_MODELS"),
+        "model.objective": ("train/modules.py", "OBJECTIVES"),
         "model.optimizer_class": ("optim/optimizers.py", "OPTIMIZERS"),
         **{
             f"model.scheduler_{phase}_kind": ("optim/schedulers.py", "KINDS", phase)
@@ -887,7 +887,7 @@ COMMANDS = {
         Command(
             "card",
             "write a model card beside a model",
-            {"": ("train/model_cards.py", "CardChoices")},
+            {"": ("train/model_cards.py", "CardConfig")},
             ("directory",),
             overwrite="write the card anew where one is there already",
             more=(_OF_MODEL,),
@@ -895,7 +895,7 @@ COMMANDS = {
         Command(
             "push",
             "send a model and its card to a hub, in one commit",
-            {"": ("train/model_cards.py", "CardChoices")},
+            {"": ("train/model_cards.py", "CardConfig")},
             ("directory", "repo"),
             more=(
                 _OF_MODEL,

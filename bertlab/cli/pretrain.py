@@ -49,18 +49,23 @@ from ..model.heads import BertLabForMaskedLM, BertLabTokenPredictor
 from ..model.huggingface import check_tokenizer, read_shape
 from ..model.layers import own_layers
 from ..model.losses import unigram_counts, unigram_entropy
-from ..optim.optimizers import OPTIMIZERS, backward_options, optimizer_facts
-from ..train.checkpoints import CheckpointSeries, RunInterrupted, check_resume
-from ..train.checkpoints import find_checkpoint, same_random_states
-from ..train.averages import AveragedWeights
-from ..train.history import History, say
+from ..optim.optimizers import OPTIMIZERS, backward_options, optimizer_spec
+from ..train.checkpoints import TrainingCheckpoint, TrainingInterrupted, check_resume
+from ..train.checkpoints import latest_checkpoint, isolate_rng
+from ..train.averages import EMA
+from ..train.history import History, print_line
 from ..train.model_directories import ModelDirectories, ModelShelf
-from ..train.modules import PretrainingModule, clock_budget, data_objective, load_encoder
-from ..train.modules import pretraining_groups, pretraining_optimizer
-from ..train.monitors import MemoryMonitor, Throughput, get_logger, get_progress
-from ..train.parallel import FullyShardedStrategy, Launch, batch_options, check_precision
-from ..train.parallel import count_processes, find_launch, get_strategy
-from ..train.parallel import launched_options, started_by_first
+from ..train.modules import PretrainingModule, clock_budget, collator_objective, load_encoder
+from ..train.modules import build_param_groups, build_optimizer
+from ..train.monitors import MemoryMonitor, Throughput, build_loggers, get_progress
+from bertlab.train.parallel import (
+    FullyShardedStrategy,
+    LaunchInfo,
+    resolve_batch_tokens,
+    check_precision,
+)
+from ..train.parallel import num_processes, detect_launcher, get_strategy
+from ..train.parallel import apply_launcher, started_by_first
 from ..train.steps import check_scaler
 from ..train.stopping import LossBound, NonFiniteGuard, SpikeGuard, TimeLimit, TokenLimit
 from ..train.trainer import make_trainer, seed_everything
@@ -170,9 +175,9 @@ def run_monitors(run: RunChoices, module: PretrainingModule) -> list[Callback]:
     if every:
         callbacks = [Throughput(every, device_peak_flops=run.peak_flops), MemoryMonitor(every)]
     if run.evaluators:
-        from bertlab.train.evaluators import Evaluators
+        from bertlab.train.evaluators import EvaluatorCallback
 
-        callbacks.append(Evaluators(run.evaluators))
+        callbacks.append(EvaluatorCallback(run.evaluators))
     if run.histograms:
         from bertlab.train.histograms import WeightHistograms
 
@@ -205,7 +210,7 @@ def run_watchers(run: RunChoices, module: PretrainingModule, text: str) -> list[
         *run_monitors(run, module),
     ]
     if run.average is not None:
-        callbacks.append(AveragedWeights(run.average))
+        callbacks.append(EMA(run.average))
     if run.models:
         callbacks.append(
             ModelDirectories(
@@ -216,7 +221,7 @@ def run_watchers(run: RunChoices, module: PretrainingModule, text: str) -> list[
                 keep_best=run.keep_best,
             )
         )
-    callbacks.append(CheckpointSeries(output / "checkpoints", every, run.keep_last))
+    callbacks.append(TrainingCheckpoint(output / "checkpoints", every, run.keep_last))
     if run.report:
         from bertlab.train.reports import RunReport
 
@@ -234,7 +239,7 @@ def run_trainer(
     given = _given(options)
     steps = given.pop("max_steps")
     if run.loggers:
-        given["logger"] = get_logger(run.loggers, str(Path(run.output) / "logs"), "")
+        given["logger"] = build_loggers(run.loggers, str(Path(run.output) / "logs"), "")
     more = given.pop("callbacks", [])
     more = more if isinstance(more, list) else [more]
     every = run.val_every_steps or max(1, steps // 10)
@@ -275,7 +280,7 @@ def _try_optimizer(
 ) -> None:
     "Build a run's optimizer and schedule on a toy, and try its options. Raises `ValueError`."
     h = type(module.hparams)({**module.hparams, "parameter_overrides": None})  # see `check_parts`
-    optimizer = pretraining_optimizer(toy, h, total_steps)["optimizer"]
+    optimizer = build_optimizer(toy, h, total_steps)["optimizer"]
     name, said = h.optimizer_class, h.optimizer_kwargs or {}
     # An optimizer of one's own, and some options, may want the run's device; 8 bits a compiler.
     if name not in OPTIMIZERS or h.optimizer_quantized or not said or "capturable" in said:
@@ -305,7 +310,7 @@ def check_parts(module: PretrainingModule) -> None:
             add_adapter(model, h.adapter)
         return model
 
-    with same_random_states():
+    with isolate_rng():
         try:
             with torch.device("meta"):
                 model = build()
@@ -314,7 +319,7 @@ def check_parts(module: PretrainingModule) -> None:
         except Exception:  # a part of one's own wants numbers
             model = build()
     freeze_weights(model, h.freeze)
-    pretraining_groups(model, h)
+    build_param_groups(model, h)
 
 
 # What a configuration may build. A class is called with arguments of whoever wrote the file, so
@@ -432,7 +437,8 @@ class Run:
         resume: bool = False,
         overwrite: bool = False,
         notes: Mapping[str, Any] | None = None,  # kept in run.yaml beside the configuration
-        launch: Launch | None = None,  # who started this process; None: as torchrun or SLURM says
+        launch: LaunchInfo
+        | None = None,  # who started this process; None: as torchrun or SLURM says
     ):
         self.config = {
             name: dict(part) if isinstance(part, Mapping) else part for name, part in config.items()
@@ -442,7 +448,7 @@ class Run:
         asked = dict(self.config["trainer"])
         # Who started the processes knows how many there are.
         self.config["trainer"] = (
-            launched_options(asked)
+            apply_launcher(asked)
             if launch is None
             else {**asked, "devices": launch.devices, "num_nodes": launch.num_nodes}
         )
@@ -457,7 +463,7 @@ class Run:
         given = self.config["model"]["model_config_kwargs"]
         self.chosen_shape = _settle_shape(self.config, resume)
         linked = {
-            "objective": data_objective(self.config["model"]["objective"]),
+            "objective": collator_objective(self.config["model"]["objective"]),
             "seed": self.config["seed_everything"],
         }
         self.data_options = {**self.config["data"], **linked}
@@ -481,7 +487,7 @@ class Run:
         data, trainer, run = self.config["data"], self.config["trainer"], self.choices
         known = ("devices", "num_nodes", "accelerator", "strategy")
         processes = {name: trainer[name] for name in known}
-        rows, window = batch_options(
+        rows, window = resolve_batch_tokens(
             run.batch_tokens,
             run.microbatch_tokens,
             {"max_sequence_length": data["max_sequence_length"]},
@@ -531,7 +537,7 @@ class Run:
         options = {**model, TOKENIZER: None}
         if options[MODEL] is not None:  # its shape is known when it is loaded
             options |= {MODEL: None, "model_config_kwargs": None}
-        with same_random_states(), naming_options():
+        with isolate_rng(), naming_options():
             module = PretrainingModule(**options)
             toy = BertLabForMaskedLM(modernbert_tiny(**_TOY))
             _try_optimizer(toy, module, trainer["max_steps"])
@@ -556,7 +562,7 @@ class Run:
             strategy = get_strategy(build_objects(trainer["strategy"]) or "auto")
             check_precision(strategy, trainer["precision"])
             if hasattr(strategy, "check"):  # whether so many processes can share this run
-                count = count_processes(
+                count = num_processes(
                     {name: trainer[name] for name in ("devices", "num_nodes", "accelerator")}
                 )
                 shape = None if model[MODEL] is not None else module.config
@@ -596,8 +602,8 @@ class Run:
             self.data.prepare_data()
             self.data.setup("fit")
         self.trainer = run_trainer(self.choices, self.trainer_options, self.module, self.text)
-        facts = optimizer_facts(model["optimizer_class"])
-        check_scaler(self.trainer.precision_plugin, facts.second_backward)
+        facts = optimizer_spec(model["optimizer_class"])
+        check_scaler(self.trainer.precision_plugin, facts.needs_create_graph)
         if not self.data.streaming:
             self.data.trainer = self.trainer  # which knows how many processes there will be
             self.data.train_dataloader()  # refuses a batch that is larger than the text
@@ -647,10 +653,10 @@ class Run:
         path = self.output / "metrics.json"
         if not path.exists():
             return False
-        from bertlab.train.reports import is_whole
+        from bertlab.train.reports import is_finished
 
         validates = bool(self.data.val_datasets) and self.trainer.limit_val_batches != 0
-        return is_whole(load_json(path, finite=False), self.trainer.max_steps, validates)
+        return is_finished(load_json(path, finite=False), self.trainer.max_steps, validates)
 
     def prepare(
         self,
@@ -658,7 +664,7 @@ class Run:
     ) -> None:
         "Check a resume, and only then write: the directory, run.yaml, the tokenizer."
         if self.resume:
-            self.checkpoint = find_checkpoint(self.output / "checkpoints")
+            self.checkpoint = latest_checkpoint(self.output / "checkpoints")
         if self.checkpoint is not None:
             check_resume(
                 self.checkpoint,
@@ -688,7 +694,9 @@ class Run:
                 f"\nline    {entropy:.3f} nats on the validation text, which no model comes "
                 "below that ignores its input (the entropy of single tokens)"
             )
-        fresh = "" if self.checkpoint else self.module.describe_fresh()  # else it has them all
+        fresh = (
+            "" if self.checkpoint else self.module.describe_missing_keys()
+        )  # else it has them all
         fresh = f"\nfresh   {fresh}" if fresh else ""
         rate = self.module.hparams.learning_rate
         device = describe_device(kind=find_accelerator(self.config["trainer"]["accelerator"]))
@@ -699,20 +707,20 @@ class Run:
         )
 
     def fit(self) -> dict[str, float]:  # the final validation; empty where there is no such text
-        "Train to the last step. Raises `RunInterrupted` after a signal, with the directory."
+        "Train to the last step. Raises `TrainingInterrupted` after a signal, with the directory."
         first = self.choices.validate_first
         first = self.config["model"][MODEL] is not None if first is None else first
         first = first and self.trainer.limit_val_batches != 0
         if first and self.checkpoint is None and self.data.val_datasets:
-            with same_random_states():
+            with isolate_rng():
                 found = self.trainer.validate(self.module, self.data, verbose=False)[0]
             self.history.record.validation.append({"step": 0, **found})
             said = ", ".join(f"{name} {value:.4f}" for name, value in found.items())
             print(f"before step 1: {said}", flush=True)
         try:
             self.trainer.fit(self.module, self.data, ckpt_path=self.checkpoint, weights_only=True)
-        except RunInterrupted as stopped:
-            raise RunInterrupted(*stopped.args, str(self.output)) from None
+        except TrainingInterrupted as stopped:
+            raise TrainingInterrupted(*stopped.args, str(self.output)) from None
         last = (self.history.record.validation or [{}])[-1]
         if self.data.val_datasets and last.get("step") != self.trainer.global_step:
             found = self.trainer.validate(self.module, self.data, verbose=False)
@@ -767,7 +775,7 @@ def estimate_run(
     if choices.batch_tokens is not None:
         known = ("devices", "num_nodes", "accelerator", "strategy")
         processes = {name: trainer[name] for name in known}
-        rows = batch_options(
+        rows = resolve_batch_tokens(
             choices.batch_tokens,
             choices.microbatch_tokens,
             {"max_sequence_length": data["max_sequence_length"]},
@@ -775,12 +783,12 @@ def estimate_run(
         )[0]["train_batch_size"]
     _settle_shape(config)
     named = next((name for name in (data[TOKENIZER], model[TOKENIZER]) if name), None)
-    with same_random_states(), naming_options():
+    with isolate_rng(), naming_options():
         if named is None and model[MODEL] is None:  # the run would train one of this size
             size = {"vocab_size": choices.vocab_size, **(model["model_config_kwargs"] or {})}
             model["model_config_kwargs"] = size
         module = PretrainingModule(**{**model, TOKENIZER: named})
-        linked = {"objective": data_objective(model["objective"]), TOKENIZER: "not read"}
+        linked = {"objective": collator_objective(model["objective"]), TOKENIZER: "not read"}
         collator = PretrainingDataModule(**{**data, **linked}).collator_kwargs
     found = estimate_memory(
         module,
@@ -794,9 +802,7 @@ def estimate_run(
     strategy = get_strategy(build_objects(trainer["strategy"]) or "auto")
     if not isinstance(strategy, FullyShardedStrategy):
         return found
-    count = count_processes(
-        {name: trainer[name] for name in ("devices", "num_nodes", "accelerator")}
-    )
+    count = num_processes({name: trainer[name] for name in ("devices", "num_nodes", "accelerator")})
     return replace(found, shares=count // strategy.mesh_sizes(count)[2])
 
 
@@ -823,11 +829,11 @@ def check_one_process(
         if (value := trainer[name]) is not None and value <= 0:
             raise ValueError(f"trainer.{name} must be above 0, got {value}")
     check_device(trainer["accelerator"], trainer["precision"] or "auto", trainer["devices"])
-    launch = find_launch()
+    launch = detect_launcher()
     asked = {name: trainer[name] for name in ("devices", "num_nodes", "accelerator")}
     launch = None if launch and launch.world_size == 1 else launch  # it may start more itself
     try:
-        count = launch.world_size if launch else count_processes(asked)
+        count = launch.world_size if launch else num_processes(asked)
     except (MisconfigurationException, TypeError) as error:  # Lightning's, of devices
         raise ValueError(f"trainer: {one_line(error)}") from None
     if count > 1:
@@ -879,7 +885,7 @@ def pretrain(
 ) -> dict[str, Any]:  # what is in metrics.json
     """Train as files and flags say: `bertlab pretrain`.
 
-    Raises `ValueError` and `OSError` before training, `RunInterrupted` after a
+    Raises `ValueError` and `OSError` before training, `TrainingInterrupted` after a
     signal, with the step and the directory.
     """
     asked = ask_for_run("pretrain", words, resume)
@@ -959,7 +965,10 @@ def validate(
     # What run.yaml named may have changed since; the model has its own beside it.
     named = [asked.given.get(f"{part}.{TOKENIZER}") for part in ("data", "model")]
     tokenizer = resolve_tokenizer(named, model[MODEL])
-    linked = {"objective": data_objective(model["objective"]), "seed": config["seed_everything"]}
+    linked = {
+        "objective": collator_objective(model["objective"]),
+        "seed": config["seed_everything"],
+    }
     options = trainer_options({**_given(config["trainer"]), "max_steps": None})
     with naming_options():
         data = PretrainingDataModule(**{**config["data"], **linked, TOKENIZER: tokenizer})
@@ -967,7 +976,7 @@ def validate(
         data.prepare_data()
         data.setup("validate")
     if module.fresh and rank_zero_only.rank == 0:  # beside the numbers, which are JSON
-        print(f"bertlab validate: {module.describe_fresh()}", file=sys.stderr, flush=True)
+        print(f"bertlab validate: {module.describe_missing_keys()}", file=sys.stderr, flush=True)
     trainer = make_trainer(1, **{**_given(options), "val_check_steps": 1})
     if trainer.limit_val_batches == 0:
         raise ValueError("trainer.limit_val_batches=0 leaves nothing to validate on")
@@ -1042,7 +1051,7 @@ def distill(
     The limits of `run` are of all stages and sessions; `ValueError` where one ends a stage. A run
     that goes on keeps the options of `run` that are not said anew.
     """
-    from bertlab.train.stages import StageStopped, load_stages, spent_in_stages, train_stages
+    from bertlab.train.stages import TrainingStopped, load_stages, spent_in_stages, run_stages
 
     said = stages_run(config, output if resume else None)
     choices = RunChoices(**{**said, **(run or {}), "output": output})
@@ -1060,9 +1069,9 @@ def distill(
 
     def watchers(module: PretrainingModule, place: Path, history: History) -> list[Callback]:
         if module.fresh and rank_zero_only.rank == 0:
-            say(f"{place.name}: {module.describe_fresh()}")
+            print_line(f"{place.name}: {module.describe_missing_keys()}")
         own = replace(choices, output=str(place))
-        averages = [] if own.average is None else [AveragedWeights(own.average)]
+        averages = [] if own.average is None else [EMA(own.average)]
         return [
             *get_progress(own.progress, history),
             *run_guards(own),
@@ -1072,7 +1081,7 @@ def distill(
         ]
 
     try:
-        return train_stages(
+        return run_stages(
             stages,
             output,
             resume,
@@ -1080,13 +1089,13 @@ def distill(
             watchers=watchers,
             notes={"run": _recorded(choices)},
         )
-    except StageStopped as stopped:
+    except TrainingStopped as stopped:
         raise ValueError(str(stopped)) from None
 
 
 def _launched_stage(stage: Any, number: int) -> Any:  # a Stage, with the processes of a launch
     try:
-        return replace(stage, trainer=launched_options(stage.trainer))
+        return replace(stage, trainer=apply_launcher(stage.trainer))
     except ValueError as error:
         raise ValueError(f"stage {number}: {error}") from None
 
@@ -1098,8 +1107,8 @@ def _split_stage(stage: Any, run: RunChoices) -> Any:  # a Stage
     rows, window = "train_batch_size", "accumulate_grad_batches"
     data = {name: value for name, value in stage.data.items() if name != rows}
     trainer = {name: value for name, value in stage.trainer.items() if name != window}
-    data, trainer = batch_options(run.batch_tokens, run.microbatch_tokens, data, trainer)
+    data, trainer = resolve_batch_tokens(run.batch_tokens, run.microbatch_tokens, data, trainer)
     # run.yaml holds a stage as it was split; what is said otherwise is refused.
     if (stage.data.get(rows), stage.trainer.get(window)) != (data[rows], trainer[window]):
-        batch_options(run.batch_tokens, run.microbatch_tokens, stage.data, stage.trainer)
+        resolve_batch_tokens(run.batch_tokens, run.microbatch_tokens, stage.data, stage.trainer)
     return replace(stage, data=data, trainer=trainer)

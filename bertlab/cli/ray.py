@@ -23,13 +23,13 @@ from .options import Asked
 from .pretrain import Run, ask_for_run, build_objects, provenance
 from ..core.files import RUN_FILE, check_run_directory
 from ..core.reading import load_yaml
-from ..train.parallel import STRATEGIES, FullyShardedStrategy, Launch, get_strategy
+from ..train.parallel import STRATEGIES, FullyShardedStrategy, LaunchInfo, get_strategy
 
 # %% ../../nbs/cli/13_ray.ipynb #c672dd34
 def launch_of(
     rank: int,  # of this worker
     sizes: Sequence[int],  # for each worker: how many there are on its machine
-) -> Launch:
+) -> LaunchInfo:
     "Say who a worker of Ray's is. Raises `ValueError` where machines have different shares."
     if len(set(sizes)) > 1:
         raise ValueError(
@@ -37,7 +37,7 @@ def launch_of(
             f"{min(sizes)} on another: choose a number that the machines share "
             "evenly, or placement_strategy='STRICT_SPREAD' for one on each"
         )
-    return Launch("Ray", rank, len(sizes), len(sizes) // sizes[0])
+    return LaunchInfo("Ray", rank, len(sizes), len(sizes) // sizes[0])
 
 # %% ../../nbs/cli/13_ray.ipynb #0d201a4b
 def count_places(

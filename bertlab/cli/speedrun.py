@@ -431,7 +431,7 @@ def run_seed(
     run.data.val_datasets = []  # the judge validates, once
     run.prepare(may_be_finished=True)
     if run.module.fresh and run.checkpoint is None:
-        print(f"seed {seed}: {run.module.describe_fresh()}", flush=True)
+        print(f"seed {seed}: {run.module.describe_missing_keys()}", flush=True)
     rate = lambda: measure_machine(run.trainer.precision, track.accelerator)["matmul_flops"]
     before_it = rate()
     run.fit()

@@ -31,9 +31,9 @@ from ..finetuning.module import FinetuningModule, make_scores
 from ..finetuning.runs import find_monitor
 from ..model.config import TOKEN_IDS, BertLabConfig
 from ..optim.optimizers import get_optimizer
-from ..train.history import History, say
+from ..train.history import History, print_line
 from ..train.modules import optimizer_options
-from ..train.parallel import count_processes, find_launch
+from ..train.parallel import num_processes, detect_launcher
 
 # %% ../../nbs/cli/10_tune.ipynb #cabdf135
 def _optuna() -> Any:
@@ -416,7 +416,7 @@ def _mend_journal(place: Path) -> None:
     content = path.read_bytes()
     if half := content.rpartition(b"\n")[2]:
         os.truncate(path, len(content) - len(half))
-        say(f"{path}: its last entry was not whole, and is left out")
+        print_line(f"{path}: its last entry was not whole, and is left out")
 
 
 def _open_journal(place: Path) -> Any:  # a storage of optuna
@@ -518,14 +518,14 @@ def tune(
     wanted = search.trials if trials is None else trials
     if type(wanted) is not int or wanted < 1:
         raise ValueError(f"trials must be 1 or more, got {wanted!r}")
-    launch, asked = find_launch(), dict(content.get("trainer") or {})
+    launch, asked = detect_launcher(), dict(content.get("trainer") or {})
     asked = {
         name: asked[name]
         for name in ("devices", "num_nodes", "accelerator")
         if asked.get(name) is not None
     }
     started = launch.world_size if launch else 1
-    if (count := started if started > 1 else count_processes(asked)) > 1:
+    if (count := started if started > 1 else num_processes(asked)) > 1:
         raise ValueError(
             f"bertlab tune runs its trials in one process, and {count} are asked for: "
             "leave out trainer.devices and num_nodes; several searches at once need "
@@ -594,7 +594,7 @@ def tune(
                 "is changed needs another --output"
             )
         if failures:
-            say(f"trial {trial.number} failed: {reason}")
+            print_line(f"trial {trial.number} failed: {reason}")
     return _write_results(study, search, content, place)
 
 

@@ -6,7 +6,7 @@
 __all__ = ['AMPERE', 'PEAK_TFLOPS', 'ACCELERATORS', 'PRECISIONS', 'cpu_multiplies_bfloat16', 'gpu_capability',
            'default_precision', 'matmul_dtype', 'default_attention', 'find_varlen', 'describe_attention', 'Peaks',
            'peak_flops', 'wait_function', 'benchmark_matmul', 'benchmark_bandwidth', 'Device', 'installed_version',
-           'count_tpus', 'count_devices', 'find_devices', 'describe_device', 'find_accelerator', 'precision_error',
+           'count_tpus', 'num_devices', 'find_devices', 'describe_device', 'find_accelerator', 'precision_error',
            'check_count', 'canonical_precision', 'check_device', 'retain_freed_memory', 'peak_memory_bytes',
            'resident_memory_bytes', 'device_memory_peaks']
 
@@ -356,7 +356,7 @@ def count_tpus() -> int:  # 0: none; 1 also where a host is known to have some, 
     return len(files) * (1 + two) or int("TPU_NAME" in os.environ)
 
 
-def count_devices(kind: str) -> int:  # "cpu", "cuda", "mps" or "tpu"
+def num_devices(kind: str) -> int:  # "cpu", "cuda", "mps" or "tpu"
     "How many devices of a kind there are; a CPU counts once, whatever its cores."
     if kind == "cuda":
         return torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -406,7 +406,7 @@ def find_devices(
 ) -> list[Device]:
     "Describe every device here; the first is what Lightning's `accelerator='auto'` takes."
     return [
-        _describe(kind, index, measure) for kind in _KINDS for index in range(count_devices(kind))
+        _describe(kind, index, measure) for kind in _KINDS for index in range(num_devices(kind))
     ]
 
 
@@ -416,7 +416,7 @@ def describe_device(
 ) -> Device:
     "Find the first device of a kind, and what it can do. Raises `ValueError` for other kinds."
     if kind is None:
-        kind = next(filter(count_devices, _KINDS))
+        kind = next(filter(num_devices, _KINDS))
     look_up(kind, dict.fromkeys(_KINDS), "kind")  # such as "gpu", which is two of them
     return _describe(kind, 0, measure)
 
@@ -444,7 +444,7 @@ def _missing_tpu() -> str:
 
 
 def _missing_gpu() -> str:
-    if any(map(count_devices, ("cuda", "mps"))):
+    if any(map(num_devices, ("cuda", "mps"))):
         return ""
     if not torch.backends.cuda.is_built():
         return (
@@ -462,19 +462,19 @@ def find_accelerator(
 ) -> str:  # "cpu", "cuda", "mps" or "tpu"
     "Say which kind of device an accelerator means here. Raises `ValueError` where it is missing."
     if accelerator == "auto":
-        accelerator = next(filter(count_devices, _KINDS))
+        accelerator = next(filter(num_devices, _KINDS))
     kinds = look_up(accelerator, {"auto": (), **ACCELERATORS}, "accelerator")
     if accelerator == "tpu":
         why = _missing_tpu()
     elif accelerator == "mps":
-        why = "" if count_devices("mps") else "there is no Apple GPU; set accelerator='auto'"
+        why = "" if num_devices("mps") else "there is no Apple GPU; set accelerator='auto'"
     else:
         why = "" if accelerator == "cpu" else _missing_gpu()
-    if not why and accelerator == "cuda" and not count_devices("cuda"):
+    if not why and accelerator == "cuda" and not num_devices("cuda"):
         why = "this GPU is Apple's; set accelerator='mps'"
     if why:
         raise ValueError(f"accelerator={accelerator!r}: {why}")
-    return next(kind for kind in kinds if kind == "tpu" or count_devices(kind))
+    return next(kind for kind in kinds if kind == "tpu" or num_devices(kind))
 
 # %% ../../nbs/core/05_devices.ipynb #677a5c52
 # Where 16 bits are "true", weights have them, too, and small steps of training round away.
@@ -530,7 +530,7 @@ def check_count(
         raise ValueError(
             f"devices={given!r}: a CPU has no numbered devices; give how many processes, or 'auto'"
         )
-    there, cores = count_devices(kind), os.cpu_count() or 1
+    there, cores = num_devices(kind), os.cpu_count() or 1
     if kind == "cpu" and wanted > max(8, 4 * cores):
         raise ValueError(
             f"devices={given!r} asks for {wanted} processes on {cores} cores, which "

@@ -32,10 +32,15 @@ from ..model.config import BertLabConfig
 from ..model.encoder import BertLabModel
 from ..model.huggingface import bertlab_config, describe_saving, has_adapter, read_shape
 from ..model.losses import LossParts
-from ..train.checkpoints import same_random_states
-from ..train.modules import check_pieces, check_recomputing, compile_layers, compile_options
-from ..train.modules import load_encoder, pretraining_groups, pretraining_optimizer
-from ..train.modules import recompute, settings_from
+from ..train.checkpoints import isolate_rng
+from bertlab.train.modules import (
+    check_tokenizer_matches,
+    check_recomputing,
+    compile_model,
+    resolve_compile,
+)
+from ..train.modules import load_encoder, build_param_groups, build_optimizer
+from ..train.modules import apply_activation_checkpointing, config_from_tokenizer
 from ..train.steps import TrainingModule, plain_options
 
 # %% ../../nbs/embeddings/06_module.ipynb #84e4246a
@@ -172,7 +177,7 @@ class EmbeddingModule(TrainingModule):
             tokenizer = load_tokenizer(tokenizer)
         self.tokenizer = tokenizer
         if source is not None and prepare_encoder is None:  # which may give it other rows
-            check_pieces(source, tokenizer, tokenizer if own else None)
+            check_tokenizer_matches(source, tokenizer, tokenizer if own else None)
         start = torch.tensor(math.log(temperature))
         self.log_temperature = nn.Parameter(start) if learn_temperature else None
         self._distilled: Tensor | None = None  # the teacher's part of the batch seen last
@@ -243,7 +248,9 @@ class EmbeddingModule(TrainingModule):
         "Load or build the encoder; prepare, adapt and freeze it."
         h, source, said = self.hparams, self.hparams.pretrained_model_name_or_path, {}
         if source is None:
-            config = BertLabConfig(**settings_from(self.tokenizer, h.model_config_kwargs or {}))
+            config = BertLabConfig(
+                **config_from_tokenizer(self.tokenizer, h.model_config_kwargs or {})
+            )
             encoder = BertLabModel(config)
         else:
             said = read_layout(source)
@@ -292,7 +299,7 @@ class EmbeddingModule(TrainingModule):
         if self.prepare_encoder is not None:
             self._find_preparation()  # what it would do needs the numbers
             return
-        with same_random_states():
+        with isolate_rng():
             try:
                 with torch.device("meta"):
                     model = self._make_model(fresh=True)
@@ -304,7 +311,7 @@ class EmbeddingModule(TrainingModule):
             data.fit_rows(model.encoder.config.max_position_embeddings)
         self.model = model
         try:
-            pretraining_groups(self, self._optimizer_settings())
+            build_param_groups(self, self._optimizer_settings())
         finally:
             self.model = None
 
@@ -329,10 +336,10 @@ class EmbeddingModule(TrainingModule):
                 "chunk_rows does not run on a TPU, where torch's checkpointing fails; "
                 "leave it out, and take a smaller batch"
             )
-        recompute(self.model, h.gradient_checkpointing, device)
-        options = compile_options(h.compile_model, device, h.optimizer_class)
+        apply_activation_checkpointing(self.model, h.gradient_checkpointing, device)
+        options = resolve_compile(h.compile_model, device, h.optimizer_class)
         if options is not None:
-            compile_layers(self.model, **options)
+            compile_model(self.model, **options)
         self.model.train(self.training)
         still = f"; {len(self.frozen)} of its weights stay as they are" if self.frozen else ""
         known = self.prepare_encoder is None
@@ -407,7 +414,7 @@ class EmbeddingModule(TrainingModule):
 
     def configure_optimizers(self) -> dict[str, Any]:
         self.hparams.update({**self._own, **self.hparams})  # a model that was built elsewhere
-        return pretraining_optimizer(self, self._optimizer_settings(), self.estimated_steps())
+        return build_optimizer(self, self._optimizer_settings(), self.estimated_steps())
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         "A checkpoint does not need its first weights to be loaded again."
@@ -520,11 +527,11 @@ class EmbeddingModule(TrainingModule):
 
     # --- what a split is worth --------------------------------------------------------------------
 
-    def begin_scoring(self, stage: str) -> None:  # val or test
-        super().begin_scoring(stage)
+    def reset_metrics(self, stage: str) -> None:  # val or test
+        super().reset_metrics(stage)
         self._stored = []
 
-    def score_batch(self, batch: dict[str, Tensor], set_number: int = 0) -> None:
+    def update_metrics(self, batch: dict[str, Tensor], set_number: int = 0) -> None:
         "Add a batch to the sums, and keep its vectors for ranks over the whole split."
         queries, documents = self.embed(batch)
         parts, num_pairs = self.score_pairs(queries, documents, batch), len(batch["labels"])
@@ -546,7 +553,7 @@ class EmbeddingModule(TrainingModule):
             stored.append(batch["text_numbers"][num_pairs : 2 * num_pairs])
         self._stored.append(tuple(one.cpu() for one in stored))
 
-    def final_scores(self, stage: str) -> dict[str, Tensor]:
+    def compute_metrics(self, stage: str) -> dict[str, Tensor]:
         "Loss over the split's batches; ranks over all of its documents; how alike vectors are."
         if not self._stored:
             return {}

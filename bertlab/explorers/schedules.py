@@ -13,7 +13,7 @@ from dataclasses import fields
 
 import ipywidgets
 
-from ..optim.schedulers import KINDS, OTHER_UNITS, Schedule
+from ..optim.schedulers import SCHEDULE_KINDS, OTHER_UNITS, Schedule
 from .widgets import Explorer, explore, keep_points, svg_chart
 
 # %% ../../nbs/explorers/03_schedules.ipynb #d41e45fa
@@ -42,9 +42,11 @@ def full_rate_steps(
 # %% ../../nbs/explorers/03_schedules.ipynb #48fd4168
 def phase_options(schedule: Schedule) -> dict[str, str | int | float]:
     "The nine options that say what a schedule does, by their names in `get_scheduler`."
-    names = [f"{phase}_{part}" for phase in KINDS for part in ("kind", "steps", "decay")]
+    names = [f"{phase}_{part}" for phase in SCHEDULE_KINDS for part in ("kind", "steps", "decay")]
     options = {name: getattr(schedule, name) for name in names}
-    for phase, length in zip(KINDS, schedule.lengths):  # what was said as a share, or in tokens
+    for phase, length in zip(
+        SCHEDULE_KINDS, schedule.lengths
+    ):  # what was said as a share, or in tokens
         if any(getattr(schedule, name) is not None for name in OTHER_UNITS[phase]):
             options[f"{phase}_steps"] = length
     return options
@@ -143,7 +145,7 @@ def _phase_controls(phase: str, schedule: Schedule, num_steps: int) -> dict[str,
     look = {"style": {"description_width": "10em"}, "layout": {"width": "auto"}}
     least = -1 if phase == "training" else 0  # -1: what the others leave
     return {
-        kind: ipywidgets.Dropdown(options=KINDS[phase], value=start[kind],
+        kind: ipywidgets.Dropdown(options=SCHEDULE_KINDS[phase], value=start[kind],
                                   description=phase, **look),
         steps: ipywidgets.IntSlider(start[steps], min=least, max=num_steps,
                                     description=f"{phase} updates", **look),
@@ -165,7 +167,7 @@ def rate_designer(
     parts = [{
         "num_steps": ipywidgets.IntText(num_steps, description="run (updates)", **look),
         "learning_rate": ipywidgets.FloatText(learning_rate, description="peak rate", **look),
-    }, *(_phase_controls(phase, start, num_steps) for phase in KINDS)]  # fmt: skip
+    }, *(_phase_controls(phase, start, num_steps) for phase in SCHEDULE_KINDS)]  # fmt: skip
     controls = {name: control for part in parts for name, control in part.items()}
     box = {
         "style": {"description_width": "4em"},
@@ -182,15 +184,15 @@ def rate_designer(
         return f'{picture}<pre tabindex="0">{written[0].value}</pre>' if with_lines else picture
 
     def lengthen(change: dict) -> None:  # sliders reach as far as the run that is typed
-        for phase in KINDS:
+        for phase in SCHEDULE_KINDS:
             slider = controls[f"{phase}_steps"]
             slider.max = max(change["new"], slider.value, 1)
 
     controls["num_steps"].observe(lengthen, names="value")
     steps = {}
     for name, design in _KNOWN_DESIGNS.items():
-        options = {f"{key}_steps" if key in KINDS else key:
-                   int(value * num_steps) if key in KINDS else value
+        options = {f"{key}_steps" if key in SCHEDULE_KINDS else key:
+                   int(value * num_steps) if key in SCHEDULE_KINDS else value
                    for key, value in design.items()}  # fmt: skip
         steps[name] = phase_options(Schedule(**options, total_steps=num_steps))
         steps[name]["with_lines"] = True

@@ -37,8 +37,8 @@ from ..model.losses import LossParts
 from ..model.task_heads import weighted_loss
 from ..optim.optimizers import get_optimizer
 from ..optim.schedulers import ScheduledLR, get_scheduler
-from ..train.modules import check_pieces, check_recomputing, compile_layers
-from ..train.modules import compile_options, optimizer_options, recompute
+from ..train.modules import check_tokenizer_matches, check_recomputing, compile_model
+from ..train.modules import resolve_compile, optimizer_options, apply_activation_checkpointing
 from ..train.steps import TrainingModule, plain_options
 
 # %% ../../nbs/finetuning/07_module.ipynb #66c6b861
@@ -319,7 +319,7 @@ class FinetuningModule(TrainingModule):
                 f"pretrained_tokenizer_name_or_path={source!r}"
             )
         if source is not None:
-            check_pieces(source, data.tokenizer)
+            check_tokenizer_matches(source, data.tokenizer)
         longest = max(
             len(row["input_ids"]) for rows in data.datasets.values() for row in rows.rows
         )  # packed rows with all of their padding
@@ -360,10 +360,10 @@ class FinetuningModule(TrainingModule):
         self.frozen = [n for n, p in self.model.named_parameters() if not p.requires_grad]
         attached = self._trainer is not None
         device = self.trainer.strategy.root_device if attached else torch.device("cpu")
-        recompute(self.model, h.gradient_checkpointing, device)
-        options = compile_options(h.compile_model, device, h.optimizer_class)
+        apply_activation_checkpointing(self.model, h.gradient_checkpointing, device)
+        options = resolve_compile(h.compile_model, device, h.optimizer_class)
         if options is not None:
-            compile_layers(self.model, **options)
+            compile_model(self.model, **options)
         rank_zero_info(self.describe())
 
     @property
@@ -444,14 +444,14 @@ class FinetuningModule(TrainingModule):
 
     # --- what a split is worth, over all batches and processes ------------------------------------
 
-    def begin_scoring(self, stage: str) -> None:  # val or test
+    def reset_metrics(self, stage: str) -> None:  # val or test
         "Make room for a round over a split."
         split = {"val": "validation"}.get(stage, stage)
         scores = make_scores(self.hparams.task, self.labels, self.data, split)
         self._scores = scores and scores.to(_readable_device(self.device))
         self._loss_sums = torch.zeros(2, device=self.device)
 
-    def score_batch(self, batch: dict[str, Tensor], set_number: int = 0) -> None:
+    def update_metrics(self, batch: dict[str, Tensor], set_number: int = 0) -> None:
         "Add a batch to the sums, and show its predictions to the metrics."
         output = self.run_model(batch)
         parts = self._loss_parts(output, batch, weigh=False)  # or no two runs could be compared
@@ -459,7 +459,7 @@ class FinetuningModule(TrainingModule):
         if self._scores is not None:
             self._scores.update(readable(output), readable(batch))
 
-    def final_scores(self, stage: str) -> dict[str, Tensor]:  # what is logged
+    def compute_metrics(self, stage: str) -> dict[str, Tensor]:  # what is logged
         "Add up over all processes, and divide once. All are NaN where the loss is not finite."
         loss_sum, count = self.trainer.strategy.reduce(self._loss_sums, reduce_op="sum")
         values = {"loss": loss_sum / count} | (self._scores.compute() if self._scores else {})

@@ -29,7 +29,7 @@ import transformers
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
 
-from ..core.devices import count_devices
+from ..core.devices import num_devices
 from ..core.files import atomic_write
 from ..core.reading import check_utf8
 from ..data.documents import has_unspaced, split_words
@@ -125,7 +125,7 @@ def load_predictor(
         )
     if lost := sorted(report["missing_keys"]):
         raise ValueError(f"{directory} lacks weights, such as {lost[0]!r} ({len(lost)} in all)")
-    model = model.eval().to(next(kind for kind in ("cuda", "mps", "cpu") if count_devices(kind)))
+    model = model.eval().to(next(kind for kind in ("cuda", "mps", "cpu") if num_devices(kind)))
     names = tuple(shape.id2label[i] for i in sorted(shape.id2label))
     one = "regression" if len(names) == 1 else "single_label_classification"
     problem = (shape.problem_type or one) if HEADS[head] == "classification" else ""

@@ -27,7 +27,7 @@ from ..model.huggingface import find_kind, from_huggingface, has_adapter, load_p
 from ..model.huggingface import read_shape, save_model, their_class
 from ..model.loading import key_table, their_names
 from ..optim.groups import parameter_groups
-from ..optim.optimizers import optimizer_facts
+from ..optim.optimizers import optimizer_spec
 from ..model.task_heads import TEXT_LOSSES, BertLabForQuestionAnswering
 from ..model.task_heads import BertLabForSequenceClassification, BertLabForSpanClassification
 from ..model.task_heads import BertLabForTokenClassification
@@ -266,10 +266,10 @@ def finetuning_groups(
 ) -> list[dict[str, Any]]:  # the one with the head comes first: its rate is the one that is logged
     "Groups of weights: by what decays, and by layer where layers have rates of their own."
     # Muon and GaLore are for hidden matrices; the rest goes to AdamW, in the same optimizer.
-    apart = optimizer_facts(hparams.optimizer_class).hidden_apart
+    apart = optimizer_spec(hparams.optimizer_class).split_hidden
     overrides = rate_overrides(model, hparams.learning_rate, hparams.layer_decay)
     overrides = adapter_overrides(model, overrides)
-    groups = parameter_groups(model, hparams.weight_decay, hidden_apart=apart, overrides=overrides)
+    groups = parameter_groups(model, hparams.weight_decay, split_hidden=apart, overrides=overrides)
     return sorted(groups, key=lambda group: "lr" in group)
 
 # %% ../../nbs/finetuning/04_task_models.ipynb #d71888f3

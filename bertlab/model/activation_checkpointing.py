@@ -226,7 +226,7 @@ class CheckpointingMode(NamedTuple):
     meaning: str = "no option"
     example: Any = None
     fits: Callable[[Any], bool] = lambda value: True
-    second_backward: bool = True  # can the backward pass be differentiated again?
+    needs_create_graph: bool = True  # can the backward pass be differentiated again?
 
 
 def _is_names(value: Any) -> bool:
@@ -240,17 +240,17 @@ CHECKPOINTING_MODES: dict[str, CheckpointingMode] = {
         lambda value: type(value) is int and value >= 1),
     "selected_modules": CheckpointingMode(
         _checkpoint_modules, "modules", "a list of names, * for anything", ["*.mlp"], _is_names),
-    "selected_ops": CheckpointingMode(_checkpoint_operations, second_backward=False),
+    "selected_ops": CheckpointingMode(_checkpoint_operations, needs_create_graph=False),
     "budget": CheckpointingMode(
         _checkpoint_within, "budget", "the share to keep, from 0 to 1", 0.5,
-        lambda value: type(value) in (int, float) and 0 <= value <= 1, second_backward=False),
+        lambda value: type(value) in (int, float) and 0 <= value <= 1, needs_create_graph=False),
 }  # fmt: skip
 
 # %% ../../nbs/model/16_activation_checkpointing.ipynb #f2e08e63
 def read_checkpointing(
     setting: bool | str | Mapping[str, Any] | None,  # a mode, or {"mode": ..., its option: ...}
     compiled: bool | None = None,  # will the encoder be compiled? None: not known yet
-    second_backward: bool = False,  # does the optimizer look at the curvature, as SophiaH does?
+    needs_create_graph: bool = False,  # does the optimizer look at the curvature, as SophiaH does?
 ) -> tuple[str | None, dict[str, Any]]:  # a key of CHECKPOINTING_MODES or None, and its options
     "Read what a user wrote for `gradient_checkpointing`. Raises `ValueError` with the way out."
     if setting is None or setting is False:
@@ -273,8 +273,8 @@ def read_checkpointing(
             f"{f', {kind.meaning}' if kind.option else ''}; write "
             f"{ {'mode': mode, **wanted} }"
         )
-    if second_backward and not kind.second_backward:
-        able = [name for name, other in CHECKPOINTING_MODES.items() if other.second_backward]
+    if needs_create_graph and not kind.needs_create_graph:
+        able = [name for name, other in CHECKPOINTING_MODES.items() if other.needs_create_graph]
         raise ValueError(
             f"{head}: {mode!r} allows one backward pass, and an optimizer that looks "
             "at the curvature (sophiah) needs two; choose one of "

@@ -23,8 +23,8 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 
 from ..core.files import atomic_write
-from .checkpoints import same_random_states
-from .history import RunProgress, say, stop_clocks
+from .checkpoints import isolate_rng
+from .history import RunProgress, print_line, paused
 from ..model.generate import encode_masked, fill_each_mask
 from ..model.samplers import SamplingRule
 from ..model.writing import generate
@@ -34,7 +34,7 @@ from ..model.writing import generate
 def undisturbed(module: nn.Module) -> Iterator[None]:
     "Afterwards the generators, and the mode of every layer, are what they were before."
     modes = [(layer, layer.training) for layer in module.modules()]
-    with same_random_states():
+    with isolate_rng():
         try:
             yield
         finally:
@@ -68,13 +68,15 @@ class Preview(Callback, ABC):
         self,
         texts: Sequence[str],  # each with one or more mask tokens of the tokenizer
         tokenizer: Any = None,  # None: the module's, or the data module's
-        every_steps: int = 500,  # optimizer steps; also before the first and after the last
+        every_n_steps: int = 500,  # optimizer steps; also before the first and after the last
         path: str | os.PathLike | None = None,  # JSON lines, written whole; None: no file
     ):
-        if type(every_steps) is not int or every_steps < 1:
-            raise ValueError(f"every_steps must be a whole number, 1 or more, got {every_steps!r}")
+        if type(every_n_steps) is not int or every_n_steps < 1:
+            raise ValueError(
+                f"every_n_steps must be a whole number, 1 or more, got {every_n_steps!r}"
+            )
         self.texts, self.tokenizer, self.path = texts, tokenizer, path
-        self.every_steps = every_steps
+        self.every_n_steps = every_n_steps
         self.history: list[dict[str, Any]] = []  # step and answers; on the first process alone
 
     @abstractmethod
@@ -103,7 +105,7 @@ class Preview(Callback, ABC):
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
         step, seen = trainer.global_step, self._seen
         self._seen = step
-        if step != seen and (step % self.every_steps == 0 or step == trainer.max_steps):
+        if step != seen and (step % self.every_n_steps == 0 or step == trainer.max_steps):
             self.look(trainer, pl_module)
 
     def on_train_end(self, trainer, pl_module) -> None:  # not where a signal or an error ends it
@@ -119,7 +121,7 @@ class Preview(Callback, ABC):
             return  # where weights are spread, all processes take part; else the first one
         weights = getattr(pl_module, "evaluation_weights", nullcontext)
         with (
-            stop_clocks(trainer),
+            paused(trainer),
             undisturbed(pl_module),
             weights(),
             trainer.precision_plugin.forward_context(),
@@ -138,7 +140,7 @@ class Preview(Callback, ABC):
         if not any(isinstance(c, ProgressBar) or isinstance(c, RunProgress) and c.moves
                    for c in trainer.callbacks):  # fmt: skip
             lines = self.describe(entry["answers"])
-            say(f"step {entry['step']}:", *(f"  {line}" for line in lines))
+            print_line(f"step {entry['step']}:", *(f"  {line}" for line in lines))
 
     def write(self, path: str | os.PathLike) -> None:
         "Write the history as JSON lines, whole."
@@ -165,11 +167,11 @@ class FillMaskPreview(Preview):
         self,
         sentences: Sequence[str],  # each with one or more mask tokens
         tokenizer: Any = None,  # None: the module's, or the data module's
-        every_steps: int = 500,  # optimizer steps between two previews
+        every_n_steps: int = 500,  # optimizer steps between two previews
         top_k: int = 5,  # guesses for each mask
         path: str | os.PathLike | None = None,  # JSON lines, written whole; None: no file
     ):
-        super().__init__(sentences, tokenizer, every_steps, path)
+        super().__init__(sentences, tokenizer, every_n_steps, path)
         self.top_k = top_k
 
     def ask(self, model: nn.Module) -> list:  # text -> gap -> [token, probability]
@@ -200,14 +202,14 @@ class DiffusionPreview(Preview):
         self,
         texts: Sequence[str],  # mask tokens where words are wanted
         tokenizer: Any = None,  # None: the module's, or the data module's
-        every_steps: int = 500,  # optimizer steps between two previews
+        every_n_steps: int = 500,  # optimizer steps between two previews
         num_steps: int = 16,  # of the sampler
         temperature: float = 1.0,  # of the words: 0 takes the best
         seed: int = 0,  # the same draws in each preview: what changes is the model
         path: str | os.PathLike | None = None,  # JSON lines, written whole; None: no file
         sampler: str = "ancestral",  # a key of SAMPLERS
     ):
-        super().__init__(texts, tokenizer, every_steps, path)
+        super().__init__(texts, tokenizer, every_n_steps, path)
         self.sampling = dict(
             sampler=sampler, num_steps=num_steps, temperature=temperature, seed=seed
         )
@@ -292,7 +294,7 @@ class CompileAhead(Callback):
 
     def on_train_start(self, trainer, pl_module) -> None:
         validation = None
-        with same_random_states():  # loaders may draw
+        with isolate_rng():  # loaders may draw
             batch = peek(trainer.train_dataloader) if self.batch is None else self.batch
             if trainer.enable_validation and trainer.val_dataloaders:
                 loaders = trainer.val_dataloaders

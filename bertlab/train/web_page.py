@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['HOST', 'PACKAGES', 'RUNTIME_BYTES', 'PACKAGE_FOLDER', 'EXAMPLES', 'MOST_TOKENS', 'Package', 'integrity_of',
-           'check_npm', 'unpack_package', 'fetch_packages', 'name_piece', 'answer_for_page', 'check_examples',
+           'check_npm', 'unpack_package', 'fetch_packages', 'name_piece', 'page_answer', 'check_examples',
            'export_web_page']
 
 # %% ../../nbs/train/21_web_page.ipynb #02dd782c
@@ -27,7 +27,7 @@ import numpy as np
 
 from ..core.files import atomic_directory
 from ..core.reading import read_model_settings
-from .export import FILES, PARTS, REPORT, OnnxModel, best_ids, check_exportable
+from .export import FILES, PARTS, REPORT, OnnxModel, top_tokens, check_exportable
 from .export import check_extra, check_output, export_model
 
 # %% ../../nbs/train/21_web_page.ipynb #be478833
@@ -168,7 +168,7 @@ def name_piece(tokenizer: Any, token: int) -> str:
     return piece if piece.startswith("##") else tokenizer.decode([token]).strip() or piece
 
 
-def answer_for_page(
+def page_answer(
     exported: OnnxModel,  # with all of PARTS
     text: str,  # with a gap
 ) -> dict[str, Any]:  # as `Encoder.ask` of model.js; attention as lists
@@ -182,7 +182,8 @@ def answer_for_page(
 
     def best(logits_V: np.ndarray, count: int) -> list[tuple[str, float, int]]:
         return [
-            (name_piece(tokenizer, i), round(share, 5), i) for i, share in best_ids(logits_V, count)
+            (name_piece(tokenizer, i), round(share, 5), i)
+            for i, share in top_tokens(logits_V, count)
         ]
 
     return {
@@ -298,7 +299,7 @@ def _write_page(
         *_page_files().iterdir(),
     ):
         shutil.copyfile(path, target / path.name)
-    answer = answer_for_page(exported, examples[0])
+    answer = page_answer(exported, examples[0])
     files = {
         "model": FILES["int8"],
         "tokenizer": "tokenizer.json",

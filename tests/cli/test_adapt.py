@@ -21,9 +21,9 @@ from bertlab.model.encoder import BertLabModel
 from bertlab.model.heads import BertLabForMaskedLM
 from bertlab.model.huggingface import save_model
 from bertlab.model.task_heads import BertLabForSequenceClassification, BertLabForSpanClassification
-from bertlab.train.averages import write_average
+from bertlab.train.averages import save_average
 from bertlab.train.model_cards import push_model
-from bertlab.train.model_directories import read_uses
+from bertlab.train.model_directories import read_sentence_transformers_files
 from bertlab.train.modules import load_encoder
 
 WORDS = [f"w{i}" for i in range(30)]
@@ -152,7 +152,7 @@ def test_what_only_sentence_transformers_can_pool_is_carried_along(tmp_path):
     )
     (place / "1_Pooling" / "config.json").write_text(json.dumps({"pooling_mode_max_tokens": True}))
     lengthen(str(place), 64, "keep", output=str(tmp_path / "longer"))
-    assert read_uses(tmp_path / "longer") == read_uses(place) == {
+    assert read_sentence_transformers_files(tmp_path / "longer") == read_sentence_transformers_files(place) == {
         "modules": ["Transformer", "Pooling", "Normalize"], "pooling": ["max"]}  # fmt: skip
     (place / "modules.json").write_text("[1]")
     with pytest.raises(ValueError, match="modules.json is damaged"):
@@ -173,12 +173,12 @@ def test_models_that_make_vectors_in_two_ways_have_no_mean(tmp_path):
         (put("long", "mean", False), "modules is .*Pooling'\\] and .*Normalize"),
     ):
         with pytest.raises(ValueError, match=f"{other} and {first} cannot be averaged: {said}"):
-            write_average([first, other], tmp_path / "x")
+            save_average([first, other], tmp_path / "x")
     # Later versions of sentence-transformers name the pooling, which is the same one.
     (same / "1_Pooling" / "config.json").write_text(json.dumps({"pooling_mode": "mean"}))
-    write_average([first, same], tmp_path / "mean")
+    save_average([first, same], tmp_path / "mean")
     plain = save_model(BertLabModel(shape(tokenizer)), tokenizer, tmp_path / "plain")
-    write_average([first, plain], tmp_path / "between")  # an encoder and what was trained from it
+    save_average([first, plain], tmp_path / "between")  # an encoder and what was trained from it
     assert read_layout(tmp_path / "between") == read_layout(first)
 
 

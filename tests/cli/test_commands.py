@@ -22,10 +22,10 @@ from bertlab.cli.main import main
 from bertlab.cli.pretrain import Run, ask_for_run, find_model, pretrain, validate
 from bertlab.data.module import PretrainingDataModule
 from bertlab.data.tokenizers import load_tokenizer, train_tokenizer
-from bertlab.train.checkpoints import RunInterrupted, find_checkpoint
+from bertlab.train.checkpoints import TrainingInterrupted, latest_checkpoint
 from bertlab.train.model_directories import ModelShelf
 from bertlab.train.modules import load_encoder
-from bertlab.train.parallel import Launch
+from bertlab.train.parallel import LaunchInfo
 
 CONFIG = {
     "model": {"model_config_kwargs": dict(hidden_size=16, intermediate_size=24, num_hidden_layers=1,
@@ -69,7 +69,7 @@ def said(capsys, *line: str) -> str:
 
 
 def weights(directory: Path) -> dict:
-    state = torch.load(find_checkpoint(directory / "checkpoints"))
+    state = torch.load(latest_checkpoint(directory / "checkpoints"))
     return state["state_dict"]
 
 
@@ -121,7 +121,7 @@ def test_a_batch_in_tokens_is_split_anew_where_a_run_goes_on_with_other_processe
         str(tmp_path / "run"),
     )
     asked = ask_for_run("pretrain", [*words, *tokens, "--run.output", output])
-    begun = Run(asked.config, launch=Launch("torchrun", rank=0, world_size=2, num_nodes=1))
+    begun = Run(asked.config, launch=LaunchInfo("torchrun", rank=0, world_size=2, num_nodes=1))
     assert begun.config["trainer"]["accumulate_grad_batches"] == 2, (
         "16 rows, 8 in each process, 4 at once"
     )
@@ -131,7 +131,7 @@ def test_a_batch_in_tokens_is_split_anew_where_a_run_goes_on_with_other_processe
         again = Run(
             ask_for_run("pretrain", [], output).config,
             True,
-            launch=Launch("torchrun", 0, processes, 1),
+            launch=LaunchInfo("torchrun", 0, processes, 1),
         )
         assert (
             again.config["trainer"]["accumulate_grad_batches"],
@@ -253,7 +253,7 @@ def test_a_part_that_cannot_be_built_without_its_numbers_is_built_with_them(word
             self.start = self.encoder.final_norm.weight.sum().item()  # which no model on meta has
 
     monkeypatch.setitem(
-        commands.PretrainingModule.build_fresh.__globals__["OBJECTIVE_MODELS"], "mlm", Own
+        commands.PretrainingModule.build_fresh.__globals__["OBJECTIVES"], "mlm", Own
     )
     state = torch.get_rng_state()
     configured([*words, "--model.parameter_overrides", '{"*blocks.0.*": {lr: 1.0e-4}}'])
@@ -378,7 +378,7 @@ def test_sophia_under_a_scaler_of_float16_is_refused_before_anything_is_written(
 def test_a_resumed_run_ends_with_the_weights_of_one_that_was_not_stopped(place, words, tmp_path):
     run = tmp_path / "run"
     pretrain([*words, "--trainer.max_steps", "2"])
-    assert find_checkpoint(run / "checkpoints").name == "step-00000002.ckpt"
+    assert latest_checkpoint(run / "checkpoints").name == "step-00000002.ckpt"
     pretrain(["--trainer.max_steps", "4"], resume=str(run))  # its own run.yaml says the rest
     straight, resumed = weights(place / "run"), weights(run)
     assert all(torch.equal(straight[name], resumed[name]) for name in straight)
@@ -456,7 +456,7 @@ def test_a_run_that_is_stopped_in_or_behind_its_last_step_is_finished_when_it_go
         trainer.callbacks.insert(1, Stop(moment))  # the run looks for its history at 0
         return trainer
 
-    with monkeypatch.context() as patched, pytest.raises((RunInterrupted, SystemExit)):
+    with monkeypatch.context() as patched, pytest.raises((TrainingInterrupted, SystemExit)):
         patched.setattr(commands, "run_trainer", stopped)
         pretrain(words, overwrite=True)
     signal.signal(signal.SIGINT, handler)  # which Lightning has switched off
@@ -768,7 +768,9 @@ def test_validation_reads_the_runs_own_model_and_not_by_the_names_of_the_one_tha
 
 
 def test_what_watchers_ask_about_is_looked_for_before_anything_is_written(place, tmp_path):
-    asked = "[{kind: fill_mask, name: facts, source: %s, every_steps: 2}]" % (tmp_path / "none.tsv")
+    asked = "[{kind: fill_mask, name: facts, source: %s, every_n_steps: 2}]" % (
+        tmp_path / "none.tsv"
+    )
     words = ["--config", str(place / "tiny.yaml"), "--run.output", str(tmp_path / "run")]
     with pytest.raises(ValueError, match="none.tsv"):
         pretrain([*words, "--run.evaluators", asked])
@@ -879,12 +881,12 @@ def test_distill_validates_and_writes_the_average_that_is_asked_for_in_one_sessi
 ):
     (tmp_path / "s.yaml").write_text(STAGES.replace("TEXT", str(place / "text.txt")))
     words = ["distill", str(tmp_path / "s.yaml"), "--run.progress", "none", "--run.average", "0.9"]
-    state_of = lambda stage: torch.load(find_checkpoint(tmp_path / "run" / stage / "checkpoints"))  # noqa: E731
+    state_of = lambda stage: torch.load(latest_checkpoint(tmp_path / "run" / stage / "checkpoints"))  # noqa: E731
     written = lambda stage: load_file(tmp_path / "run" / stage / "model" / "model.safetensors")  # noqa: E731
     assert main([*words, "--output", str(tmp_path / "run")]) == 0
     for stage in ("stage-1", "stage-2"):
         state, wanted = state_of(stage), written(stage)
-        (kept,) = (one for name, one in state["callbacks"].items() if "AveragedWeights" in name)
+        (kept,) = (one for name, one in state["callbacks"].items() if "EMA" in name)
         assert any(
             torch.equal(wanted[name], one) for name in wanted for one in kept["averages"].values()
         )
@@ -1091,7 +1093,7 @@ def test_ctrl_c_saves_says_how_to_go_on_and_the_run_goes_on(words, tmp_path):
     rest, errors = process.communicate(timeout=120)
     assert process.returncode == 130, errors
     assert f"bertlab pretrain --resume {run}" in rest
-    step = int(find_checkpoint(run / "checkpoints").stem[5:])
+    step = int(latest_checkpoint(run / "checkpoints").stem[5:])
     assert "a signal" in (run / "report.md").read_text()
     assert pretrain(["--trainer.max_steps", str(step + 2)], resume=str(run))["steps"] == step + 2
 
@@ -1109,10 +1111,10 @@ def test_the_command_that_goes_on_says_what_the_first_one_said(
 ):
     import bertlab.cli.demo
     import bertlab.cli.speedrun  # noqa: F401
-    from bertlab.train.checkpoints import RunInterrupted
+    from bertlab.train.checkpoints import TrainingInterrupted
 
     def stop(*args, **kwargs):
-        raise RunInterrupted(3, "there")
+        raise TrainingInterrupted(3, "there")
 
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text.txt").write_text((place / "text.txt").read_text())

@@ -477,9 +477,7 @@ def test_what_would_be_read_as_text_or_moved_aside_is_refused_before_work(place,
 
 @pytest.mark.parametrize("there, taken", [(["cuda", "mps"], "cuda"), (["mps"], "mps"), ([], "cpu")])
 def test_a_model_goes_to_the_device_that_training_would_take(monkeypatch, there, taken):
-    monkeypatch.setattr(
-        "bertlab.cli.embed.count_devices", lambda kind: int(kind in [*there, "cpu"])
-    )
+    monkeypatch.setattr("bertlab.cli.embed.num_devices", lambda kind: int(kind in [*there, "cpu"]))
     monkeypatch.setattr(
         BiEncoder, "load", lambda *_, **__: SimpleNamespace(to=lambda device: device)
     )

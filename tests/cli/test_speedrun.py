@@ -24,7 +24,7 @@ from bertlab.data.tokenizers import train_tokenizer
 from bertlab.model.config import modernbert_tiny
 from bertlab.model.heads import BertLabForMaskedLM
 from bertlab.model.huggingface import save_model
-from bertlab.optim.budgets import BudgetTriangle
+from bertlab.optim.budgets import TimeBudgetSchedule
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +94,7 @@ def test_the_recipe_for_a_gpus_hour_follows_the_clock_for_the_hour_of_its_track(
     )
     model = races.speedrun_config(track, recipe, "out", 0)["model"]
     assert model["schedule"] == "time_budget" and model["compile_model"] is True
-    assert BudgetTriangle(**model["scheduler_kwargs"]).seconds == track.seconds == 3600
+    assert TimeBudgetSchedule(**model["scheduler_kwargs"]).seconds == track.seconds == 3600
     assert (model["scheduler_warmup_steps"], model["scheduler_cooldown_steps"]) == (
         None,
         0,
@@ -198,7 +198,7 @@ def test_a_race_measures_the_device_of_its_track_and_no_other_of_the_machine(mon
 
     asked = []
     monkeypatch.setattr(
-        devices, "count_devices", lambda kind: int(kind in ("mps", "cpu"))
+        devices, "num_devices", lambda kind: int(kind in ("mps", "cpu"))
     )  # a MacBook
     monkeypatch.setattr(
         devices, "benchmark_matmul", lambda kind, device: asked.append(device) or 1e9
@@ -214,7 +214,7 @@ def test_the_record_of_a_run_names_the_device_that_it_asks_for(monkeypatch, tmp_
 
     noted = []
     monkeypatch.setattr(
-        devices, "count_devices", lambda kind: int(kind in ("mps", "cpu"))
+        devices, "num_devices", lambda kind: int(kind in ("mps", "cpu"))
     )  # a MacBook
     monkeypatch.setattr(
         runs, "Run", lambda config, resume, overwrite, notes: noted.append(notes) or 1 / 0

@@ -10,7 +10,7 @@ from bertlab.data.tokenizers import load_tokenizer
 from bertlab.model.config import bert_tiny, modernbert_tiny
 from bertlab.model.heads import BertLabForMaskedLM
 from bertlab.model.huggingface import save_model
-from bertlab.train.modules import settings_from
+from bertlab.train.modules import config_from_tokenizer
 
 
 def refused(command: list[str], monkeypatch, capsys) -> str:
@@ -50,7 +50,7 @@ def test_a_comparison_says_which_model_was_scored_in_shorter_rows(positions, tmp
         vocabularies.train(None, str(tmp_path / "tokenizer"), vocab_size=300)
     )
     config = bert_tiny(hidden_size=16, intermediate_size=16, num_attention_heads=2, num_hidden_layers=1,
-                       max_position_embeddings=positions, **settings_from(tokenizer, {}))  # fmt: skip
+                       max_position_embeddings=positions, **config_from_tokenizer(tokenizer, {}))  # fmt: skip
     save_model(BertLabForMaskedLM(config), tokenizer, tmp_path / "model")
     (tmp_path / "text.txt").write_text("a text of a few words and letters\n" * 40)
     capsys.readouterr()
@@ -78,7 +78,7 @@ def test_what_appears_at_the_place_while_a_command_works_stays(command, tmp_path
     place, old = tmp_path / "new", str(tmp_path / "old")
     tokenizer = load_tokenizer(vocabularies.train(None, old, vocab_size=300))
     config = modernbert_tiny(hidden_size=16, intermediate_size=16, num_attention_heads=2, num_hidden_layers=1,
-                             **settings_from(tokenizer, {}))  # fmt: skip
+                             **config_from_tokenizer(tokenizer, {}))  # fmt: skip
     save_model(BertLabForMaskedLM(config), tokenizer, tmp_path / "model")
 
     def while_it_reads(*_, **__):

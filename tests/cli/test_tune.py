@@ -22,7 +22,7 @@ from bertlab.core.reading import load_json  # noqa: E402
 from bertlab.model.config import bert_tiny  # noqa: E402
 from bertlab.model.heads import BertLabForMaskedLM  # noqa: E402
 from bertlab.model.huggingface import save_model  # noqa: E402
-from bertlab.train.checkpoints import RunInterrupted  # noqa: E402
+from bertlab.train.checkpoints import TrainingInterrupted  # noqa: E402
 from bertlab.train.history import History  # noqa: E402
 from bertlab.train.modules import load_encoder  # noqa: E402
 
@@ -88,7 +88,7 @@ def test_a_killed_search_asks_again_for_the_trial_that_was_under_way(plan, tmp_p
 
 def test_a_search_that_a_signal_stops_says_how_to_go_on(plan, tmp_path, monkeypatch, capsys):
     def run_trial(*_):
-        raise RunInterrupted(3, "its directory")
+        raise TrainingInterrupted(3, "its directory")
 
     monkeypatch.setattr(tuning, "run_trial", run_trial)
     words = ["tune", str(plan[0]), "--output", str(tmp_path / "search")]

@@ -252,10 +252,10 @@ def test_a_table_without_a_header_is_read_by_every_command(place, capsys):
 
 @pytest.mark.parametrize("width, rate", [(768, 5e-4), (1024, 3.75e-4), (192, 2e-3), (32, 3e-3)])
 def test_a_rate_that_nobody_gives_follows_from_the_width(width, rate):
-    from bertlab.train.modules import peak_rate
+    from bertlab.train.modules import default_learning_rate
 
-    assert peak_rate(width) == pytest.approx(rate)
-    assert peak_rate(width, continued=True) == 5e-5
+    assert default_learning_rate(width) == pytest.approx(rate)
+    assert default_learning_rate(width, continued=True) == 5e-5
 
 
 def test_a_bare_command_takes_a_shape_that_its_device_can_train(place):

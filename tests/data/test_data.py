@@ -27,7 +27,7 @@ from bertlab.data.shards import finish_shards, open_shards, write_part
 from bertlab.data.sources import TextStream
 from bertlab.data.streaming import PackedStream, StreamBatches, TokenStream
 from bertlab.data.tokenizers import train_tokenizer
-from bertlab.train.checkpoints import documents_identity
+from bertlab.train.checkpoints import dataset_fingerprint
 
 WORDS = [f"w{i}" for i in range(90)]
 TOKENIZER = word_tokenizer(WORDS)
@@ -335,7 +335,7 @@ def test_tokens_of_a_version_that_read_by_other_rules_are_not_taken_from_the_cac
     rules["train"] = 0
     after = set_up(path, cache_dir=cache)
     assert len(list(cache.glob("*.tokens"))) == 4
-    assert documents_identity(before.train_dataset.documents) == documents_identity(
+    assert dataset_fingerprint(before.train_dataset.documents) == dataset_fingerprint(
         after.train_dataset.documents
     )
 

@@ -16,7 +16,7 @@ from bertlab.data.collators import (
 from bertlab.data.diffusion import DiffusionRule, draw_times, hidden_share, noise_tokens
 from bertlab.data.packing import PackedDataset
 from bertlab.data.rows import Vocabulary
-from bertlab.train.steps import bytes_scored
+from bertlab.train.steps import label_bytes
 
 many = settings(max_examples=200, deadline=None, derandomize=True)
 IGNORED = -100
@@ -294,7 +294,7 @@ def test_bits_per_byte_count_the_bytes_of_hidden_tokens_without_a_label():
         collate = MaskedDiffusionCollator(
             0, 1, 20, special_token_ids=[0, 1, 2, 3], max_sequence_length=40, max_predictions=most
         )
-        counts.append(float(bytes_scored(collate([list(range(4, 20)) * 2]), bytes_V)))
+        counts.append(float(label_bytes(collate([list(range(4, 20)) * 2]), bytes_V)))
     assert counts == [2 * sum(range(4, 20))] * 2
 
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from bertlab.data.module import PretrainingDataModule, _even_lanes
 from bertlab.data.streaming import LanedStream, PackedStream, StreamBatches
 from bertlab.data.tokenizers import train_tokenizer
-from bertlab.train.checkpoints import refuse_differences, run_fingerprint
+from bertlab.train.checkpoints import check_same_run, run_fingerprint
 from bertlab.train.modules import PretrainingModule
 
 SPECIAL = dict(pad_token_id=0, shuffle_buffer=3, buffer_size=5)
@@ -327,17 +327,17 @@ def test_a_run_over_lanes_goes_on_by_their_number_and_files_and_not_by_what_was_
 
     kept = facts()
     assert kept["lanes"] == 3
-    refuse_differences("run.ckpt", kept, facts(lanes=3))
+    check_same_run("run.ckpt", kept, facts(lanes=3))
     older = {name: value for name, value in kept.items() if "lanes" not in name} | {
         "data_kwargs": {"lanes": None, "mix_lengths": None}
     }
     for options in ({}, {"lanes": 3}, {"lanes": 2}):  # of these the place in the stream knows
-        refuse_differences("run.ckpt", older, facts(**options))
+        check_same_run("run.ckpt", older, facts(**options))
     with pytest.raises(ValueError, match="lanes is 3 there and 2 here"):
-        refuse_differences("run.ckpt", kept, facts(lanes=2))
+        check_same_run("run.ckpt", kept, facts(lanes=2))
     (tmp_path / "own" / "2.txt").rename(tmp_path / "own" / "00.txt")
     with pytest.raises(ValueError, match="files of the lanes is"):
-        refuse_differences("run.ckpt", kept, facts())
+        check_same_run("run.ckpt", kept, facts())
 
 
 def test_lanes_that_were_dealt_in_another_way_are_refused_before_a_row_is_read(

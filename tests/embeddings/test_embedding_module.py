@@ -26,13 +26,13 @@ from bertlab.embeddings.bi_encoder import BiEncoder
 from bertlab.embeddings.losses import Embedded
 from bertlab.embeddings.module import EmbeddingModule, ranks_of
 from bertlab.embeddings.pairs import EmbeddingDataModule
-from bertlab.optim.groups import leading_group
+from bertlab.optim.groups import main_param_group
 from bertlab.train.checkpoints import (
-    CheckpointSeries,
+    TrainingCheckpoint,
     RunCheckpoint,
     check_resume,
-    find_checkpoint,
-    refuse_differences,
+    latest_checkpoint,
+    check_same_run,
     run_fingerprint,
 )
 from bertlab.train.history import History
@@ -153,7 +153,7 @@ class StopAt(Callback):
 def test_a_run_that_was_stopped_goes_on_bit_by_bit(tmp_path):
     def run(stop_at, seed=0, checkpoint=None):
         keeper, history = (
-            RunCheckpoint(tmp_path / f"{stop_at}-{seed}.ckpt", every_steps=100),
+            RunCheckpoint(tmp_path / f"{stop_at}-{seed}.ckpt", every_n_steps=100),
             History(),
         )
         module, data = (
@@ -176,7 +176,7 @@ def test_a_run_that_was_stopped_goes_on_bit_by_bit(tmp_path):
 
 def test_what_makes_the_loss_is_part_of_the_run():
     kept = run_fingerprint(small_module(prefixes=[8, 16]), None)
-    refuse_differences(
+    check_same_run(
         "run.ckpt",
         kept,
         run_fingerprint(small_module(prefixes=[8, 16], chunk_rows=2, learning_rate=1.0), None),
@@ -185,7 +185,7 @@ def test_what_makes_the_loss_is_part_of_the_run():
                           ({"prefixes": [8]}, r"prefixes is \[8, 16\] there"), ({"distillation": "kl"}, "distillation is None there"),
                           ({"false_negative_margin": 0.1}, "false_negative_margin is")):  # fmt: skip
         with pytest.raises(ValueError, match=said):
-            refuse_differences(
+            check_same_run(
                 "run.ckpt",
                 kept,
                 run_fingerprint(small_module(**{"prefixes": [8, 16], **changed}), None),
@@ -201,19 +201,19 @@ def test_a_function_among_the_options_of_a_schedule_leaves_a_checkpoint_that_a_r
             scheduler_kwargs={"lr_lambda": lambda step: 1 / (1 + step)},
         )
         trainer = make_trainer(
-            steps, "32-true", accelerator="cpu", callbacks=[CheckpointSeries(tmp_path, 2)]
+            steps, "32-true", accelerator="cpu", callbacks=[TrainingCheckpoint(tmp_path, 2)]
         )
         trainer.fit(module, small_data(), ckpt_path=checkpoint)
         return trainer.optimizers[0].param_groups[0]["lr"]
 
     run(2)
     assert (
-        torch.load(find_checkpoint(tmp_path), weights_only=True)["hyper_parameters"][
+        torch.load(latest_checkpoint(tmp_path), weights_only=True)["hyper_parameters"][
             "scheduler_kwargs"
         ]
         == {}
     )
-    assert run(4, find_checkpoint(tmp_path)) == pytest.approx(3e-3 / 5)
+    assert run(4, latest_checkpoint(tmp_path)) == pytest.approx(3e-3 / 5)
 
 
 def test_rates_fall_from_layer_to_layer_and_the_temperature_is_not_decayed():
@@ -237,7 +237,7 @@ def test_rates_fall_from_layer_to_layer_and_the_temperature_is_not_decayed():
     for part, rate in by_layer.items():
         assert all(r == pytest.approx(rate) for name, (r, _) in rates.items() if part in name), part
     assert rates["log_temperature"][1] == 0
-    logged = leading_group(trainer.optimizers[0].param_groups)["initial_lr"]
+    logged = main_param_group(trainer.optimizers[0].param_groups)["initial_lr"]
     assert logged == 0.08, "not that of the layer whose group comes first"
 
 
@@ -426,7 +426,7 @@ def test_what_an_adapter_learned_is_merged_where_it_is_written_and_lies_beside_i
 
 def test_a_run_with_an_adapter_goes_on_bit_by_bit(base, tmp_path):
     def run(stop_at, checkpoint=None):
-        keeper = CheckpointSeries(tmp_path / str(stop_at), every_steps=100)
+        keeper = TrainingCheckpoint(tmp_path / str(stop_at), every_n_steps=100)
         module, data = (
             adapted(base, {"type": "lora", "r": 2, "lora_dropout": 0.2}),
             small_data(draw_pairs(64)),
@@ -439,7 +439,7 @@ def test_a_run_with_an_adapter_goes_on_bit_by_bit(base, tmp_path):
 
     whole = run(6)
     run(3)
-    early, late = (find_checkpoint(tmp_path / name) for name in ("3", "6"))
+    early, late = (latest_checkpoint(tmp_path / name) for name in ("3", "6"))
     assert torch.equal(whole, run(6, checkpoint=early))
     again = EmbeddingModule.load_from_checkpoint(
         late, pretrained_tokenizer_name_or_path=small_tokenizer()
@@ -677,7 +677,7 @@ def test_a_model_that_is_trained_by_cosines_says_so_where_its_first_comparison_r
 def test_the_pooling_is_part_of_the_run_however_it_was_asked_for(tmp_path):
     small_module(pooling="cls").save(tmp_path / "first")
     kept = run_fingerprint(small_module(), None)
-    refuse_differences("run.ckpt", kept, run_fingerprint(small_module(pooling="mean"), None))
+    check_same_run("run.ckpt", kept, run_fingerprint(small_module(pooling="mean"), None))
     not_built = EmbeddingModule(
         pooling="cls",
         model_config_kwargs=small_config(),
@@ -685,8 +685,8 @@ def test_the_pooling_is_part_of_the_run_however_it_was_asked_for(tmp_path):
     )
     for other in (not_built, EmbeddingModule(str(tmp_path / "first"))):
         with pytest.raises(ValueError, match="pooling is 'mean' there and 'cls' here"):
-            refuse_differences("run.ckpt", kept, run_fingerprint(other, None))
-        refuse_differences(
+            check_same_run("run.ckpt", kept, run_fingerprint(other, None))
+        check_same_run(
             "run.ckpt",
             {name: v for name, v in kept.items() if name != "pooling"},
             run_fingerprint(other, None),

@@ -17,7 +17,7 @@ from bertlab.embeddings.pairs import (
     hold_out_pairs,
     read_pairs,
 )
-from bertlab.train.checkpoints import refuse_differences, run_fingerprint
+from bertlab.train.checkpoints import check_same_run, run_fingerprint
 
 ROWS = [{"query": "how far", "positive": "two miles", "negative": ["red", "blue"]},
         {"query": "how long", "positive": "an hour", "negative": ["green"]}]  # fmt: skip
@@ -226,8 +226,8 @@ def test_the_order_is_part_of_the_run_and_a_run_of_an_earlier_version_goes_on():
         run_fingerprint(None, small_data(shuffle_train=shuffle)) for shuffle in (True, False)
     )
     with pytest.raises(ValueError, match="shuffle is True there and False here"):
-        refuse_differences("run.ckpt", kept, now)
-    refuse_differences(
+        check_same_run("run.ckpt", kept, now)
+    check_same_run(
         "run.ckpt", {name: value for name, value in kept.items() if name != "shuffle"}, now
     )
 

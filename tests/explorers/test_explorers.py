@@ -41,8 +41,8 @@ from bertlab.explorers.models import (
     spread_labels,
     untrained_twin,
 )
-from bertlab.train.modules import PretrainingModule, pretraining_optimizer
-from bertlab.train.reports import why_stopped
+from bertlab.train.modules import PretrainingModule, build_optimizer
+from bertlab.train.reports import stop_reason
 from bertlab.explorers.optimizers import (
     OptimizerRun,
     UpdateWatch,
@@ -61,7 +61,7 @@ from bertlab.explorers.schedules import (
     schedule_yaml,
     yaml_number,
 )
-from bertlab.optim.schedulers import KINDS, Schedule
+from bertlab.optim.schedulers import SCHEDULE_KINDS, Schedule
 from bertlab.train.trainer import make_trainer
 from bertlab.explorers.training_monitor import (
     MonitorPanel,
@@ -102,7 +102,7 @@ def rates_of(scheduler, num_steps: int) -> list[float]:
 
 designs = st.fixed_dictionaries(
     {
-        "warmup_kind": st.sampled_from(KINDS["warmup"]),
+        "warmup_kind": st.sampled_from(SCHEDULE_KINDS["warmup"]),
         "warmup_steps": st.integers(0, 9),
         "warmup_decay": st.sampled_from([0.25, 0.01]),
         "training_kind": st.sampled_from(["linear", "cosine", "exponential"]),
@@ -147,7 +147,7 @@ def test_the_printed_yaml_makes_the_drawn_schedule_in_the_module(phases, peak):
                             num_attention_heads=1).to_diff_dict()  # fmt: skip
     module = PretrainingModule(shape, **config["model"])
     module.configure_model()
-    made = pretraining_optimizer(module.model, module.hparams, config["trainer"]["max_steps"])
+    made = build_optimizer(module.model, module.hparams, config["trainer"]["max_steps"])
     rates = rates_of(made["lr_scheduler"]["scheduler"], 25)
     np.testing.assert_allclose(rates, [peak * schedule(n) for n in range(25)], rtol=1e-12)
 
@@ -804,11 +804,11 @@ class Finger(History):
 def test_the_button_ends_a_run_at_the_end_of_a_step_with_whole_checkpoints(notebook, tmp_path):
     monitor = TrainingMonitor(checkpoint=tmp_path / "stopped.ckpt")
     finger = Finger(monitor, 5)  # the second of the two batches of step 3 is the sixth
-    regular = RunCheckpoint(tmp_path / "run.ckpt", every_steps=100)
+    regular = RunCheckpoint(tmp_path / "run.ckpt", every_n_steps=100)
     trainer = train([finger, monitor, regular], 20, accumulate_grad_batches=2)
     assert (
         trainer.global_step == monitor.stopped_at == 3
-        and why_stopped(trainer) == "its stop button was pressed"
+        and stop_reason(trainer) == "its stop button was pressed"
     )
     for name in ("stopped", "run"):
         assert torch.load(tmp_path / f"{name}.ckpt", weights_only=False)["global_step"] == 3

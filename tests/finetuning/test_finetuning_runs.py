@@ -25,7 +25,7 @@ from bertlab.finetuning.runs import (
     metric_rank,
 )
 from bertlab.finetuning.task_models import load_task_model
-from bertlab.train.checkpoints import CheckpointSeries, RunInterrupted, find_checkpoint
+from bertlab.train.checkpoints import TrainingCheckpoint, TrainingInterrupted, latest_checkpoint
 from bertlab.optim.budgets import TimeBudgetLR
 from bertlab.train.stopping import NonFiniteGuard, TimeLimit
 
@@ -89,8 +89,8 @@ def test_validations_are_as_many_as_asked_for_with_the_last_at_the_epochs_end_an
     whole = finetune(module_for(), data_for(), tmp_path / "whole", **more)
     assert [point["step"] for point in whole.record.validation] == [2, 3, 5, 7, 8, 10]
     for step in (4, 7):  # between two validations, and at one
-        series = CheckpointSeries(tmp_path / f"{step}" / "checkpoints")
-        with pytest.raises(RunInterrupted):
+        series = TrainingCheckpoint(tmp_path / f"{step}" / "checkpoints")
+        with pytest.raises(TrainingInterrupted):
             finetune(
                 module_for(),
                 data_for(),
@@ -98,8 +98,8 @@ def test_validations_are_as_many_as_asked_for_with_the_last_at_the_epochs_end_an
                 callbacks=[StopAfter(series, step), series],
                 **more,
             )
-        again = finetune(module_for(), data_for(), tmp_path / f"{step}", callbacks=[CheckpointSeries(series.directory)],
-                         checkpoint=find_checkpoint(series.directory), **more)  # fmt: skip
+        again = finetune(module_for(), data_for(), tmp_path / f"{step}", callbacks=[TrainingCheckpoint(series.directory)],
+                         checkpoint=latest_checkpoint(series.directory), **more)  # fmt: skip
         assert (
             again.record.validation == whole.record.validation and again.metrics == whole.metrics
         ), step
@@ -141,21 +141,21 @@ def test_a_schedule_that_the_clock_ends_needs_a_run_that_the_clock_ends(tmp_path
 def test_a_run_whose_patience_was_spent_takes_no_step_when_it_goes_on(tmp_path, interrupted):
     "It was killed behind its training, or stopped by a signal in the validation that ended it."
     series, more = (
-        CheckpointSeries(tmp_path / "checkpoints"),
+        TrainingCheckpoint(tmp_path / "checkpoints"),
         {"num_epochs": 9, "patience": 1, **PLAIN},
     )
     module = lambda: module_for(learning_rate=0.0)
     if interrupted:
-        with pytest.raises(RunInterrupted):
+        with pytest.raises(TrainingInterrupted):
             finetune(module(), data_for(), tmp_path, callbacks=[StopAfter(series), series], **more)
     else:
         assert finetune(module(), data_for(), tmp_path, callbacks=[series], **more).stopped_early
     best = (tmp_path / "best.ckpt").stat().st_mtime_ns
-    run = finetune(module(), data_for(), tmp_path, callbacks=[CheckpointSeries(series.directory)],
-                   checkpoint=find_checkpoint(series.directory), **more)  # fmt: skip
+    run = finetune(module(), data_for(), tmp_path, callbacks=[TrainingCheckpoint(series.directory)],
+                   checkpoint=latest_checkpoint(series.directory), **more)  # fmt: skip
     assert run.stopped_early and run.best_step == 6 and run.record.column("step")[-1] == 12
     assert (tmp_path / "best.ckpt").stat().st_mtime_ns == best
-    assert find_checkpoint(series.directory).name == "step-00000012.ckpt"
+    assert latest_checkpoint(series.directory).name == "step-00000012.ckpt"
 
 
 def test_a_run_does_not_go_on_under_another_monitor(tmp_path):
@@ -165,14 +165,14 @@ def test_a_run_does_not_go_on_under_another_monitor(tmp_path):
         data_for(),
         tmp_path,
         num_epochs=1,
-        callbacks=[CheckpointSeries(tmp_path / "checkpoints")],
+        callbacks=[TrainingCheckpoint(tmp_path / "checkpoints")],
         **PLAIN,
     )
     with pytest.raises(
         ValueError, match="kept the best weights by val_accuracy, and monitor is val_loss now"
     ):
-        finetune(module_for(), data_for(), tmp_path, num_epochs=2, monitor="val_loss", checkpoint=find_checkpoint(tmp_path / "checkpoints"),
-                 callbacks=[CheckpointSeries(tmp_path / "checkpoints")], **PLAIN)  # fmt: skip
+        finetune(module_for(), data_for(), tmp_path, num_epochs=2, monitor="val_loss", checkpoint=latest_checkpoint(tmp_path / "checkpoints"),
+                 callbacks=[TrainingCheckpoint(tmp_path / "checkpoints")], **PLAIN)  # fmt: skip
 
 
 def test_averaged_weights_are_the_ones_that_are_kept(tmp_path):

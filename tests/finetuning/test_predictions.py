@@ -153,7 +153,7 @@ def test_a_model_goes_to_the_device_that_training_would_take(tmp_path, monkeypat
     tokenizer().save_pretrained(tmp_path)
     asked = []
     monkeypatch.setattr(
-        "bertlab.finetuning.predictions.count_devices", lambda kind: int(kind in [*there, "cpu"])
+        "bertlab.finetuning.predictions.num_devices", lambda kind: int(kind in [*there, "cpu"])
     )
     monkeypatch.setattr(
         DistilBertForSequenceClassification,

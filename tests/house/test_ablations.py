@@ -596,7 +596,7 @@ def test_the_place_of_this_kind_of_processor_is_tried_first(tmp_path, monkeypatc
 
 
 def test_the_best_polynomials_bring_singular_values_closer_to_one_than_muons_do():
-    from bertlab.optim.muon import orthogonalized
+    from bertlab.optim.muon import orthogonalize
 
     torch.manual_seed(0)
     left, _ = torch.linalg.qr(torch.randn(40, 40))
@@ -605,9 +605,9 @@ def test_the_best_polynomials_bring_singular_values_closer_to_one_than_muons_do(
     matrix = left @ torch.diag(values / values.norm()) @ right
     off = {
         kind: (torch.linalg.svdvals(kind(matrix, 5).float()) - 1).abs().max().item()
-        for kind in (tricks.polar, orthogonalized)
+        for kind in (tricks.polar, orthogonalize)
     }
-    assert off[tricks.polar] < 0.2 < off[orthogonalized]
+    assert off[tricks.polar] < 0.2 < off[orthogonalize]
     last = tricks.polar_rounds(7)[-1]
     assert last == pytest.approx(
         (15 / 8, -10 / 8, 3 / 8), abs=1e-3

@@ -57,11 +57,11 @@ from bertlab.model.heads import BertLabForMaskedLM
 from bertlab.model.huggingface import from_huggingface, read_shape, save_model
 from bertlab.model.loading import load_weights, read_torch_file, read_weights
 from bertlab.optim.optimizers import get_optimizer
-from bertlab.train.checkpoints import check_resume, find_checkpoint, read_checkpoint
+from bertlab.train.checkpoints import check_resume, latest_checkpoint, read_checkpoint
 from bertlab.train.histograms import read_histograms
 from bertlab.train.model_directories import ModelShelf, read_marker, remove_model
 from bertlab.train.modules import PretrainingModule, load_encoder
-from bertlab.train.stages import load_stages, train_stages
+from bertlab.train.stages import load_stages, run_stages
 from bertlab.train.trainer import make_trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -389,7 +389,7 @@ def test_a_gap_in_the_ids_makes_room_in_a_new_model(place):
 
 
 def checkpoint_of(place):
-    return find_checkpoint(place / "run" / "checkpoints")
+    return latest_checkpoint(place / "run" / "checkpoints")
 
 
 def change_state(path, **changes):
@@ -440,8 +440,8 @@ def test_a_bent_checkpoint_is_one_sentence_and_no_run_begins_anew_over_it(place,
 
 
 LATER = {  # what is read only when a run goes on: part, and what it becomes
-    "random states of nobody": dict(random_states=[{"python": 3}]),
-    "random states that are text": dict(random_states=["seed"]),
+    "random states of nobody": dict(rng_state=[{"python": 3}]),
+    "random states that are text": dict(rng_state=["seed"]),
     "no weights": dict(state_dict={}),
     "weights by other names": dict(state_dict={"model.nothing": torch.zeros(3)}),
     "optimizer states of nothing": dict(optimizer_states=[{}]),
@@ -643,7 +643,7 @@ def test_a_run_of_stages_does_not_go_on_from_a_bent_note(tmp_path, text):
         "stages: [{data: {train_dataset_name_or_path: nowhere.txt}, steps: 3}]"
     )
     stages = load_stages(tmp_path / "stages.yaml")
-    answer_of(lambda: train_stages(stages, tmp_path / "run", resume=True))
+    answer_of(lambda: run_stages(stages, tmp_path / "run", resume=True))
 
 
 TOOLS = {  # what a recipe may ask to have built
@@ -1048,13 +1048,13 @@ def test_a_place_that_cannot_move_is_written_file_by_file(place, monkeypatch):
 
 
 def test_a_checkpoint_takes_only_a_model_with_it_when_it_goes(place):
-    from bertlab.train.modules import DirectoriesBeside
+    from bertlab.train.modules import HuggingFaceCheckpointIO
 
     class Inner:
         def remove_checkpoint(self, path):
             pass
 
-    beside = DirectoriesBeside.__new__(DirectoriesBeside)
+    beside = HuggingFaceCheckpointIO.__new__(HuggingFaceCheckpointIO)
     beside._checkpoint_io = Inner()
     (place / "texts").mkdir()
     (place / "texts" / "mine.txt").write_text("mine")

@@ -521,4 +521,4 @@ def test_the_curvature_of_a_recomputed_model_is_that_of_the_model(mode, options)
 def test_a_mode_with_one_backward_pass_is_refused_where_two_are_needed(setting):
     read_checkpointing(setting)
     with pytest.raises(ValueError, match="sophiah.*full, selected_blocks, selected_modules"):
-        read_checkpointing(setting, second_backward=True)
+        read_checkpointing(setting, needs_create_graph=True)

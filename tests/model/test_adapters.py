@@ -16,7 +16,7 @@ from bertlab.model.heads import BertLabForMaskedLM  # noqa: E402
 from bertlab.model.huggingface import plain_copy, save_model, to_huggingface  # noqa: E402
 from bertlab.model.task_heads import BertLabForSequenceClassification  # noqa: E402
 from bertlab.optim.groups import parameter_groups  # noqa: E402
-from bertlab.optim.optimizers import get_optimizer, state_bytes  # noqa: E402
+from bertlab.optim.optimizers import get_optimizer, optimizer_state_bytes  # noqa: E402
 
 SIZE = dict(vocab_size=60, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
             max_position_embeddings=32)  # fmt: skip
@@ -376,7 +376,7 @@ def test_frozen_weights_get_no_gradient_and_no_state(freeze, free):
     for name, parameter in model.named_parameters():
         assert (parameter.grad is None) == (name in frozen) == (parameter not in optimizer.state)
     numbers = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    assert 8 * numbers <= state_bytes(optimizer) <= 8 * numbers + 8 * len(moving)
+    assert 8 * numbers <= optimizer_state_bytes(optimizer) <= 8 * numbers + 8 * len(moving)
 
 
 @pytest.mark.parametrize("freeze", [3, -1, 1.0, True, "nothing.*", ["head.*", "hed.*"]])

@@ -16,7 +16,7 @@ from bertlab.model.encoder import BertLabPreTrainedModel
 from bertlab.model.heads import BertLabForMaskedLM
 from bertlab.model.huggingface import save_model
 from bertlab.model.layers import NORMS, add_layer
-from bertlab.train.modules import OBJECTIVE_MODELS, PretrainingModule, continued_model
+from bertlab.train.modules import OBJECTIVES, PretrainingModule, initialize_model
 
 CONFIG = dict(vocab_size=101, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
               max_position_embeddings=32)  # fmt: skip
@@ -27,7 +27,7 @@ VARIANTS = [
     dict(qk_norm=True, output_gate="head", norm="rms"),
     dict(initialization="xavier", num_key_value_heads=1, output_gate="element"),
 ]  # fmt: skip
-CLASSES = {**OBJECTIVE_MODELS, "causal": BertLabForCausalLM}
+CLASSES = {**OBJECTIVES, "causal": BertLabForCausalLM}
 
 
 def equal(one, other):
@@ -107,7 +107,7 @@ def test_a_fresh_part_and_a_part_of_a_file(tmp_path):
     found = []
     for deferred in (False, True):
         torch.manual_seed(1)
-        model = continued_model(tmp_path, "mlm", {}, deferred=deferred)
+        model = initialize_model(tmp_path, "mlm", {}, deferred=deferred)
         found.append(fill_weights(model))
     assert equal(*found)
     assert torch.equal(
@@ -139,7 +139,7 @@ def test_another_familys_weights_are_read_in_shares_as_they_are_read_whole(
     found = []
     for deferred in (False, True):
         torch.manual_seed(2)
-        model = continued_model(tmp_path, objective, {}, deferred=deferred)
+        model = initialize_model(tmp_path, objective, {}, deferred=deferred)
         assert all(weight.is_meta for weight in model.parameters()) == deferred
         found.append(fill_weights(model))
     assert equal(*found)

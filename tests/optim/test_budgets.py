@@ -16,15 +16,15 @@ from ranks import run_on_ranks
 
 from bertlab.optim.budgets import (
     BatchGrowth,
-    BatchWarmup,
-    BudgetTriangle,
+    BatchSizeWarmup,
+    TimeBudgetSchedule,
     Stopwatch,
     TimeBudgetLR,
-    group_of_hosts,
+    cpu_process_group,
     steps_for_tokens,
-    tokens_before,
+    tokens_at_step,
 )
-from bertlab.train.steps import any_process
+from bertlab.train.steps import any_rank
 
 
 class HandClock:
@@ -69,7 +69,7 @@ def a_scheduler(optimizer, *asked, now: float = 1000.0) -> TimeBudgetLR:
     "base, fall", [(0.25, 0.25), (0.5, 0.25), (0.0, 0.5), (1.0, 0.1), (0.3, 0.9)]
 )
 def test_the_triangle_is_two_straight_lines(base, fall):
-    triangle = BudgetTriangle(200, base, fall)
+    triangle = TimeBudgetSchedule(200, base, fall)
     seconds = np.linspace(0, 260, 521)
     expected = np.interp(seconds, [0, 200 * (1 - fall), 200, 260], [base, 1, 0, 0])
     np.testing.assert_allclose([triangle(s) for s in seconds], expected, atol=1e-12)
@@ -79,10 +79,10 @@ def test_the_triangle_is_two_straight_lines(base, fall):
 
 
 def test_the_triangle_by_hand():
-    triangle = BudgetTriangle("100s")
+    triangle = TimeBudgetSchedule("100s")
     assert [triangle(s) for s in (0, 37.5, 75, 87.5, 100, 10**9)] == [0.25, 0.625, 1, 0.5, 0, 0]
     assert triangle(-5) == 0.25  # a clock that is set back does not lower the start
-    assert triangle.area == 0.59375 and BudgetTriangle("2h30m").seconds == 9000.0
+    assert triangle.area == 0.59375 and TimeBudgetSchedule("2h30m").seconds == 9000.0
 
 
 def test_the_rate_follows_the_clock_and_not_the_updates():
@@ -206,7 +206,7 @@ def rates_of_a_process(folder: str) -> None:
 def test_two_processes_follow_the_clock_of_the_first(tmp_path):
     run_on_ranks(rates_of_a_process, str(tmp_path))
     first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
-    assert first == second == [BudgetTriangle(100)(s) for s in (0, 10, 20, 30)]
+    assert first == second == [TimeBudgetSchedule(100)(s) for s in (0, 10, 20, 30)]
 
 
 def questions_beside_gpus(folder: str) -> None:
@@ -214,7 +214,7 @@ def questions_beside_gpus(folder: str) -> None:
     found, rank, reduce = [], int(os.environ["RANK"]), torch.distributed.all_reduce
 
     def noted(tensor, *arguments, group=None, **options):
-        assert tensor.device.type == "cpu" and group is group_of_hosts() is not None
+        assert tensor.device.type == "cpu" and group is cpu_process_group() is not None
         return reduce(tensor, *arguments, group=group, **options)
 
     strategy = SimpleNamespace(root_device=torch.device("cuda"))  # it cannot be asked itself
@@ -224,15 +224,15 @@ def questions_beside_gpus(folder: str) -> None:
             "gloo", init_method=f"file://{folder}/meeting-{meeting}", rank=rank, world_size=2
         )
         with mock.patch.object(torch.distributed, "get_backend", lambda: "nccl"):
-            assert group_of_hosts() not in [
+            assert cpu_process_group() not in [
                 torch.distributed.group.WORLD,
                 *(one["group"] for one in found),
             ]
             with mock.patch.object(torch.distributed, "all_reduce", noted):
-                said = [any_process(trainer, one) for one in (rank == 1, False, rank == 0, True)]
+                said = [any_rank(trainer, one) for one in (rank == 1, False, rank == 0, True)]
             scheduler = TimeBudgetLR(an_optimizer(), 100, clock=HandClock(10.0 * rank))
             found.append(
-                {"group": group_of_hosts(), "said": said, "rate": scheduler.get_last_lr()[0]}
+                {"group": cpu_process_group(), "said": said, "rate": scheduler.get_last_lr()[0]}
             )
         torch.distributed.barrier()
         torch.distributed.destroy_process_group()
@@ -242,12 +242,12 @@ def questions_beside_gpus(folder: str) -> None:
 def test_a_question_beside_gpus_goes_from_host_to_host(tmp_path):
     run_on_ranks(questions_beside_gpus, str(tmp_path))
     first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
-    assert first == second == [([True, False, True, True], BudgetTriangle(100)(0))] * 2
+    assert first == second == [([True, False, True, True], TimeBudgetSchedule(100)(0))] * 2
 
 
 def test_a_process_that_is_alone_asks_nobody():
     alone = SimpleNamespace(world_size=1, strategy=None)
-    assert any_process(alone, True) is True and any_process(alone, False) is False
+    assert any_rank(alone, True) is True and any_rank(alone, False) is False
 
 
 def test_lightning_steps_it_saves_it_and_resumes_it(tmp_path):
@@ -281,7 +281,7 @@ def test_lightning_steps_it_saves_it_and_resumes_it(tmp_path):
         trainer.fit(module, torch.utils.data.DataLoader(torch.ones(20, 1)), ckpt_path=checkpoint)
         return module, trainer
 
-    expected = [BudgetTriangle(100)(10 * step) for step in range(8)]
+    expected = [TimeBudgetSchedule(100)(10 * step) for step in range(8)]
     module, trainer = fit(4)
     trainer.save_checkpoint(tmp_path / "last.ckpt")
     assert module.rates == expected[:4]
@@ -342,11 +342,11 @@ def test_the_size_by_tokens_is_modernberts(drawn, seen):
 @given(growths, st.integers(1, 40))
 def test_the_size_by_step_is_what_counting_tokens_gives(drawn, per_micro_batch):
     low, more, warmup_tokens, world = drawn
-    warmup = BatchWarmup(low, low + more, warmup_tokens, world, per_micro_batch)
+    warmup = BatchSizeWarmup(low, low + more, warmup_tokens, world, per_micro_batch)
     tokens = 0
     for step in range(200):
         assert warmup(step) == warmup.at_tokens(tokens)
-        assert tokens_before(warmup, step) == tokens * world
+        assert tokens_at_step(warmup, step) == tokens * world
         tokens += warmup(step) * per_micro_batch
 
 
@@ -358,10 +358,10 @@ def test_a_warmup_that_divides_evenly_is_a_staircase_of_equal_steps(
     low, more, each, per_micro_batch, world
 ):
     tokens = each * per_micro_batch * world * sum(range(low, low + more))
-    warmup = BatchWarmup(low, low + more, tokens, world, per_micro_batch)
+    warmup = BatchSizeWarmup(low, low + more, tokens, world, per_micro_batch)
     expected = [min(low + more, low + step // each) for step in range(each * more + 5)]
     assert [warmup(step) for step in range(each * more + 5)] == expected
-    assert tokens_before(warmup, each * more) == tokens
+    assert tokens_at_step(warmup, each * more) == tokens
     assert steps_for_tokens(warmup, tokens) == each * more
 
 
@@ -369,7 +369,7 @@ def test_a_warmup_that_divides_evenly_is_a_staircase_of_equal_steps(
 @given(growths, st.integers(1, 40))
 def test_each_size_gets_equally_many_updates_up_to_one(drawn, per_micro_batch):
     low, more, warmup_tokens, world = drawn
-    warmup = BatchWarmup(low, low + more, warmup_tokens, world, per_micro_batch)
+    warmup = BatchSizeWarmup(low, low + more, warmup_tokens, world, per_micro_batch)
     if more:
         own = math.ceil(warmup_tokens / world)
         fair = own / per_micro_batch / sum(range(low, low + more))
@@ -383,21 +383,21 @@ def test_a_budget_of_tokens_is_reached_by_its_last_update_and_not_before(
     drawn, per_micro_batch, budget
 ):
     low, more, warmup_tokens, world = drawn
-    warmup = BatchWarmup(low, low + more, warmup_tokens, world, per_micro_batch)
+    warmup = BatchSizeWarmup(low, low + more, warmup_tokens, world, per_micro_batch)
     steps = steps_for_tokens(warmup, budget)
-    assert tokens_before(warmup, steps) >= budget
-    assert steps == 0 or tokens_before(warmup, steps - 1) < budget
+    assert tokens_at_step(warmup, steps) >= budget
+    assert steps == 0 or tokens_at_step(warmup, steps - 1) < budget
 
 
 def test_the_batch_warmup_by_hand():
     # 2 + 3 + 4 micro-batches of 10 tokens, 5 updates each: 450 tokens on one process, 900 on two.
-    warmup = BatchWarmup(2, 5, "900 tokens", 2, 10)
+    warmup = BatchSizeWarmup(2, 5, "900 tokens", 2, 10)
     assert warmup.thresholds == [100, 250, 450] and warmup.starts == (
         [0, 5, 10, 15],
         [0, 100, 250, 450],
     )
     assert [warmup(s) for s in (0, 4, 5, 9, 10, 14, 15, 10**9)] == [2, 2, 3, 3, 4, 4, 5, 5]
-    assert tokens_before(warmup, 7) == 2 * (100 + 2 * 30)
+    assert tokens_at_step(warmup, 7) == 2 * (100 + 2 * 30)
     assert steps_for_tokens(warmup, 900) == 15 and steps_for_tokens(warmup, "1k") == 16
     assert steps_for_tokens(warmup, 0) == 0 and steps_for_tokens(warmup, 1) == 1
 
@@ -405,16 +405,16 @@ def test_the_batch_warmup_by_hand():
 def test_modernberts_own_warmup():
     # Warner et al. 2024, sec. 2.2.2: 768 to 4,608 rows of 1,024 tokens over 50 billion tokens, here on
     # 8 processes with micro-batches of 96 rows.
-    warmup = BatchWarmup(1, 6, "50B", 8, 96 * 1024)
+    warmup = BatchSizeWarmup(1, 6, "50B", 8, 96 * 1024)
     assert warmup(0) * 8 * 96 == 768 and warmup(10**6) * 8 * 96 == 4608
     counts = np.diff(warmup.starts[0])
     assert counts.max() - counts.min() <= 1 and counts.sum() == steps_for_tokens(warmup, "50B")
 
 
 def test_no_growth_is_a_constant_batch():
-    warmup = BatchWarmup(4, 4, 1000, 1, 10)
+    warmup = BatchSizeWarmup(4, 4, 1000, 1, 10)
     assert {warmup(step) for step in range(100)} == {4}
-    assert tokens_before(warmup, 7) == 280 and steps_for_tokens(warmup, 281) == 8
+    assert tokens_at_step(warmup, 7) == 280 and steps_for_tokens(warmup, 281) == 8
 
 
 @pytest.mark.parametrize(
@@ -434,10 +434,10 @@ def test_no_growth_is_a_constant_batch():
 )
 def test_a_mistake_in_a_batch_warmup_names_its_argument(arguments, words):
     with pytest.raises(ValueError) as error:
-        BatchWarmup(*arguments)
+        BatchSizeWarmup(*arguments)
     assert all(word in str(error.value) for word in words), str(error.value)
 
 
 def test_a_budget_of_time_is_no_budget_of_tokens():
     with pytest.raises(ValueError, match="budget must be tokens"):
-        steps_for_tokens(BatchWarmup(1, 2, 100, 1, 10), "2h")
+        steps_for_tokens(BatchSizeWarmup(1, 2, 100, 1, 10), "2h")

@@ -11,7 +11,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from bertlab.optim.groups import parameter_groups
-from bertlab.optim.muon import QUINTIC, MuonWithAdamW, StackedMuon, orthogonalized
+from bertlab.optim.muon import QUINTIC, MuonWithAdamW, BatchedMuon, orthogonalize
 from bertlab.optim.optimizers import get_optimizer
 from bertlab.optim.schedulers import get_scheduler
 
@@ -24,7 +24,7 @@ def small_model() -> nn.Module:
 
 
 def mixed(model: nn.Module, **options) -> MuonWithAdamW:
-    groups = parameter_groups(model, weight_decay=0.1, hidden_apart=True)
+    groups = parameter_groups(model, weight_decay=0.1, split_hidden=True)
     return get_optimizer("muon", groups, {**OPTIONS, **options})
 
 
@@ -222,10 +222,10 @@ def by_decomposition(matrix: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("shape", [(6, 6), (8, 3), (3, 8), (1, 5)])
 def test_matrices_together_come_out_as_each_alone(shape):
     matrices = torch.randn(3, *shape, generator=torch.Generator().manual_seed(0))
-    together = orthogonalized(matrices, dtype=torch.float32)
+    together = orthogonalize(matrices, dtype=torch.float32)
     for matrix, one in zip(matrices, together):
         torch.testing.assert_close(
-            one, orthogonalized(matrix, dtype=torch.float32), rtol=1e-5, atol=1e-5
+            one, orthogonalize(matrix, dtype=torch.float32), rtol=1e-5, atol=1e-5
         )
         torch.testing.assert_close(one.double(), by_decomposition(matrix), rtol=0, atol=1e-5)
 
@@ -245,10 +245,10 @@ def test_rounds_on_the_square_are_those_on_the_matrix(shape, rounds):
     matrix = torch.randn(*shape, generator=torch.Generator().manual_seed(1))
     expected = by_rounds(matrix.double(), rounds)
     torch.testing.assert_close(
-        orthogonalized(matrix, rounds, torch.float32).double(), expected, rtol=0, atol=2e-5
+        orthogonalize(matrix, rounds, torch.float32).double(), expected, rtol=0, atol=2e-5
     )
     torch.testing.assert_close(
-        orthogonalized(matrix, rounds, torch.float64), expected, rtol=0, atol=1e-12
+        orthogonalize(matrix, rounds, torch.float64), expected, rtol=0, atol=1e-12
     )
 
 
@@ -261,7 +261,7 @@ def test_small_singular_values_survive_the_square_in_float32(least):
     sigma[0] = 1.0
     matrix = left @ sigma.diag() @ right.mT
     made, expected = (
-        orthogonalized(matrix.float(), dtype=torch.float32).double(),
+        orthogonalize(matrix.float(), dtype=torch.float32).double(),
         by_rounds(matrix, 5),
     )
     assert (made - expected).norm() < 2e-3 * expected.norm()
@@ -271,27 +271,27 @@ def test_small_singular_values_survive_the_square_in_float32(least):
 def test_many_rounds_of_a_matrix_without_full_rank_stay_bounded_on_the_square(rounds):
     draw = torch.Generator().manual_seed(3)
     matrix = torch.randn(24, 8, generator=draw) @ torch.randn(8, 96, generator=draw)
-    made = torch.linalg.svdvals(orthogonalized(matrix, rounds, torch.float32))
+    made = torch.linalg.svdvals(orthogonalize(matrix, rounds, torch.float32))
     assert 0.65 < made[7] and made[0] < 1.25
 
 
 def test_half_precision_keeps_away_from_the_square(monkeypatch):
     monkeypatch.setattr("bertlab.optim.muon._by_rounds_on_square", None)
-    assert orthogonalized(torch.randn(4, 16), dtype=torch.bfloat16).shape == (4, 16)
+    assert orthogonalize(torch.randn(4, 16), dtype=torch.bfloat16).shape == (4, 16)
     with pytest.raises(TypeError):
-        orthogonalized(torch.randn(4, 16), dtype=torch.float32)
+        orthogonalize(torch.randn(4, 16), dtype=torch.float32)
 
 
 def test_a_matrix_of_zeros_stays_zero():
-    assert not orthogonalized(torch.zeros(2, 3, 4)).any()
-    assert not orthogonalized(torch.zeros(2, 3, 4), dtype=torch.float32).any()
-    assert not orthogonalized(torch.zeros(2, 3, 8), dtype=torch.float32).any()
+    assert not orthogonalize(torch.zeros(2, 3, 4)).any()
+    assert not orthogonalize(torch.zeros(2, 3, 4), dtype=torch.float32).any()
+    assert not orthogonalize(torch.zeros(2, 3, 8), dtype=torch.float32).any()
 
 
 @pytest.mark.parametrize(("able", "dtype"), [(True, torch.bfloat16), (False, torch.float32)])
 def test_a_processor_without_bfloat16_rounds_in_float32(monkeypatch, able, dtype):
     monkeypatch.setattr("bertlab.optim.muon.cpu_multiplies_bfloat16", lambda: able)
-    assert orthogonalized(torch.randn(4, 4)).dtype == dtype
+    assert orthogonalize(torch.randn(4, 4)).dtype == dtype
 
 
 @pytest.mark.parametrize(
@@ -300,12 +300,12 @@ def test_a_processor_without_bfloat16_rounds_in_float32(monkeypatch, able, dtype
 def test_a_gpu_without_bfloat16_rounds_in_float32(monkeypatch, capability, dtype):
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device=None: capability)
     with FakeTensorMode():  # knows a device that is not there
-        assert orthogonalized(torch.zeros(4, 4, device="cuda")).dtype == dtype
+        assert orthogonalize(torch.zeros(4, 4, device="cuda")).dtype == dtype
 
 
 def test_parameters_without_a_gradient_stay_where_they_are():
     first, second, third = (nn.Parameter(torch.randn(4, 4)) for _ in range(3))
-    optimizer = StackedMuon([{"params": [first, second, third]}], lr=0.1, weight_decay=0.0)
+    optimizer = BatchedMuon([{"params": [first, second, third]}], lr=0.1, weight_decay=0.0)
     first.grad, third.grad = torch.randn(4, 4), torch.randn(4, 4)
     before = second.detach().clone()
     optimizer.step()
@@ -334,13 +334,13 @@ def test_numbers_that_cannot_be_are_answered_and_not_trained_with(option, wrong,
     with pytest.raises(ValueError, match=answer):
         mixed(small_model(), **{option: wrong})
     with pytest.raises(ValueError, match=answer):
-        StackedMuon([nn.Parameter(torch.zeros(2, 2))], **{option: wrong})
+        BatchedMuon([nn.Parameter(torch.zeros(2, 2))], **{option: wrong})
 
 
 def test_a_rate_may_be_a_tensor_and_momentum_nothing():
     weight = nn.Parameter(torch.eye(3))
     weight.grad = torch.ones(3, 3)
-    StackedMuon([weight], lr=torch.tensor(0.1), momentum=0.0, weight_decay=0, ns_steps=1).step()
+    BatchedMuon([weight], lr=torch.tensor(0.1), momentum=0.0, weight_decay=0, ns_steps=1).step()
     assert not torch.equal(weight.detach(), torch.eye(3))
 
 
@@ -351,7 +351,7 @@ def test_a_checkpoint_of_torchs_own_muon_goes_on():
     theirs = torch.optim.Muon([weight], lr=0.1, momentum=0.8)
     weight.grad = torch.randn(4, 4, generator=torch.Generator().manual_seed(1))
     theirs.step()
-    ours = StackedMuon([twin])
+    ours = BatchedMuon([twin])
     with torch.no_grad():
         twin.copy_(weight)
     ours.load_state_dict(copy.deepcopy(theirs.state_dict()))

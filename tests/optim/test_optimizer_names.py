@@ -17,7 +17,7 @@ from bertlab.optim.optimizers import (
     OPTIMIZERS,
     backward_options,
     get_optimizer,
-    optimizer_facts,
+    optimizer_spec,
     optimizer_table,
 )
 
@@ -88,7 +88,7 @@ class Encoder:
         draw = torch.Generator().manual_seed(1)
         self.ids_BL = torch.randint(5, 60, (8, 12), generator=draw)
         self.positions_BM = torch.arange(1, 12, 3).expand(8, -1)
-        groups = parameter_groups(self.model, hidden_apart=name in HIDDEN_APART)
+        groups = parameter_groups(self.model, split_hidden=name in HIDDEN_APART)
         self.optimizer = get_optimizer(name, groups, OPTIONS[name])
 
     def steps(self, start: int, stop: int) -> list[float]:
@@ -218,7 +218,7 @@ def test_muon_needs_no_torch_that_has_one(monkeypatch, apart):
     monkeypatch.delattr(torch.optim, "Muon", raising=False)
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3, bias=False))
     groups = (
-        parameter_groups(model, hidden_apart=True)
+        parameter_groups(model, split_hidden=True)
         if apart
         else [p for p in model.parameters() if p.ndim == 2]
     )
@@ -279,12 +279,12 @@ def test_what_a_class_of_ones_own_says_of_itself_is_known_by_its_dotted_name_too
         "class Apart(MuonWithAdamW): pass\nclass Alone(SGD): elementwise = True\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    apart, alone = optimizer_facts("own_optimizers.Apart"), optimizer_facts("own_optimizers.Alone")
-    assert (apart.hidden_apart, apart.elementwise, apart.class_name) == (True, False, "Apart")
-    assert (alone.hidden_apart, alone.elementwise) == (False, True)
-    assert optimizer_facts("muon") is OPTIMIZERS["muon"]
+    apart, alone = optimizer_spec("own_optimizers.Apart"), optimizer_spec("own_optimizers.Alone")
+    assert (apart.split_hidden, apart.elementwise, apart.class_name) == (True, False, "Apart")
+    assert (alone.split_hidden, alone.elementwise) == (False, True)
+    assert optimizer_spec("muon") is OPTIMIZERS["muon"]
     with pytest.raises(ValueError, match="own_optimizers"):
-        optimizer_facts("own_optimizers.Nobody")
+        optimizer_spec("own_optimizers.Nobody")
 
 
 @pytest.mark.parametrize("name, options, answer", [
@@ -315,9 +315,9 @@ def test_an_option_that_cannot_be_is_one_sentence_that_names_it(name, options, a
 
 
 def test_another_way_of_orthogonalising_takes_the_place_of_muons():
-    from bertlab.optim.muon import MuonWithAdamW, StackedMuon
+    from bertlab.optim.muon import MuonWithAdamW, BatchedMuon
 
-    class Signs(StackedMuon):
+    class Signs(BatchedMuon):
         def turn(self, stacked, parameters, group):
             return stacked.sign()
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from bertlab.optim.optimizers import OPTIMIZERS, get_optimizer, state_bytes
+from bertlab.optim.optimizers import OPTIMIZERS, get_optimizer, optimizer_state_bytes
 from bertlab.optim.schedulers import get_scheduler
 
 EIGHT_BIT = [name for name, facts in OPTIMIZERS.items() if facts.eight_bit]
@@ -59,7 +59,10 @@ def check_that_it_learns_in_8_bit(name):
     assert ours[-1] < 0.3 * ours[0], ours
     assert abs(ours[-1] - theirs[-1]) < 0.1 * theirs[0], "and much as in full precision"
     # A byte a value instead of 4, and a scale of 4 bytes for 256 of them; a map of 256 numbers each.
-    assert state_bytes(small.optimizer) < 0.27 * state_bytes(full.optimizer) + 2 * 1024
+    assert (
+        optimizer_state_bytes(small.optimizer)
+        < 0.27 * optimizer_state_bytes(full.optimizer) + 2 * 1024
+    )
 
 
 def check_that_it_goes_on(name):
@@ -238,4 +241,4 @@ def test_what_two_parameters_share_is_counted_once():
             "own": [torch.zeros(3, dtype=torch.uint8)],
             "step": 3,
         }
-    assert state_bytes(optimizer) == 100 * 4 + 2 * 3
+    assert optimizer_state_bytes(optimizer) == 100 * 4 + 2 * 3

@@ -24,7 +24,7 @@ def build() -> nn.Module:
 
 def train(name: str, model: nn.Module) -> nn.Module:
     ids = torch.arange(20)
-    groups = parameter_groups(model, hidden_apart=name in ("muon", "galore"))
+    groups = parameter_groups(model, split_hidden=name in ("muon", "galore"))
     optimizer = get_optimizer(name, groups, {"lr": 0.01, **OPTIONS.get(name, {})})
     for _ in range(3):
         optimizer.zero_grad()
@@ -62,7 +62,9 @@ def test_under_fsdp2_each_optimizer_does_what_the_table_says(tmp_path):
     for name, facts in OPTIMIZERS.items():
         if facts.fsdp:
             assert results[name] == f"equal {name}"
-        elif facts.second_backward:  # refused wherever there are several processes, sharded or not
+        elif (
+            facts.needs_create_graph
+        ):  # refused wherever there are several processes, sharded or not
             assert "on one process alone" in results[name], results[name]
         else:
             assert (

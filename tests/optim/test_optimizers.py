@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from bertlab.optim.groups import leading_group, parameter_groups, parameter_table
+from bertlab.optim.groups import main_param_group, parameter_groups, parameter_table
 from bertlab.optim.optimizers import OPTIMIZERS, get_optimizer
 from bertlab.optim.schedulers import get_scheduler
 
@@ -385,10 +385,10 @@ def test_the_rate_of_a_run_is_that_of_a_group_without_an_override_wherever_it_st
 ):
     optimizer = get_optimizer("adamw", parameter_groups(Odd(), overrides=overrides), {"lr": 0.1})
     saved = optimizer.state_dict()["param_groups"]
-    assert leading_group(optimizer.param_groups)["lr"] == leading_group(saved)["lr"] == rate
+    assert main_param_group(optimizer.param_groups)["lr"] == main_param_group(saved)["lr"] == rate
     get_scheduler(optimizer, warmup_steps=10)
-    assert leading_group(optimizer.param_groups)["lr"] == pytest.approx(rate / 10)
-    assert leading_group([{"params": [], "lr": 0.3}])["lr"] == 0.3, (
+    assert main_param_group(optimizer.param_groups)["lr"] == pytest.approx(rate / 10)
+    assert main_param_group([{"params": [], "lr": 0.3}])["lr"] == 0.3, (
         "groups made by hand have no names"
     )
 
@@ -407,7 +407,7 @@ def test_a_layer_that_is_held_under_two_names_is_found_by_either():
     groups = parameter_groups(model, overrides={"lm_head.weight": {"lr": 0.5}})
     (special,) = [group for group in groups if "lr" in group]
     assert names_in(model, special) == {"body.weight"}
-    hidden = parameter_groups(model, hidden_apart=True)[0]
+    hidden = parameter_groups(model, split_hidden=True)[0]
     assert names_in(model, hidden) == {"other.weight"}  # an output is none, by whichever name
 
 
@@ -440,7 +440,7 @@ def test_hidden_matrices_go_apart_and_no_embedding_head_or_vector_with_them():
     model = nn.ModuleDict(
         {"body": Odd(), "classifier": nn.Linear(8, 3), "conv": nn.Conv1d(2, 2, 3)}
     )
-    hidden, decayed, spared = parameter_groups(model, 0.3, hidden_apart=True)
+    hidden, decayed, spared = parameter_groups(model, 0.3, split_hidden=True)
     assert names_in(model, hidden) == {"body.hidden.weight"}
     assert names_in(model, decayed) == {"body.decoder.weight", "classifier.weight", "conv.weight"}
     assert (hidden["hidden"], decayed["hidden"], spared["hidden"]) == (True, False, False)
@@ -454,11 +454,11 @@ def test_hidden_matrices_go_apart_and_no_embedding_head_or_vector_with_them():
 def test_a_matrix_can_be_moved_in_and_out_of_the_hidden_ones_but_a_vector_cannot():
     model = Odd()
     moves = {"decoder.weight": {"hidden": True}, "hidden.weight": {"hidden": False}}
-    groups = parameter_groups(model, hidden_apart=True, overrides=moves)
+    groups = parameter_groups(model, split_hidden=True, overrides=moves)
     inside = set().union(*(names_in(model, group) for group in groups if group["hidden"]))
     assert inside == {"decoder.weight"}
     with pytest.raises(ValueError, match="hidden=True is for matrices.*narrow the pattern"):
-        parameter_groups(model, hidden_apart=True, overrides={"hidden.*": {"hidden": True}})
+        parameter_groups(model, split_hidden=True, overrides={"hidden.*": {"hidden": True}})
 
 
 def test_the_table_shows_the_peak_rate_of_each_parameter_under_a_schedule():

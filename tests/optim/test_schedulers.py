@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch._dynamo.testing import CompileCounter
 
 from bertlab.optim.schedulers import (
-    KINDS,
+    SCHEDULE_KINDS,
     OTHER_UNITS,
     InverseSqrtScheduler,
     Schedule,
@@ -70,7 +70,7 @@ def by_other_means(
     return np.concatenate([planned, np.full(num_steps - len(planned), last)])
 
 
-@pytest.mark.parametrize("kinds", list(itertools.product(*KINDS.values())), ids="-".join)
+@pytest.mark.parametrize("kinds", list(itertools.product(*SCHEDULE_KINDS.values())), ids="-".join)
 @pytest.mark.parametrize(
     "warmup, training, cooldown", [(5, 20, 8), (1, 1, 1), (0, 7, 3), (4, 0, 6)]
 )
@@ -126,9 +126,11 @@ def test_a_run_shorter_than_its_plan_keeps_the_final_factor():
 @st.composite
 def schedules(draw) -> tuple[Schedule, int, int, int]:
     "Every kind, with lengths that may be 0; only the jump that is asked for by name is left out."
-    warmup_kind = draw(st.sampled_from([kind for kind in KINDS["warmup"] if kind != "constant"]))
+    warmup_kind = draw(
+        st.sampled_from([kind for kind in SCHEDULE_KINDS["warmup"] if kind != "constant"])
+    )
     training_kind, cooldown_kind = (
-        draw(st.sampled_from(KINDS[p])) for p in ("training", "cooldown")
+        draw(st.sampled_from(SCHEDULE_KINDS[p])) for p in ("training", "cooldown")
     )
     lengths = warmup, training, cooldown = [draw(st.integers(0, 60)) for _ in range(3)]
     factor = st.floats(0, 1)
@@ -274,13 +276,15 @@ def test_inverse_sqrt_is_one_minus_the_root_and_then_zero():
     )
 
 
-@pytest.mark.parametrize("kind", KINDS["warmup"])
+@pytest.mark.parametrize("kind", SCHEDULE_KINDS["warmup"])
 def test_a_single_increase_is_the_warmup_alone(kind):
     scheduler = get_single_scheduler(an_optimizer(), kind, 4, 0.5, "increase")
     np.testing.assert_allclose(follow(scheduler, 6), [*ramp(kind, 0.5, 1, 4)[1:], 1, 1])
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS["cooldown"] if kind != "constant"])
+@pytest.mark.parametrize(
+    "kind", [kind for kind in SCHEDULE_KINDS["cooldown"] if kind != "constant"]
+)
 def test_a_single_decrease_is_the_cooldown_alone(kind):
     scheduler = get_single_scheduler(an_optimizer(), kind, 4, 0.5, "decrease")
     np.testing.assert_allclose(follow(scheduler, 6), [*ramp(kind, 1, 0.5, 4), 0.5])

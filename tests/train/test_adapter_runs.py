@@ -15,7 +15,7 @@ from bertlab.model.adapters import load_adapter  # noqa: E402
 from bertlab.model.heads import BertLabForMaskedLM  # noqa: E402
 from bertlab.model.config import BertLabConfig  # noqa: E402
 from bertlab.model.huggingface import save_model  # noqa: E402
-from bertlab.train.checkpoints import CheckpointSeries, check_resume, find_checkpoint  # noqa: E402
+from bertlab.train.checkpoints import TrainingCheckpoint, check_resume, latest_checkpoint  # noqa: E402
 from bertlab.train.history import History  # noqa: E402
 from bertlab.train.model_directories import ModelDirectories  # noqa: E402
 from bertlab.train.modules import PretrainingModule  # noqa: E402
@@ -46,14 +46,14 @@ def run(place, output, steps, resume=False, **options):
                                scheduler_warmup_steps=2, **options)  # fmt: skip
     history = History()
     callbacks = [history, NonFiniteGuard(), ModelDirectories(output / "models", module.tokenizer, 100),
-                 CheckpointSeries(output / "checkpoints", 3)]  # fmt: skip
+                 TrainingCheckpoint(output / "checkpoints", 3)]  # fmt: skip
     trainer = make_trainer(
         steps, "32-true", accelerator="cpu", callbacks=callbacks, accumulate_grad_batches=2
     )
     trainer.fit(
         module,
         data,
-        ckpt_path=find_checkpoint(output / "checkpoints") if resume else None,
+        ckpt_path=latest_checkpoint(output / "checkpoints") if resume else None,
         weights_only=True,
     )
     return module
@@ -101,7 +101,7 @@ def test_what_a_run_leaves_opens_in_plain_transformers_and_the_adapter_alone_com
 def test_a_checkpoint_loads_without_its_first_weights(place, tmp_path):
     module = run(place, tmp_path, 3, adapter="lora")
     again = PretrainingModule.load_from_checkpoint(
-        find_checkpoint(tmp_path / "checkpoints"), pretrained_tokenizer_name_or_path=word_tokenizer(WORDS),
+        latest_checkpoint(tmp_path / "checkpoints"), pretrained_tokenizer_name_or_path=word_tokenizer(WORDS),
         weights_only=True)  # fmt: skip
     ids = torch.randint(5, 60, (2, 9))
     torch.testing.assert_close(again.model.eval()(ids).logits, module.model.eval()(ids).logits)
@@ -138,4 +138,4 @@ def test_a_run_of_another_adapter_is_not_gone_on_with(place, tmp_path):
         pretrained_model_name_or_path=str(place / "base"), adapter={"type": "lora", "r": 2}
     )
     with pytest.raises(ValueError, match="adapter"):
-        check_resume(find_checkpoint(tmp_path / "checkpoints"), module, None, 5)
+        check_resume(latest_checkpoint(tmp_path / "checkpoints"), module, None, 5)

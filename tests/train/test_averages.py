@@ -15,13 +15,13 @@ from bertlab.model.heads import BertLabForMaskedLM
 from bertlab.model.huggingface import save_model
 from bertlab.model.task_heads import BertLabForSequenceClassification
 from bertlab.train.averages import (
-    AveragedWeights,
+    EMA,
     average_weights,
     find_models,
     greedy_soup,
-    write_average,
+    save_average,
 )
-from bertlab.train.checkpoints import CheckpointSeries, find_checkpoint
+from bertlab.train.checkpoints import TrainingCheckpoint, latest_checkpoint
 from bertlab.train.model_directories import ModelDirectories
 from bertlab.train.modules import PretrainingModule
 from bertlab.train.trainer import make_trainer, seed_everything
@@ -61,14 +61,14 @@ def run(text, output, steps, average, resume=False, **options):
                                scheduler_warmup_steps=2, **options)  # fmt: skip
     seen = Seen()
     callbacks = [seen, *([average] if average else []), ModelDirectories(output / "models", module.tokenizer, 100),
-                 CheckpointSeries(output / "checkpoints", 3)]  # fmt: skip
+                 TrainingCheckpoint(output / "checkpoints", 3)]  # fmt: skip
     trainer = make_trainer(
         steps, "32-true", accelerator="cpu", val_check_steps=3, callbacks=callbacks
     )
     trainer.fit(
         module,
         data,
-        ckpt_path=find_checkpoint(output / "checkpoints") if resume else None,
+        ckpt_path=latest_checkpoint(output / "checkpoints") if resume else None,
         weights_only=True,
     )
     return module, seen, data
@@ -76,7 +76,7 @@ def run(text, output, steps, average, resume=False, **options):
 
 @pytest.mark.parametrize("decay", [0.5, None])
 def test_the_average_is_that_of_the_steps_and_the_training_does_not_see_it(decay, text, tmp_path):
-    average = AveragedWeights(decay, ramp=False, start_step=1)
+    average = EMA(decay, ramp=False, start_step=1)
     module, seen, data = run(text, tmp_path / "with", 5, average)
     plain, without, _ = run(text, tmp_path / "without", 5, None)
     assert all(torch.equal(a[n], b[n]) for a, b in zip(seen.weights, without.weights) for n in a)
@@ -98,7 +98,7 @@ def test_the_average_is_that_of_the_steps_and_the_training_does_not_see_it(decay
 def test_what_is_written_and_validated_is_the_average(text, tmp_path):
     import transformers
 
-    average = AveragedWeights(0.9)
+    average = EMA(0.9)
     module, seen, _ = run(text, tmp_path, 6, average)
     (place,) = find_models([tmp_path], last=1)
     theirs = transformers.AutoModelForMaskedLM.from_pretrained(place)
@@ -108,9 +108,9 @@ def test_what_is_written_and_validated_is_the_average(text, tmp_path):
 
 
 def test_a_run_that_was_stopped_goes_on_with_weights_and_average(text, tmp_path):
-    whole, parts = AveragedWeights(0.9), AveragedWeights(0.9)
+    whole, parts = EMA(0.9), EMA(0.9)
     one, _, _ = run(text, tmp_path / "whole", 6, whole)
-    run(text, tmp_path / "parts", 3, AveragedWeights(0.9))
+    run(text, tmp_path / "parts", 3, EMA(0.9))
     two, _, _ = run(text, tmp_path / "parts", 6, parts, resume=True)
     assert all(
         torch.equal(a, b) for a, b in zip(one.state_dict().values(), two.state_dict().values())
@@ -122,7 +122,7 @@ def test_a_run_that_was_stopped_goes_on_with_weights_and_average(text, tmp_path)
 def test_an_average_of_16_bit_weights_moves_as_that_of_32_bits():
     ends = []
     for dtype in (torch.float32, torch.bfloat16):
-        module, average = torch.nn.Module(), AveragedWeights(decay=0.999, ramp=False)
+        module, average = torch.nn.Module(), EMA(decay=0.999, ramp=False)
         module.model = torch.nn.Linear(1, 1, bias=False).to(dtype)
         for value in (1.0, *[2.0] * 1000):
             torch.nn.init.constant_(module.model.weight, value)
@@ -138,17 +138,17 @@ def test_an_average_of_16_bit_weights_moves_as_that_of_32_bits():
 
 
 def test_frozen_weights_have_no_average(text, tmp_path):
-    average = AveragedWeights(0.9)
+    average = EMA(0.9)
     run(text, tmp_path, 3, average, freeze="embeddings")
     assert average.averages and not any("embeddings" in name for name in average.averages)
 
 
 @pytest.mark.parametrize(
-    "options", [{"decay": 1.0}, {"decay": -0.1}, {"every_steps": 0}, {"start_step": -1}]
+    "options", [{"decay": 1.0}, {"decay": -0.1}, {"every_n_steps": 0}, {"start_step": -1}]
 )
 def test_an_average_that_cannot_be_is_refused(options):
     with pytest.raises(ValueError, match=next(iter(options))):
-        AveragedWeights(**options)
+        EMA(**options)
 
 
 def test_a_mean_of_models_is_that_of_their_numbers():
@@ -209,7 +209,7 @@ def test_a_written_mean_opens_in_plain_transformers(tmp_path):
     }  # of the first model: not the mean's
     for name in measured:
         (paths[0] / name).write_text('{"val_loss": 1.0}')
-    place = write_average(paths, tmp_path / "mean")
+    place = save_average(paths, tmp_path / "mean")
     assert not measured & {path.name for path in place.iterdir()}
     assert (
         len({path.stat().st_mode for path in place.iterdir()}) == 1
@@ -220,7 +220,7 @@ def test_a_written_mean_opens_in_plain_transformers(tmp_path):
     for name, weight in mean.items():
         torch.testing.assert_close(weight, (parts[0][name] + parts[1][name]) / 2)
     with pytest.raises(ValueError, match="output"):
-        write_average(paths, tmp_path / "mean")
+        save_average(paths, tmp_path / "mean")
     with pytest.raises(ValueError, match="config.json"):
         find_models([tmp_path])
 
@@ -271,7 +271,7 @@ def test_models_that_only_look_alike_have_no_mean(tmp_path, name, here, there, o
         put(tmp_path / f"{i}", **{**options, name: value}) for i, value in enumerate((here, there))
     ]
     with pytest.raises(ValueError, match="id2label" if name == "labels" else name) as told:
-        write_average(paths, tmp_path / "mean")
+        save_average(paths, tmp_path / "mean")
     values = ("0: 'neg'", "0: 'pos'") if name == "labels" else map(str, (here, there))
     assert all(value in str(told.value) for value in values) and not (tmp_path / "mean").exists()
 
@@ -290,38 +290,38 @@ def test_settings_that_no_score_reads_keep_no_models_apart(tmp_path):
             "_name_or_path": str(place),
         }
         (place / "config.json").write_text(json.dumps(content))
-    assert write_average([first, *others], tmp_path / "mean").is_dir()
+    assert save_average([first, *others], tmp_path / "mean").is_dir()
 
 
 def test_models_that_read_other_tokens_have_no_mean(tmp_path):
     first = put(tmp_path / "0", tokenizer=word_tokenizer(WORDS))
-    write_average(
+    save_average(
         [first, put(tmp_path / "1", 1, word_tokenizer(WORDS)), put(tmp_path / "2", 2)],
         tmp_path / "mean",
     )
     other = put(tmp_path / "3", 1, word_tokenizer([word.upper() for word in WORDS]))
     with pytest.raises(ValueError, match="'W0'"):
-        write_average([first, other], tmp_path / "x")
+        save_average([first, other], tmp_path / "x")
     file = first / "tokenizer.json"  # the same words, and no capitals in front of them
     file.write_text(
         json.dumps({**json.loads(file.read_text()), "normalizer": {"type": "Lowercase"}})
     )
     with pytest.raises(ValueError, match="normalizer"):
-        write_average([first, tmp_path / "1"], tmp_path / "x")
+        save_average([first, tmp_path / "1"], tmp_path / "x")
 
 
 def test_models_that_cannot_be_read_are_refused_in_one_line(tmp_path):
     good, bad, nan = (put(tmp_path / name) for name in ("good", "bad", "nan"))
     (bad / "config.json").write_text("{}")
     with pytest.raises(ValueError, match="model_type"):
-        write_average([good, bad], tmp_path / "x")
+        save_average([good, bad], tmp_path / "x")
     with pytest.raises(ValueError, match="nothing to average"):
-        write_average([], tmp_path / "x")
+        save_average([], tmp_path / "x")
     weights = load_file(nan / "model.safetensors")
     next(iter(weights.values()))[0] = float("nan")
     save_file(weights, nan / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ValueError, match="nan.*NaN"):
-        write_average([good, nan], tmp_path / "x")
+        save_average([good, nan], tmp_path / "x")
 
 
 def test_one_model_by_two_names_is_one_model(tmp_path):

@@ -21,12 +21,12 @@ from bertlab.data.packing import PackedDataset
 from bertlab.data.streaming import leave_group
 from bertlab.model.causal import BertLabForCausalLM
 from bertlab.model.config import BertLabConfig
-from bertlab.train.averages import AveragedWeights
+from bertlab.train.averages import EMA
 from bertlab.train.checkpoints import (
-    CheckpointSeries,
-    find_checkpoint,
+    TrainingCheckpoint,
+    latest_checkpoint,
     run_fingerprint,
-    validation_follows,
+    validates_after_batch,
 )
 from bertlab.train.history import History
 from bertlab.train.model_directories import ModelDirectories, ModelShelf
@@ -128,11 +128,14 @@ def test_a_module_that_has_validated_can_be_copied_and_pickled():
 
 def test_a_run_behind_one_that_broke_off_in_a_validation_begins_with_its_own_weights():
     module, data = module_of(optimizer_class="splus", learning_rate=0.1), data_of()
-    score, module.score_batch = module.score_batch, lambda *_: (_ for _ in ()).throw(MemoryError())
+    score, module.update_metrics = (
+        module.update_metrics,
+        lambda *_: (_ for _ in ()).throw(MemoryError()),
+    )
     with pytest.raises(MemoryError):
         fit(module, data, 2)
     averaged = copy.deepcopy(module.model.state_dict())
-    module.score_batch = score
+    module.update_metrics = score
     module.on_fit_start()
     after = module.model.state_dict()
     assert any(
@@ -161,7 +164,7 @@ def test_a_run_whose_weights_are_in_16_bits_hears_once_which_steps_they_lose(rec
 
 
 def test_averages_are_of_the_run_that_they_are_used_in():
-    average = AveragedWeights(0.5)
+    average = EMA(0.5)
     first, second = module_of(seed=0), module_of(seed=1)
     for module in (first, second):
         trainer = make_trainer(
@@ -169,7 +172,7 @@ def test_averages_are_of_the_run_that_they_are_used_in():
         )
         torch.manual_seed(3)
         trainer.fit(module, data_of())
-    again, alone = module_of(seed=1), AveragedWeights(0.5)
+    again, alone = module_of(seed=1), EMA(0.5)
     torch.manual_seed(3)
     make_trainer(3, "32-true", accelerator="cpu", callbacks=[alone], val_check_steps=3).fit(
         again, data_of()
@@ -225,13 +228,13 @@ def test_a_function_among_the_options_of_a_schedule_leaves_a_checkpoint_that_a_r
             scheduler_kwargs={"lr_lambda": function},
         )
         trainer = make_trainer(
-            steps, "32-true", accelerator="cpu", callbacks=[CheckpointSeries(tmp_path, 2)]
+            steps, "32-true", accelerator="cpu", callbacks=[TrainingCheckpoint(tmp_path, 2)]
         )
         trainer.fit(module, data_of(), ckpt_path=path)
         return trainer.optimizers[0].param_groups[0]["lr"]
 
     run(2)
-    path = find_checkpoint(tmp_path)
+    path = latest_checkpoint(tmp_path)
     kept = torch.load(path, weights_only=True)["hyper_parameters"]
     assert (
         kept["schedule"] == "torch.optim.lr_scheduler.LambdaLR"
@@ -325,7 +328,7 @@ def test_tokens_of_a_run_count_once_where_the_number_of_processes_has_changed(mo
     history = History()
     history.load_state_dict({"rows": [(1, 2.0, 0.1, 1.0, 100.0, 1.0)], "validation": [], "tokens": 100,
                              "train_seconds": 1.0, "readers": 1})  # fmt: skip
-    monkeypatch.setattr("bertlab.train.history.count_readers", lambda trainer: 2)
+    monkeypatch.setattr("bertlab.train.history.data_parallel_size", lambda trainer: 2)
     history.on_train_start(SimpleNamespace(global_step=1), None)
     assert history.totals()[0] == 50 and history.record.rows == [(1, 2.0, 0.1, 1.0, 50.0, 1.0)]
     assert history.state_dict()["readers"] == 2
@@ -335,13 +338,13 @@ def test_tokens_of_a_run_count_once_where_the_number_of_processes_has_changed(mo
 
 def test_no_validation_follows_where_there_is_no_row_to_validate_on(tmp_path):
     module, data = module_of(), data_of(val=[])
-    models = ModelDirectories(tmp_path / "models", TOKENIZER, every_steps=2, keep_last=9)
+    models = ModelDirectories(tmp_path / "models", TOKENIZER, every_n_steps=2, keep_last=9)
     trainer = make_trainer(6, "32-true", accelerator="cpu", val_check_steps=2, callbacks=[models])
     trainer.fit(module, data)
     assert [path.name for path in models.shelf.models()] == [
         f"step-{step:08}" for step in (2, 4, 6)
     ]
-    assert not validation_follows(trainer)
+    assert not validates_after_batch(trainer)
 
 
 def test_what_an_override_says_besides_a_rate_is_part_of_a_runs_identity():

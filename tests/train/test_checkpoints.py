@@ -30,7 +30,7 @@ from bertlab.train.model_directories import (
     read_marker,
     rebuild,
     remove_model,
-    whole_weights,
+    full_state_dict,
     atomic_directory,
 )
 from bertlab.model.config import bert_tiny, modernbert_tiny, neobert, roberta_base
@@ -45,26 +45,26 @@ from bertlab.model.heads import (
 from bertlab.train.modules import PretrainingModule
 from bertlab.core import files
 from bertlab.train.checkpoints import (
-    CheckpointSeries,
-    RandomStates,
+    TrainingCheckpoint,
+    RNGState,
     RunCheckpoint,
-    WholeFileCheckpointIO,
+    AtomicCheckpointIO,
     check_resume,
-    documents_identity,
-    find_checkpoint,
-    random_states,
+    dataset_fingerprint,
+    latest_checkpoint,
+    rng_state,
     read_checkpoint,
-    refuse_differences,
+    check_same_run,
     run_fingerprint,
-    same_random_states,
-    set_random_states,
+    isolate_rng,
+    set_rng_state,
 )
-from bertlab.optim.budgets import BatchWarmup
+from bertlab.optim.budgets import BatchSizeWarmup
 from bertlab.train.histograms import WeightHistograms
 from bertlab.train.monitors import MemoryMonitor, Throughput, get_progress
 from bertlab.train.previews import FillMaskPreview
 from bertlab.train.stopping import (
-    GrowingBatch,
+    BatchSizeScheduler,
     LossBound,
     NonFiniteGuard,
     SpikeGuard,
@@ -284,10 +284,10 @@ def test_such_a_copy_goes_where_no_model_is_known_to_be_the_best_any_more(tmp_pa
 
 
 @pytest.mark.parametrize("options", [{"keep_last": 0}, {"keep_best": -1}, {"mode": "low"},
-                                     {"every_steps": 0}])  # fmt: skip
+                                     {"every_n_steps": 0}])  # fmt: skip
 def test_a_wrong_number_is_named(tmp_path, options):
     with pytest.raises(ValueError, match=next(iter(options))):
-        ModelDirectories(tmp_path, None, **{"every_steps": 1, **options})
+        ModelDirectories(tmp_path, None, **{"every_n_steps": 1, **options})
 
 
 # ---- what is written ------------------------------------------------------------------------------
@@ -326,7 +326,7 @@ def test_what_draws_inside_leaves_no_trace_in_the_generators():
     torch.manual_seed(0)
     want = torch.rand(3)
     torch.manual_seed(0)
-    with same_random_states():
+    with isolate_rng():
         torch.rand(7), np.random.rand(3)
     assert torch.equal(torch.rand(3), want)
 
@@ -338,7 +338,7 @@ def models_of(directory):
 def test_a_run_leaves_its_last_and_best_models_and_is_not_changed_by_them(tmp_path):
     tokenizer = word_tokenizer(WORDS)
     weights, record = train(Texts(), 11, val_check_steps=4)
-    callback = ModelDirectories(tmp_path, tokenizer, every_steps=5, keep_last=2)
+    callback = ModelDirectories(tmp_path, tokenizer, every_n_steps=5, keep_last=2)
     again, kept = train(Texts(), 11, [callback], val_check_steps=4)
     assert equal(weights, again), "writing models has changed the run"
     assert kept.validation == record.validation
@@ -356,7 +356,7 @@ def test_a_run_leaves_its_last_and_best_models_and_is_not_changed_by_them(tmp_pa
 
 def judged(directory, step, value=None, objective="mlm", plain_mean=False, **options):
     "Steps of the models that are there behind one more run, whose own gets this value; the last and the best one stay."
-    models = ModelDirectories(directory, None, every_steps=100, keep_last=1)
+    models = ModelDirectories(directory, None, every_n_steps=100, keep_last=1)
     schedule = (
         {"collator_kwargs": {"schedule": options.pop("schedule")}}
         if objective == "diffusion"
@@ -376,7 +376,7 @@ def validation_text():
     "What the marker of any version says of the text."
     data = data_of()
     data.setup("validate")
-    return documents_identity(data.val_datasets[0].documents)
+    return dataset_fingerprint(data.val_datasets[0].documents)
 
 
 def rewrite_marker(directory, **changes):
@@ -411,7 +411,7 @@ def test_a_value_of_an_older_version_that_does_not_say_how_much_was_read_stays(
 
 def test_a_share_of_the_rows_is_the_same_on_any_number_of_processes(tmp_path, monkeypatch):
     judged(tmp_path, 2, 0.01, limit_val_batches=0.5)
-    monkeypatch.setattr("bertlab.train.model_directories.count_readers", lambda trainer: 2)
+    monkeypatch.setattr("bertlab.train.model_directories.data_parallel_size", lambda trainer: 2)
     assert judged(tmp_path, 3, limit_val_batches=0.5) == [2, 3]
 
 
@@ -431,7 +431,7 @@ def test_values_of_cosine_diffusion_by_an_older_version_are_of_another_measure(
 
 
 def test_processes_talk_about_models_only_after_a_validation(tmp_path):
-    asked, callback = [], ModelDirectories(tmp_path, None, every_steps=100)
+    asked, callback = [], ModelDirectories(tmp_path, None, every_n_steps=100)
     real = callback.shelf.is_among_best
     callback.shelf.is_among_best = lambda value: asked.append(value) or real(value)
     train(Texts(), 6, [callback], val_check_steps=3)
@@ -453,7 +453,7 @@ def test_the_averaged_weights_are_written_where_a_module_has_some(tmp_path):
                 bias.copy_(kept)
 
     trainer = make_trainer(2, "32-true", accelerator="cpu",
-                           callbacks=[ModelDirectories(tmp_path, None, every_steps=2)])  # fmt: skip
+                           callbacks=[ModelDirectories(tmp_path, None, every_n_steps=2)])  # fmt: skip
     module = Averaged(CONFIG, scheduler_warmup_steps=1)
     trainer.fit(module, Texts())
     written = AutoModelForMaskedLM.from_pretrained(tmp_path / "step-00000002").state_dict()
@@ -481,7 +481,7 @@ def test_mistakes_are_named_before_the_first_step(tmp_path):
             "file/models cannot be written to",
         ),
         (
-            CheckpointSeries(tmp_path / "file" / "checkpoints"),
+            TrainingCheckpoint(tmp_path / "file" / "checkpoints"),
             "file/checkpoints cannot be written to",
         ),
         (
@@ -503,7 +503,7 @@ def test_mistakes_are_named_before_the_first_step(tmp_path):
 def series(tmp_path_factory):
     "The last three checkpoints of a run of 10 steps, at 6, 8 and 10."
     folder = tmp_path_factory.mktemp("series")
-    train(Texts(), 10, [CheckpointSeries(folder, every_steps=2)])
+    train(Texts(), 10, [TrainingCheckpoint(folder, every_n_steps=2)])
     return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
 
 
@@ -534,7 +534,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(folder, how, c
     newest = folder / "step-00000010.ckpt"
     damage(newest, how)
     before = names(folder)
-    assert find_checkpoint(folder) == folder / "step-00000008.ckpt"
+    assert latest_checkpoint(folder) == folder / "step-00000008.ckpt"
     said = capsys.readouterr().err.strip()
     assert str(newest) in said and len(said.splitlines()) == 1
     assert names(folder) == before, "nothing is deleted"
@@ -549,59 +549,61 @@ def test_a_flipped_bit_is_not_noticed_by_torch_alone(folder):
 
 
 def test_where_no_checkpoint_loads_a_run_does_not_begin_anew_over_them(folder):
-    assert find_checkpoint(folder / "nowhere") is None
+    assert latest_checkpoint(folder / "nowhere") is None
     for path in folder.iterdir():
         damage(path, "half")
     with pytest.raises(
         ValueError,
         match="no checkpoint in .* loads, .*step-00000010.ckpt is damaged.*move them away",
     ) as caught:
-        find_checkpoint(folder)
+        latest_checkpoint(folder)
     assert "\n" not in str(caught.value)
     torch.save({"weights": torch.ones(2)}, folder / "step-00000099.ckpt")
     with pytest.raises(ValueError, match="step-00000099.ckpt holds no global_step"):
-        find_checkpoint(folder)
+        latest_checkpoint(folder)
 
 
 def test_first_shards_that_were_cut_off_in_writing_are_passed_by(tmp_path, capsys):
     place = tmp_path / "step-00000002.ckpt"
     place.mkdir()
     (place / "__0_0.distcp").write_bytes(b"half")
-    assert find_checkpoint(tmp_path) is None and "half of one" in capsys.readouterr().err
+    assert latest_checkpoint(tmp_path) is None and "half of one" in capsys.readouterr().err
     for name in (".metadata", "meta.pt"):
         (place / name).write_bytes(b"not what it is called")
     with pytest.raises(ValueError, match="meta.pt is damaged"):
-        find_checkpoint(tmp_path)
+        latest_checkpoint(tmp_path)
 
 
 def test_a_run_goes_on_from_the_one_before_a_damaged_one(folder):
     damage(folder / "step-00000010.ckpt", "half")
     weights, record = train(Texts(), 14)
-    found = find_checkpoint(folder)
-    resumed, again = train(Texts(), 14, [CheckpointSeries(folder, every_steps=3)], found, seed=5)
+    found = latest_checkpoint(folder)
+    resumed, again = train(
+        Texts(), 14, [TrainingCheckpoint(folder, every_n_steps=3)], found, seed=5
+    )
     np.testing.assert_array_equal(again.column("loss"), record.column("loss"))
-    assert equal(weights, resumed) and find_checkpoint(folder) == folder / "step-00000014.ckpt"
+    assert equal(weights, resumed) and latest_checkpoint(folder) == folder / "step-00000014.ckpt"
 
 
 def test_a_damaged_later_step_does_not_push_out_good_ones(folder):
     damage(folder / "step-00000010.ckpt", "half")
-    train(Texts(), 9, [CheckpointSeries(folder, every_steps=99, keep_last=1)],
+    train(Texts(), 9, [TrainingCheckpoint(folder, every_n_steps=99, keep_last=1)],
           folder / "step-00000008.ckpt")  # fmt: skip
     assert names(folder) == ["step-00000009.ckpt", "step-00000010.ckpt"]
-    assert find_checkpoint(folder) == folder / "step-00000009.ckpt"
+    assert latest_checkpoint(folder) == folder / "step-00000009.ckpt"
 
 
 def test_what_a_killed_write_left_is_removed_by_the_next_run(tmp_path):
     (tmp_path / ".step-00000004.ckpt.123.tmp").write_bytes(b"half")
     (tmp_path / ".other.tmp").write_bytes(b"not ours")
-    train(Texts(), 3, [CheckpointSeries(tmp_path, every_steps=3)])
+    train(Texts(), 3, [TrainingCheckpoint(tmp_path, every_n_steps=3)])
     assert names(tmp_path) == [".other.tmp", "step-00000003.ckpt"]
 
 
 def test_writing_a_checkpoint_says_nothing(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(logging.getLogger("lightning.pytorch"), "propagate", True)
     with caplog.at_level(logging.INFO, logger="lightning.pytorch"):
-        train(Texts(), 3, [CheckpointSeries(tmp_path, every_steps=1)])
+        train(Texts(), 3, [TrainingCheckpoint(tmp_path, every_n_steps=1)])
     assert not [said.getMessage() for said in caplog.records if "weights_only" in said.getMessage()]
 
 
@@ -609,7 +611,7 @@ def test_a_checkpoint_is_written_beside_its_place_and_nowhere_else(tmp_path, mon
     monkeypatch.setattr(
         tempfile, "tempdir", str(tmp_path / "nowhere")
     )  # a small or full one is as good as none
-    train(Texts(), 3, [Keeps(Path("x")), CheckpointSeries(tmp_path / "run", every_steps=3)])
+    train(Texts(), 3, [Keeps(Path("x")), TrainingCheckpoint(tmp_path / "run", every_n_steps=3)])
     assert names(tmp_path / "run") == ["step-00000003.ckpt"]
 
 
@@ -619,7 +621,7 @@ def test_a_checkpoint_that_does_not_fit_on_the_drive_is_named_and_leaves_nothing
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
     try:
         with pytest.raises(OSError) as refused:
-            WholeFileCheckpointIO().save_checkpoint({"weight": torch.zeros(100_000)}, path)
+            AtomicCheckpointIO().save_checkpoint({"weight": torch.zeros(100_000)}, path)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert refused.value.filename == str(path) and str(path) in str(refused.value)
@@ -640,7 +642,7 @@ def test_a_drive_that_a_checkpoint_has_just_filled_does_not_end_the_run(
         written.append(save(content, file, *more))
 
     monkeypatch.setattr(torch, "save", fills)
-    WholeFileCheckpointIO().save_checkpoint(
+    AtomicCheckpointIO().save_checkpoint(
         {"callbacks": {"Keeps": {"kept": 1}}, "state_dict": {}}, tmp_path / "a.ckpt"
     )
     assert names(tmp_path) == ["a.ckpt"]
@@ -651,8 +653,8 @@ def test_a_file_with_code_in_it_is_refused_unless_it_is_trusted(folder):
     torch.save({**state, "callback": Path("x")}, folder / "step-00000012.ckpt")
     with pytest.raises(ValueError, match="holds pathlib.* which safe loading refuses"):
         read_checkpoint(folder / "step-00000012.ckpt")
-    assert find_checkpoint(folder).name == "step-00000010.ckpt"
-    assert find_checkpoint(folder, weights_only=False).name == "step-00000012.ckpt"
+    assert latest_checkpoint(folder).name == "step-00000010.ckpt"
+    assert latest_checkpoint(folder, weights_only=False).name == "step-00000012.ckpt"
 
 
 def test_a_checkpoint_of_a_run_with_every_callback_holds_only_what_safe_loading_takes(tmp_path):
@@ -661,7 +663,7 @@ def test_a_checkpoint_of_a_run_with_every_callback_holds_only_what_safe_loading_
                 TokenLimit("1B"), LossBound(below=0.1), Throughput(2), MemoryMonitor(2),
                 WeightHistograms(["*.weight"], 2), FillMaskPreview(["w1 [MASK] w2"], tokenizer, 2),
                 ModelDirectories(tmp_path / "models", tokenizer, 4),
-                CheckpointSeries(tmp_path / "checkpoints", every_steps=4)]  # fmt: skip
+                TrainingCheckpoint(tmp_path / "checkpoints", every_n_steps=4)]  # fmt: skip
     trainer = make_trainer(4, "32-true", "cpu", callbacks=watching, val_check_steps=2)
     module = PretrainingModule(CONFIG, scheduler_warmup_steps=1)
     trainer.fit(module, Texts())
@@ -689,27 +691,27 @@ class Keeps(Callback):
 def test_a_number_of_numpy_in_a_callbacks_state_is_read_by_whoever_accepts_the_file(
     tmp_path, capsys
 ):
-    train(Texts(), 4, [Keeps(np.float64(2.5)), CheckpointSeries(tmp_path, 4)])
+    train(Texts(), 4, [Keeps(np.float64(2.5)), TrainingCheckpoint(tmp_path, 4)])
     assert "safe loading" not in capsys.readouterr().out
     keeper = Keeps()
-    train(Texts(), 5, [keeper, CheckpointSeries(tmp_path, 4)], find_checkpoint(tmp_path))
+    train(Texts(), 5, [keeper, TrainingCheckpoint(tmp_path, 4)], latest_checkpoint(tmp_path))
     assert keeper.kept == 2.5 and (tmp_path / "step-00000005.ckpt").exists()
 
 
 def test_what_no_resume_would_read_is_said_at_the_first_checkpoint_and_once(tmp_path, capsys):
-    train(Texts(), 4, [Keeps(Path("x")), CheckpointSeries(tmp_path, 2)])
+    train(Texts(), 4, [Keeps(Path("x")), TrainingCheckpoint(tmp_path, 2)])
     (said,) = [line for line in capsys.readouterr().out.splitlines() if "safe loading" in line]
     assert "step-00000002.ckpt holds pathlib" in said and "it is in the state of Keeps;" in said
     with pytest.raises(ValueError, match="step-00000004.ckpt holds pathlib"):
-        find_checkpoint(tmp_path)
+        latest_checkpoint(tmp_path)
 
 
 def test_generators_go_on_as_they_were_through_a_file(tmp_path):
     draw = lambda: (random.random(), np.random.rand(), np.random.randn(), torch.rand(1).item())  # noqa: E731
     draw()  # NumPy keeps the second of two normal numbers
-    torch.save(random_states(), tmp_path / "states.pt")
+    torch.save(rng_state(), tmp_path / "states.pt")
     want = draw()
-    set_random_states(torch.load(tmp_path / "states.pt", weights_only=True))
+    set_rng_state(torch.load(tmp_path / "states.pt", weights_only=True))
     assert draw() == want
 
 
@@ -721,11 +723,11 @@ def test_who_computes_a_layer_together_goes_on_with_one_generator_and_nobody_beg
     monkeypatch, kept, world, sharers, found
 ):
     states, put_back = list(range(kept)), []
-    monkeypatch.setattr("bertlab.train.checkpoints.set_random_states", put_back.append)
+    monkeypatch.setattr("bertlab.train.checkpoints.set_rng_state", put_back.append)
     for rank in range(world):
         trainer = SimpleNamespace(global_rank=rank, strategy=SimpleNamespace(tensor=sharers))
-        callback = RandomStates()
-        callback.on_load_checkpoint(trainer, None, {"random_states": states})
+        callback = RNGState()
+        callback.on_load_checkpoint(trainer, None, {"rng_state": states})
         callback.on_train_start(trainer, None)
     assert put_back == found
 
@@ -735,20 +737,20 @@ def test_the_generator_of_an_apple_gpu_goes_on_too(monkeypatch):
     monkeypatch.setattr("torch.backends.mps.is_available", lambda: True)
     monkeypatch.setattr("torch.mps.get_rng_state", apple.get_state)
     monkeypatch.setattr("torch.mps.set_rng_state", apple.set_state)
-    states, draw = random_states(), lambda: torch.rand(1, generator=apple).item()
+    states, draw = rng_state(), lambda: torch.rand(1, generator=apple).item()
     want = draw()
-    set_random_states(states)
+    set_rng_state(states)
     assert draw() == want
     monkeypatch.setattr("torch.backends.mps.is_available", lambda: False)
-    set_random_states(states)  # a run may go on elsewhere
-    assert "mps" not in random_states()
+    set_rng_state(states)  # a run may go on elsewhere
+    assert "mps" not in rng_state()
 
 
 def test_a_run_on_the_cpu_leaves_a_gpu_that_is_there_alone(monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.is_initialized", lambda: False)
     monkeypatch.setattr("torch.cuda.get_rng_state", lambda: pytest.fail("CUDA would begin here"))
-    assert "cuda" not in random_states()
+    assert "cuda" not in rng_state()
 
 
 def test_a_checkpoint_of_many_gpus_goes_on_where_there_are_fewer_and_the_other_way_round(
@@ -764,19 +766,19 @@ def test_a_checkpoint_of_many_gpus_goes_on_where_there_are_fewer_and_the_other_w
         monkeypatch.setattr(f"torch.cuda.{name}", what)
     draw = lambda: torch.rand(1, generator=generators[here[0]]).item()  # noqa: E731
     here[0] = 1
-    states = random_states()
+    states = rng_state()
     assert len(states["cuda"]) == 1  # of the device that this process computes on
     want = draw()
     here[0] = 0
-    set_random_states(states)
+    set_rng_state(states)
     assert draw() == want
     older = {**states, "cuda": [torch.Generator().manual_seed(n).get_state() for n in (5, 6, 7)]}
     for device in (0, 1):
         here[0] = device
-        set_random_states(older)  # each device that is there gets its own
+        set_rng_state(older)  # each device that is there gets its own
         assert draw() == torch.rand(1, generator=torch.Generator().manual_seed(5 + device)).item()
     here[0] = 1
-    set_random_states({**older, "cuda": older["cuda"][:1]})
+    set_rng_state({**older, "cuda": older["cuda"][:1]})
     assert draw() == torch.rand(1, generator=torch.Generator().manual_seed(5)).item()
 
 
@@ -790,7 +792,7 @@ class Trap:
         return os.mkdir, (str(self.path),)
 
 
-@pytest.mark.parametrize("way", ["read_checkpoint", "find_checkpoint", "fit", "validate"])
+@pytest.mark.parametrize("way", ["read_checkpoint", "latest_checkpoint", "fit", "validate"])
 def test_a_hostile_checkpoint_runs_no_code_and_is_refused_in_one_sentence(
     folder, tmp_path_factory, way
 ):
@@ -799,8 +801,8 @@ def test_a_hostile_checkpoint_runs_no_code_and_is_refused_in_one_sentence(
     torch.save({**torch.load(folder / "step-00000010.ckpt"), "trap": Trap(sprung)}, path)
     module = PretrainingModule(CONFIG, scheduler_warmup_steps=1)
     trainer = make_trainer(14, "32-true", accelerator="cpu", val_check_steps=1)
-    if way == "find_checkpoint":
-        assert find_checkpoint(folder) == folder / "step-00000010.ckpt"
+    if way == "latest_checkpoint":
+        assert latest_checkpoint(folder) == folder / "step-00000010.ckpt"
     else:
         ways = {
             "read_checkpoint": lambda: read_checkpoint(path),
@@ -855,7 +857,7 @@ def begun(tmp_path_factory):
         )
 
     trainer = make_trainer(4, "32-true", accelerator="cpu",
-                           callbacks=[CheckpointSeries(folder / "checkpoints", every_steps=4)])  # fmt: skip
+                           callbacks=[TrainingCheckpoint(folder / "checkpoints", every_n_steps=4)])  # fmt: skip
     trainer.fit(make_module(), make_data())
     return folder / "checkpoints" / "step-00000004.ckpt", make_data, make_module
 
@@ -915,28 +917,28 @@ def test_a_collator_of_ones_own_and_the_weights_of_diffusion_are_part_of_the_run
     )
     assert own == named
     with pytest.raises(ValueError, match="collator is 'test_checkpoints.Shy' there and None here"):
-        refuse_differences("run.ckpt", own, run_fingerprint(make_module(), make_data()))
+        check_same_run("run.ckpt", own, run_fingerprint(make_module(), make_data()))
     weighed, plain = (
         run_fingerprint(make_module(objective="diffusion", plain_mean=one), None)
         for one in (False, True)
     )
     with pytest.raises(ValueError, match="plain_mean is False there and True here"):
-        refuse_differences("run.ckpt", weighed, plain)
+        check_same_run("run.ckpt", weighed, plain)
     for name in ("collator", "plain_mean", "z_weight", "label_smoothing"):
         plain.pop(name, None), own.pop(name, None)  # as an older version wrote them
-    refuse_differences("run.ckpt", plain, weighed)
-    refuse_differences("run.ckpt", own, run_fingerprint(make_module(), make_data()))
+    check_same_run("run.ckpt", plain, weighed)
+    check_same_run("run.ckpt", own, run_fingerprint(make_module(), make_data()))
 
 
 def test_a_run_of_neobert_goes_on_though_its_fresh_weights_would_be_wider_today():
     now = run_fingerprint(
         PretrainingModule({**CONFIG, "initializer_range": neobert().initializer_range}), None
     )
-    refuse_differences(
+    check_same_run(
         "run.ckpt", now | {"initializer_range": 0.02 / 3**0.5}, now
     )  # as an older version wrote it
     with pytest.raises(ValueError, match="initializer_range is 0.03 there and"):
-        refuse_differences("run.ckpt", now | {"initializer_range": 0.03}, now)
+        check_same_run("run.ckpt", now | {"initializer_range": 0.03}, now)
 
 
 @pytest.mark.parametrize(
@@ -947,9 +949,9 @@ def test_an_option_that_older_versions_took_may_be_left_out_to_go_on_with_the_ru
 ):
     _, _, make_module = begun
     now = run_fingerprint(make_module(optimizer_class=name, learning_rate=0.01), None)
-    refuse_differences("run.ckpt", {**now, "optimizer_kwargs": options}, now)
+    check_same_run("run.ckpt", {**now, "optimizer_kwargs": options}, now)
     with pytest.raises(ValueError, match="optimizer_kwargs is"):
-        refuse_differences(
+        check_same_run(
             "run.ckpt", {**now, "optimizer_kwargs": {**options, "weight_decouple": True}}, now
         )
 
@@ -962,29 +964,29 @@ def test_an_option_that_older_versions_took_may_be_left_out_to_go_on_with_the_ru
 def test_a_part_is_the_same_as_an_object_and_by_its_name(begun, part, name, older):
     _, _, make_module = begun
     given, named = (run_fingerprint(make_module(optimizer_class=one), None) for one in (part, name))
-    refuse_differences("run.ckpt", given, named)
-    refuse_differences("run.ckpt", named, given)
+    check_same_run("run.ckpt", given, named)
+    check_same_run("run.ckpt", named, given)
     for now in (given, named):
-        refuse_differences("run.ckpt", {**given, "optimizer_class": older}, now)
+        check_same_run("run.ckpt", {**given, "optimizer_class": older}, now)
         with pytest.raises(ValueError, match="optimizer_class is 'adamw' there"):
-            refuse_differences("run.ckpt", run_fingerprint(make_module(), None), now)
+            check_same_run("run.ckpt", run_fingerprint(make_module(), None), now)
     other = run_fingerprint(make_module(optimizer_class=torch.optim.RAdam), None)
     with pytest.raises(ValueError, match="optimizer_class is"):
-        refuse_differences("run.ckpt", {**given, "optimizer_class": older}, other)
+        check_same_run("run.ckpt", {**given, "optimizer_class": older}, other)
 
 
 def test_a_run_of_an_older_version_goes_on_without_options_that_stood_in_a_wrong_place(begun):
     _, _, make_module = begun
     kept = run_fingerprint(make_module(optimizer_kwargs={"eps": 1e-6}), None)
     kept["optimizer_kwargs"] |= {"weight_decay": 0.1, "lr": 1e-3}
-    refuse_differences(
+    check_same_run(
         "run.ckpt", kept, run_fingerprint(make_module(optimizer_kwargs={"eps": 1e-6}), None)
     )
     with pytest.raises(ValueError, match="optimizer_kwargs is {'eps': 1e-06} there and None here"):
-        refuse_differences("run.ckpt", kept, run_fingerprint(make_module(), None))
+        check_same_run("run.ckpt", kept, run_fingerprint(make_module(), None))
     kept["optimizer_kwargs"] = {"weight_decay": 0.1}
     for nothing in (None, {}):
-        refuse_differences(
+        check_same_run(
             "run.ckpt", kept, run_fingerprint(make_module(optimizer_kwargs=nothing), None)
         )
 
@@ -1006,12 +1008,12 @@ def test_a_mixture_of_streams_that_was_begun_with_a_part_of_a_reading_goes_on_wi
         "streaming": streaming,
         "data_kwargs": {"max_repetition": cap},
     }  # noqa: E731
-    refuse_differences("run.ckpt", facts(said), facts(now))
+    check_same_run("run.ckpt", facts(said), facts(now))
     with pytest.raises(ValueError, match="data_kwargs is"):
-        refuse_differences("run.ckpt", facts(said), facts(other))
+        check_same_run("run.ckpt", facts(said), facts(other))
     if said != now:  # a planned mixture takes a part of a reading at its word
         with pytest.raises(ValueError, match="data_kwargs is"):
-            refuse_differences("run.ckpt", facts(said, False), facts(now, False))
+            check_same_run("run.ckpt", facts(said, False), facts(now, False))
 
 
 def test_a_decay_among_the_options_of_ones_own_optimizer_is_part_of_the_run(begun):
@@ -1023,12 +1025,12 @@ def test_a_decay_among_the_options_of_ones_own_optimizer_is_part_of_the_run(begu
             )
             for decay in (0.1, 0.2)
         )
-        refuse_differences("run.ckpt", kept, kept)
+        check_same_run("run.ckpt", kept, kept)
         with pytest.raises(
             ValueError,
             match="optimizer_kwargs is {'weight_decay': 0.1} there and {'weight_decay': 0.2} here",
         ):
-            refuse_differences("run.ckpt", kept, now)
+            check_same_run("run.ckpt", kept, now)
     for own in (
         Momentum,
         "test_checkpoints.Momentum",
@@ -1037,7 +1039,7 @@ def test_a_decay_among_the_options_of_ones_own_optimizer_is_part_of_the_run(begu
             run_fingerprint(make_module(optimizer_class=own, optimizer_kwargs=said), None)
             for said in ({"weight_decay": 0.1, "momentum": 0.9}, {"momentum": 0.9})
         )
-        refuse_differences("run.ckpt", kept, now)
+        check_same_run("run.ckpt", kept, now)
 
 
 @pytest.mark.parametrize("older", [None, 39])
@@ -1055,9 +1057,9 @@ def test_a_continued_bert_of_an_older_version_goes_on_though_its_ids_are_the_tok
         "sep_token_id": older,
         "mask_token_id": older,
     }
-    refuse_differences(path, kept, now)
+    check_same_run(path, kept, now)
     with pytest.raises(ValueError, match="tokenizer is"):
-        refuse_differences(
+        check_same_run(
             path,
             kept,
             run_fingerprint(
@@ -1073,13 +1075,13 @@ def test_a_module_that_is_loaded_from_a_checkpoint_goes_on_as_the_run_that_wrote
 
     def fit(module, steps, path=None):
         trainer = make_trainer(
-            steps, "32-true", accelerator="cpu", callbacks=[CheckpointSeries(tmp_path, 2)]
+            steps, "32-true", accelerator="cpu", callbacks=[TrainingCheckpoint(tmp_path, 2)]
         )
         trainer.fit(module, make_data(), ckpt_path=path)
         return trainer.global_step
 
     fit(make_module(optimizer_class=Momentum), 2)
-    path = find_checkpoint(tmp_path)
+    path = latest_checkpoint(tmp_path)
     assert fit(PretrainingModule.load_from_checkpoint(path), 3, path) == 3
 
 
@@ -1089,11 +1091,11 @@ def test_a_changed_length_is_announced_with_the_rate_and_so_is_the_jump(tmp_path
 
     def fit(steps, path=None):
         trainer = make_trainer(steps, "32-true", accelerator="cpu",
-                               callbacks=[CheckpointSeries(tmp_path, every_steps=8)])  # fmt: skip
+                               callbacks=[TrainingCheckpoint(tmp_path, every_n_steps=8)])  # fmt: skip
         trainer.fit(make_module(**cooling), make_data(), ckpt_path=path)
 
     fit(8)
-    path = find_checkpoint(tmp_path)
+    path = latest_checkpoint(tmp_path)
     assert check_resume(path, make_module(**cooling), make_data(), 8 + 12) == 8
     (said,) = capsys.readouterr().out.strip().splitlines()
     assert "max_steps was 8" in said and "is 20 now" in said and "step 8" in said
@@ -1116,12 +1118,12 @@ def test_the_rate_that_is_announced_is_the_run_s_and_not_that_of_an_override(
     options = {"learning_rate": 1e-3, "parameter_overrides": {"*embeddings*": {"lr": 1e-5}}}
 
     def fit(steps, path=None, **more):
-        series = CheckpointSeries(tmp_path, every_steps=4)
+        series = TrainingCheckpoint(tmp_path, every_n_steps=4)
         trainer = make_trainer(steps, "32-true", accelerator="cpu", callbacks=[series])
         trainer.fit(make_module(**{**options, **more}), make_data(), ckpt_path=path)
 
     fit(4)
-    path = find_checkpoint(tmp_path)
+    path = latest_checkpoint(tmp_path)
     check_resume(path, make_module(**options), make_data(), 8)
     assert "the learning rate, 0.001 so far" in capsys.readouterr().out
     fit(6, path, learning_rate=2e-3)
@@ -1139,11 +1141,9 @@ def test_a_run_that_said_rate_or_decay_among_the_optimizer_s_options_goes_on_wit
             **read_checkpoint(path)["fingerprint"],
             "optimizer_kwargs": said,
         }  # as earlier versions wrote it
-        refuse_differences(
-            path, kept, run_fingerprint(make_module(optimizer_kwargs=now), make_data())
-        )
+        check_same_run(path, kept, run_fingerprint(make_module(optimizer_kwargs=now), make_data()))
         with pytest.raises(ValueError, match="optimizer_kwargs is"):
-            refuse_differences(
+            check_same_run(
                 path, kept, run_fingerprint(make_module(optimizer_kwargs={"eps": 1.0}), make_data())
             )
 
@@ -1174,7 +1174,7 @@ def test_a_checkpoint_that_is_not_there_or_not_writable_is_refused(begun, tmp_pa
 def test_lightning_refuses_another_run_even_where_nobody_asked(begun):
     path, make_data, make_module = begun
     trainer = make_trainer(8, "32-true", accelerator="cpu",
-                           callbacks=[CheckpointSeries(path.parent, every_steps=4)])  # fmt: skip
+                           callbacks=[TrainingCheckpoint(path.parent, every_n_steps=4)])  # fmt: skip
     with pytest.raises(ValueError, match="cannot resume .*seed is 0 there and 1 here"):
         trainer.fit(make_module(), make_data(seed=1), ckpt_path=path)
 
@@ -1183,7 +1183,7 @@ def test_another_number_of_rows_in_a_step_is_another_run_unless_a_callback_steer
     path, make_data, make_module = begun
 
     def go_on(accumulate, *more):
-        callbacks = [*more, CheckpointSeries(path.parent, every_steps=99)]
+        callbacks = [*more, TrainingCheckpoint(path.parent, every_n_steps=99)]
         trainer = make_trainer(
             4, "32-true", accelerator="cpu", callbacks=callbacks, accumulate_grad_batches=accumulate
         )
@@ -1194,8 +1194,8 @@ def test_another_number_of_rows_in_a_step_is_another_run_unless_a_callback_steer
     go_on(1)
     kept = read_checkpoint(path)["fingerprint"]
     assert kept["accumulate_grad_batches"] == 1
-    steered = GrowingBatch(BatchWarmup(1, 4, 10_000, tokens_per_micro_batch=128))
-    series = CheckpointSeries(path.parent)
+    steered = BatchSizeScheduler(BatchSizeWarmup(1, 4, 10_000, tokens_per_micro_batch=128))
+    series = TrainingCheckpoint(path.parent)
     make_trainer(1, "32-true", accelerator="cpu", callbacks=[steered, series]).fit(
         make_module(), make_data()
     )
@@ -1237,7 +1237,7 @@ def test_a_run_goes_on_in_micro_batches_of_another_size_with_the_same_steps(
     more = {"streaming": True} if streaming else {"packing_pad_to_budget": True}
 
     def fit(folder, rows, window, path=None):
-        watch, series = StepRows(), CheckpointSeries(folder, every_steps=stop, keep_last=99)
+        watch, series = StepRows(), TrainingCheckpoint(folder, every_n_steps=stop, keep_last=99)
         trainer = make_trainer(16, "32-true", accelerator="cpu", callbacks=[watch, series], accumulate_grad_batches=window,
                                val_check_steps=5)  # fmt: skip
         data, module = make_data(train_batch_size=rows, **more), make_module()
@@ -1276,7 +1276,7 @@ def test_an_epoch_that_was_over_begins_anew_in_smaller_micro_batches(begun, tmp_
     _, make_data, make_module = begun
 
     def fit(folder, steps, rows, window, path=None):
-        watch, series = StepRows(), CheckpointSeries(folder, every_steps=10)
+        watch, series = StepRows(), TrainingCheckpoint(folder, every_n_steps=10)
         trainer = make_trainer(
             steps,
             "32-true",
@@ -1312,12 +1312,12 @@ def test_a_checkpoint_that_does_not_know_its_place_in_rows_goes_on_in_its_own_mi
         "processes": 1,
         "accumulate_grad_batches": 1,
     }
-    refuse_differences("run.ckpt", kept, now)
+    check_same_run("run.ckpt", kept, now)
     del kept["other micro-batches"]
     with pytest.raises(
         ValueError, match="train_batch_size is 4 there and 2 here; accumulate_grad_batches"
     ):
-        refuse_differences("run.ckpt", kept, now)
+        check_same_run("run.ckpt", kept, now)
 
 
 @pytest.mark.parametrize("rows, window", [(2, 4), (8, 1)])
@@ -1335,7 +1335,7 @@ def test_a_run_over_several_files_goes_on_in_micro_batches_of_another_size_with_
     def fit(folder, rows, window, path=None):
         data = lambda: PretrainingDataModule(str(tmp_path / "own"), make_data().tokenizer, max_sequence_length=32,  # noqa: E731
                                              train_batch_size=rows, streaming=True)  # fmt: skip
-        watch, series = StepRows(), CheckpointSeries(folder, every_steps=3, keep_last=99)
+        watch, series = StepRows(), TrainingCheckpoint(folder, every_n_steps=3, keep_last=99)
         trainer = make_trainer(
             8,
             "32-true",
@@ -1363,7 +1363,7 @@ def test_a_place_that_batches_cannot_take_is_refused_before_anything_is_written(
     _, make_data, make_module = begun
 
     def parts(rows, window):
-        trainer = make_trainer(4, "32-true", accelerator="cpu", callbacks=[CheckpointSeries(tmp_path / "run", 2)],
+        trainer = make_trainer(4, "32-true", accelerator="cpu", callbacks=[TrainingCheckpoint(tmp_path / "run", 2)],
                                accumulate_grad_batches=window, limit_train_batches=4)  # fmt: skip
         return make_module(), make_data(train_batch_size=rows), trainer
 
@@ -1428,15 +1428,15 @@ def test_a_stream_that_is_mixed_read_or_held_out_otherwise_is_another_run(begun,
         run_fingerprint(make_module(), stream(**changed)),
     )
     with pytest.raises(ValueError, match=message):
-        refuse_differences("run.ckpt", kept, now)
+        check_same_run("run.ckpt", kept, now)
     # A broken row that is left out from now on was never read; an older checkpoint knows less.
-    refuse_differences("run.ckpt", kept, run_fingerprint(make_module(), stream(on_error="skip")))
+    check_same_run("run.ckpt", kept, run_fingerprint(make_module(), stream(on_error="skip")))
     older = {
         name: value
         for name, value in kept.items()
         if name not in ("data_kwargs", "how the text is read")
     }
-    refuse_differences("run.ckpt", older, now)
+    check_same_run("run.ckpt", older, now)
 
 
 def test_texts_in_memory_that_are_mixed_otherwise_are_another_run(begun):
@@ -1445,7 +1445,7 @@ def test_texts_in_memory_that_are_mixed_otherwise_are_another_run(begun):
     facts = [run_fingerprint(make_module(), PretrainingDataModule(
         files, word_tokenizer(WORDS), data_kwargs={"mixing_rates": rates})) for rates in ([1, 1], [1, 2])]  # fmt: skip
     with pytest.raises(ValueError, match="data_kwargs is"):
-        refuse_differences("run.ckpt", *facts)
+        check_same_run("run.ckpt", *facts)
 
 
 def mine(parameters, **options):
@@ -1457,11 +1457,11 @@ def test_a_function_of_ones_own_is_the_same_at_another_address(begun):
     now = run_fingerprint(make_module(optimizer_class=mine), make_data())
     assert "0x" not in now["optimizer_class"]
     older = {**now, "optimizer_class": f"{mine!r}"[:-1] + "f>"}  # as it lay in the process before
-    refuse_differences("run.ckpt", older, now)
+    check_same_run("run.ckpt", older, now)
     with pytest.raises(
         ValueError, match="optimizer_class is '<function mine>' there and 'adamw' here"
     ):
-        refuse_differences("run.ckpt", older, run_fingerprint(make_module(), make_data()))
+        check_same_run("run.ckpt", older, run_fingerprint(make_module(), make_data()))
 
 
 # ---- spread over processes ------------------------------------------------------------------------
@@ -1476,7 +1476,7 @@ def gather_in_process():
     want = {name: weight.clone() for name, weight in model.state_dict().items()}
     fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
     assert model.head.bias.to_local().numel() == SHAPE["vocab_size"] // 2
-    got = whole_weights(model)
+    got = full_state_dict(model)
     assert rank or got.keys() == want.keys() and equal(got, want)
     assert rank or equal(rebuild(model, got).state_dict(), want)
     torch.distributed.barrier()
@@ -1489,7 +1489,7 @@ def test_a_model_spread_over_two_processes_is_gathered_whole():
 
 def test_an_ordinary_model_is_copied_and_not_shared():
     model = BertLabForMaskedLM(modernbert_tiny(**SHAPE))
-    taken = whole_weights(model)
+    taken = full_state_dict(model)
     with torch.no_grad():
         model.head.bias.fill_(3.0)
     assert (taken["head.bias"] == 0).all()

@@ -19,17 +19,17 @@ from torch.nn import functional as F
 from bertlab.train.history import History
 from bertlab.model.heads import BertLabForMaskedLM
 from bertlab.model.huggingface import save_model
-from bertlab.train.model_directories import whole_weights, atomic_directory
+from bertlab.train.model_directories import full_state_dict, atomic_directory
 from bertlab.train.distill import (
     DistillationModule,
     check_same_words,
-    hash_weights,
+    state_dict_hash,
     kl_divergence,
     load_reference,
 )
-from bertlab.train.modules import OBJECTIVE_MODELS, PretrainingModule
-from bertlab.train.checkpoints import CheckpointSeries
-from bertlab.train.stages import Stage, _prepare, load_stages, spent_in_stages, train_stages
+from bertlab.train.modules import OBJECTIVES, PretrainingModule
+from bertlab.train.checkpoints import TrainingCheckpoint
+from bertlab.train.stages import Stage, _prepare, load_stages, spent_in_stages, run_stages
 from bertlab.train.trainer import make_trainer, seed_everything
 
 OBJECTIVES = ["mlm", "diffusion", "enhanced_mlm"]
@@ -261,11 +261,11 @@ def test_the_reference_is_frozen_and_in_no_list_of_weights(references, tmp_path)
     plain = PretrainingModule(
         {**SHAPE, "mlp_dropout": 0.3}, pretrained_tokenizer_name_or_path=TOKENIZER
     )
-    before = hash_weights(module._reference[0])
+    before = state_dict_hash(module._reference[0])
     trainer, _ = fit(module, data_of(), 3)
     plain.configure_model()
     reference = module._reference[0]
-    assert hash_weights(reference) == before == module.reference_hash
+    assert state_dict_hash(reference) == before == module.reference_hash
     assert not reference.training and not any(p.requires_grad for p in reference.parameters())
     assert module.state_dict().keys() == plain.state_dict().keys()
     trained = {id(p) for group in trainer.optimizers[0].param_groups for p in group["params"]}
@@ -288,7 +288,9 @@ def test_who_asks_before_training_starts_finds_the_reference_where_the_model_is(
     module, data = distilled(references["mlm"]), data_of()
     seen = []
 
-    class Asks(Callback):  # as `Evaluators` and `CompileAhead` do: before the module's own hook
+    class Asks(
+        Callback
+    ):  # as `EvaluatorCallback` and `CompileAhead` do: before the module's own hook
         def on_train_start(self, trainer, pl_module):
             pl_module.label_loss(next(iter(data.train_dataloader())))
             seen.extend(p.dtype for p in pl_module._reference[0].parameters())
@@ -394,9 +396,9 @@ def run(reference, folder, steps, resume=None):
         reference, seed=torch.initial_seed() % 7, model_config_kwargs={**SHAPE, "mlp_dropout": 0.2}
     )
     history = History()
-    trainer = make_trainer(steps, callbacks=[history, CheckpointSeries(folder, 2)], **CPU)
+    trainer = make_trainer(steps, callbacks=[history, TrainingCheckpoint(folder, 2)], **CPU)
     trainer.fit(module, data_of(), ckpt_path=resume, weights_only=False)
-    return whole_weights(module.model), history.record.column("loss").tolist()
+    return full_state_dict(module.model), history.record.column("loss").tolist()
 
 
 def test_a_resume_goes_on_with_the_same_reference_bit_for_bit_and_with_no_other(
@@ -422,14 +424,14 @@ def test_a_resume_goes_on_with_the_same_reference_bit_for_bit_and_with_no_other(
 def test_a_hash_of_weights_sees_one_bit_one_name_and_one_shape():
     layers = [torch.nn.Linear(4, 2), torch.nn.Linear(4, 2)]
     layers[1].load_state_dict(layers[0].state_dict())
-    assert hash_weights(layers[0]) == hash_weights(layers[1])
+    assert state_dict_hash(layers[0]) == state_dict_hash(layers[1])
     with torch.no_grad():
         layers[1].bias[0] = torch.nextafter(layers[1].bias[0], torch.tensor(9.0))
-    assert hash_weights(layers[0]) != hash_weights(layers[1])
+    assert state_dict_hash(layers[0]) != state_dict_hash(layers[1])
     flat, named = torch.nn.Module(), torch.nn.Module()
     flat.register_buffer("a", torch.zeros(4))
     named.register_buffer("a", torch.zeros(2, 2))
-    assert hash_weights(flat) != hash_weights(named)
+    assert state_dict_hash(flat) != state_dict_hash(named)
 
 
 def test_tensor_parallel_which_has_no_whole_scores_is_refused_before_training(
@@ -445,7 +447,7 @@ def test_tensor_parallel_which_has_no_whole_scores_is_refused_before_training(
     shared = {"accelerator": "cpu", "devices": 2, "strategy": "tensor:2"}
     stages = [stages_of(text)[0], Stage(steps=4, data=stages_of(text)[0].data, module={"scheduler_warmup_steps": 0},
                                         trainer=shared, reference="previous")]  # fmt: skip
-    refused(["stage 2", "tensor parallel"], train_stages, stages, tmp_path / "out")
+    refused(["stage 2", "tensor parallel"], run_stages, stages, tmp_path / "out")
 
 
 # --- stages ---------------------------------------------------------------------------------------
@@ -490,7 +492,7 @@ def finished(text, tmp_path_factory):
         1
     )  # as in the processes below: sums of two threads differ in the last digit
     output = tmp_path_factory.mktemp("stages") / "out"
-    return output, train_stages(stages_of(text), output, progress=False)
+    return output, run_stages(stages_of(text), output, progress=False)
 
 
 def test_each_stage_keeps_its_own_budget_and_begins_where_the_last_one_ended(finished, text):
@@ -503,7 +505,7 @@ def test_each_stage_keeps_its_own_budget_and_begins_where_the_last_one_ended(fin
     first = load_reference(
         output / "stage-1" / "model", "mlm", second["model_config"]["vocab_size"]
     )
-    assert second["reference_hash"] == hash_weights(first)
+    assert second["reference_hash"] == state_dict_hash(first)
     assert second["model_config"]["mlp_dropout"] == 0.2  # the shape went through the directory
     first, last = weights_in(output / "stage-1"), weights_in(output / "stage-2")
     apart = max((first[name] - last[name]).abs().max().item() for name in first)
@@ -515,7 +517,7 @@ def test_a_finished_stage_is_not_run_again(finished, text):
     before = {
         path: path.stat().st_mtime_ns for path in output.glob("stage-*/**/*") if path.is_file()
     }
-    assert train_stages(stages_of(text), output, resume=True, progress=False) == summaries
+    assert run_stages(stages_of(text), output, resume=True, progress=False) == summaries
     assert before == {
         path: path.stat().st_mtime_ns for path in output.glob("stage-*/**/*") if path.is_file()
     }
@@ -523,18 +525,18 @@ def test_a_finished_stage_is_not_run_again(finished, text):
 
 def test_another_plan_another_run_and_a_run_that_is_there_are_refused(finished, text, tmp_path):
     output, _ = finished
-    refused(["already holds a run"], train_stages, stages_of(text), output)
+    refused(["already holds a run"], run_stages, stages_of(text), output)
     refused(
         ["stage 2", "module", "0.7"],
-        train_stages,
+        run_stages,
         stages_of(text, module={"kl_weight": 0.7}),
         output,
         resume=True,
     )
-    refused(["stage 2"], train_stages, stages_of(text)[:1], output, resume=True)
-    refused(["nothing to resume"], train_stages, stages_of(text), tmp_path / "new", resume=True)
+    refused(["stage 2"], run_stages, stages_of(text)[:1], output, resume=True)
+    refused(["nothing to resume"], run_stages, stages_of(text), tmp_path / "new", resume=True)
     alone = stages_of(text)[1:]
-    refused(["stage 1", "reference"], train_stages, alone, tmp_path / "new")
+    refused(["stage 1", "reference"], run_stages, alone, tmp_path / "new")
     assert not (tmp_path / "new").exists()
 
 
@@ -547,7 +549,7 @@ def test_a_schedule_that_ends_by_the_clock_is_refused_in_a_stage(text, tmp_path,
     }
     refused(
         ["stage 2", "budget='1h'", "schedule in steps"],
-        train_stages,
+        run_stages,
         stages_of(text, module=clock),
         tmp_path / "out",
     )
@@ -560,7 +562,7 @@ def test_a_stage_can_be_added_to_a_finished_run(finished, text, tmp_path):
     shutil.copytree(finished[0], tmp_path / "out")
     more = [*stages_of(text), stages_of(text, steps=1, tokens=None)[1]]
     assert [
-        s["steps"] for s in train_stages(more, tmp_path / "out", resume=True, progress=False)
+        s["steps"] for s in run_stages(more, tmp_path / "out", resume=True, progress=False)
     ] == [5, 4, 1]
 
 
@@ -571,11 +573,11 @@ def test_a_mistake_that_shows_when_stage_2_begins_is_mended_at_a_resume_and_stag
     first, output = replace(first, steps=2), tmp_path / "out"
     wrong = replace(second, data={**second.data, "train_batch_size": 9999})
     with pytest.raises((ValueError, RuntimeError), match="9999"):
-        train_stages([first, wrong], output, progress=False)
+        run_stages([first, wrong], output, progress=False)
     before = (output / "stage-1" / "model" / "model.safetensors").stat().st_mtime_ns
     refused(
         ["stage 1", "had steps=2", "put it back"],
-        train_stages,
+        run_stages,
         [replace(first, steps=3), second],
         output,
         resume=True,
@@ -588,17 +590,17 @@ def test_a_mistake_that_shows_when_stage_2_begins_is_mended_at_a_resume_and_stag
     ):
         refused(
             ["stage 2", f"the {reader}'s max_position_embeddings 64"],
-            train_stages,
+            run_stages,
             [first, replace(longer, module=module)],
             output,
             resume=True,
         )
     assert [
-        one["steps"] for one in train_stages([first, longer], output, resume=True, progress=False)
+        one["steps"] for one in run_stages([first, longer], output, resume=True, progress=False)
     ] == [2, 1]
     assert (output / "stage-1" / "model" / "model.safetensors").stat().st_mtime_ns == before
     assert load_stages(output / "run.yaml")[1].data["max_sequence_length"] == 80
-    refused(["stage 2", "had", "put it back"], train_stages, [first, second], output, resume=True)
+    refused(["stage 2", "had", "put it back"], run_stages, [first, second], output, resume=True)
 
 
 def test_a_plan_in_which_nothing_is_trained_is_the_same_or_begins_anew(text, tmp_path):
@@ -620,12 +622,12 @@ class OwnModel(BertLabForMaskedLM):
 
 def test_a_stage_takes_a_model_of_ones_own_as_its_objective(text, tmp_path, monkeypatch):
     own = f"{OwnModel.__module__}.{OwnModel.__qualname__}"
-    monkeypatch.setitem(OBJECTIVE_MODELS, own, OwnModel)  # which other tests shall not find there
+    monkeypatch.setitem(OBJECTIVES, own, OwnModel)  # which other tests shall not find there
     first, second = (
         replace(stage, steps=3, tokens=None, module={**stage.module, "objective": own})
         for stage in stages_of(text)
     )
-    assert len(train_stages([first, second], tmp_path / "out", progress=False)) == 2
+    assert len(run_stages([first, second], tmp_path / "out", progress=False)) == 2
     named = replace(first, module={**first.module, "objective": OwnModel})
     _prepare([named], tmp_path / "named", False, False)
     assert load_stages(tmp_path / "named" / "run.yaml")[0].module["objective"] == own
@@ -663,8 +665,8 @@ def dying_run(text, output, how, at):
 
         here.save_model = half
     elif how == "whole":
-        here.whole_weights = lambda model: kill()
-    train_stages(stages_of(text), output, resume=(output / "run.yaml").exists(), progress=False)
+        here.full_state_dict = lambda model: kill()
+    run_stages(stages_of(text), output, resume=(output / "run.yaml").exists(), progress=False)
 
 
 @pytest.mark.parametrize("asked", [False, None, True])
@@ -707,7 +709,7 @@ def test_one_stage_with_a_named_reference_is_distillation(references, text, tmp_
     stage = Stage(
         steps=2, data=stage.data, trainer=stage.trainer, module=module, reference=references["mlm"]
     )
-    (summary,) = train_stages([stage], tmp_path / "out", progress=False)
+    (summary,) = run_stages([stage], tmp_path / "out", progress=False)
     assert summary["val_kl"] > 0
     assert not (tmp_path / "out" / "tokenizer").exists()  # that of the reference was taken
 
@@ -719,16 +721,16 @@ def test_averages_are_what_a_stage_leaves_even_where_it_only_had_to_be_written(t
         "model_config_kwargs": {**SHAPE, "vocab_size": 160},
     }
     stage = Stage(steps=4, data=stages_of(text)[0].data, trainer=CPU, module=averaging)
-    train_stages([stage], tmp_path / "out", progress=False)
+    run_stages([stage], tmp_path / "out", progress=False)
     there = tmp_path / "out" / "stage-1"
     wanted = weights_in(there)
     (there / "model").rename(tmp_path / "aside")
-    train_stages([stage], tmp_path / "out", resume=True, progress=False)
+    run_stages([stage], tmp_path / "out", resume=True, progress=False)
     assert all(torch.equal(wanted[name], value) for name, value in weights_in(there).items())
 
 
 def test_tokens_of_a_finished_stage_are_those_of_all_processes_once(text, tmp_path, monkeypatch):
-    monkeypatch.setattr("bertlab.train.stages.count_readers", lambda trainer: 2)
+    monkeypatch.setattr("bertlab.train.stages.data_parallel_size", lambda trainer: 2)
     stage = Stage(
         steps=2,
         data=stages_of(text)[0].data,
@@ -736,7 +738,7 @@ def test_tokens_of_a_finished_stage_are_those_of_all_processes_once(text, tmp_pa
         trainer=CPU,
         checkpoint_every_steps=2,
     )
-    train_stages([stage], tmp_path / "out", progress=False)
+    run_stages([stage], tmp_path / "out", progress=False)
     place, two = tmp_path / "out" / "stage-1", replace(stage, trainer={**CPU, "devices": 2})
     kept = torch.load(place / "checkpoints" / "step-00000002.ckpt", weights_only=True)["callbacks"][
         "History"
@@ -767,7 +769,7 @@ def test_a_stage_that_something_stopped_is_not_taken_for_finished(text, tmp_path
         lambda steps, callbacks, **options: real(steps, callbacks=[*callbacks, Stop()], **options),
     )
     with pytest.raises(RuntimeError, match="stopped at step 2 of 5"):
-        train_stages(stages_of(text), tmp_path / "out", progress=False)
+        run_stages(stages_of(text), tmp_path / "out", progress=False)
     assert not (tmp_path / "out" / "stage-1" / "model").exists()
 
 
@@ -808,7 +810,7 @@ def test_what_cannot_work_in_a_later_stage_is_said_before_the_first_is_trained(
         stages_of(text)[0],
         Stage(steps=4, data=data, module=second, reference=later.get("reference", "previous")),
     ]
-    refused(words, train_stages, stages, tmp_path / "out", progress=False)
+    refused(words, run_stages, stages, tmp_path / "out", progress=False)
     assert not (tmp_path / "out").exists()
 
 

@@ -12,10 +12,15 @@ import torch
 
 from bertlab.model.activation_checkpointing import MemoryLedger
 from bertlab.model.config import bert_tiny, modernbert_tiny
-from bertlab.optim.optimizers import OPTIMIZERS, backward_options, forward_context, state_bytes
-from bertlab.train.checkpoints import random_states
+from bertlab.optim.optimizers import (
+    OPTIMIZERS,
+    backward_options,
+    forward_context,
+    optimizer_state_bytes,
+)
+from bertlab.train.checkpoints import rng_state
 from bertlab.train.estimate import available_bytes, estimate_memory
-from bertlab.train.modules import PretrainingModule, pretraining_optimizer
+from bertlab.train.modules import PretrainingModule, build_optimizer
 
 SHAPE = dict(vocab_size=300, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=2,
              max_position_embeddings=64)  # fmt: skip
@@ -40,7 +45,7 @@ def real_peak(module, rows, length, num_labels, with_states=False):
         made = sum(p.numel() * p.element_size() for p in module.model.parameters())
         base = ledger.now - made
         ledger.history.clear()
-        optimizer = pretraining_optimizer(module.model, module.hparams, 1000)["optimizer"]
+        optimizer = build_optimizer(module.model, module.hparams, 1000)["optimizer"]
         for _ in range(2):
             ids = torch.randint(5, 300, (rows, length))
             places = torch.rand(rows, length).argsort(1)[:, :num_labels]
@@ -56,7 +61,7 @@ def real_peak(module, rows, length, num_labels, with_states=False):
             optimizer.step()
             optimizer.zero_grad()
     peak = max(ledger.history) - base
-    return (peak, state_bytes(optimizer)) if with_states else peak
+    return (peak, optimizer_state_bytes(optimizer)) if with_states else peak
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -82,7 +87,7 @@ def test_states_of_every_optimizer_are_counted_on_a_table_of_many_rows(name, opt
                                learning_rate=1e-3)  # fmt: skip
     said = estimate_memory(module, 2, 64, 0.25, "32-true", find_largest=False).step
     real, states = real_peak(module, 2, 64, 16, with_states=True)
-    # A projection of GaLore is an object, into which `state_bytes` does not look.
+    # A projection of GaLore is an object, into which `optimizer_state_bytes` does not look.
     assert states <= said.states < states + (2**15 if name == "galore" else 2**12)
     assert abs(said.peak / real - 1) < 0.02, (said, real)
 
@@ -109,10 +114,10 @@ def test_an_adapter_saves_gradients_and_states():
 def test_nothing_moves_and_nothing_is_allocated():
     module = PretrainingModule(modernbert_tiny(vocab_size=50_000, hidden_size=1024, num_attention_heads=16,
                                                intermediate_size=2048, num_hidden_layers=8).to_diff_dict())  # fmt: skip
-    before, states = available_bytes(), random_states()["torch"].clone()
+    before, states = available_bytes(), rng_state()["torch"].clone()
     said = estimate_memory(module, 64, 512, precision="32-true", find_largest=False)
     assert said.step.peak > 2**34  # which this process never held
-    assert torch.equal(states, random_states()["torch"]) and module.model is None
+    assert torch.equal(states, rng_state()["torch"]) and module.model is None
     assert before is None or available_bytes() > before - 2**31
 
 

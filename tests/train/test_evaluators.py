@@ -1,4 +1,4 @@
-"Evaluators measure what they say, at their pace, and change nothing of the run that they watch."
+"EvaluatorCallback measure what they say, at their pace, and change nothing of the run that they watch."
 
 import json
 import time
@@ -12,16 +12,16 @@ from lightning.pytorch.callbacks import Callback
 from bertlab.data.module import PretrainingDataModule
 from bertlab.data.tokenizers import train_tokenizer
 from bertlab.model.generate import fill_mask
-from bertlab.train.checkpoints import RunCheckpoint, RunInterrupted
+from bertlab.train.checkpoints import RunCheckpoint, TrainingInterrupted
 from bertlab.train.evaluators import (
-    BatchSpec,
+    EvalBatchSpec,
     Evaluator,
-    Evaluators,
+    EvaluatorCallback,
     FillMaskEvaluator,
     LossEvaluator,
     ProbeEvaluator,
 )
-from bertlab.train.evaluators import make_evaluator
+from bertlab.train.evaluators import build_evaluator
 from bertlab.train.history import Clock, History
 from bertlab.train.monitors import Throughput
 from bertlab.train.modules import PretrainingModule
@@ -46,7 +46,7 @@ def run(tokenizer, evaluators, steps=6, more=(), budget=None, kept=None, **optio
     data = PretrainingDataModule(None, tokenizer, max_sequence_length=32, train_batch_size=4)
     data.set_datasets(TEXTS, TEXTS[:6])
     history = History()
-    callback = Evaluators(evaluators, quiet=True)
+    callback = EvaluatorCallback(evaluators, quiet=True)
     trainer = make_trainer(
         steps, callbacks=[history, callback, *more], **{"precision": "32-true", **options}
     )
@@ -82,8 +82,8 @@ def test_asking_changes_no_loss_of_the_run(tokenizer, tmp_path):
     (tmp_path / "facts.tsv").write_text("the cat [MASK] the bird .\tsees|hears|likes\n")
     table = "text,label\n" + "".join(f"{text},{number % 2}\n" for number, text in enumerate(TEXTS))
     (tmp_path / "table.csv").write_text(table)
-    asked = [LossEvaluator("a", TEXTS[:4], every_steps=2), ProbeEvaluator("b", tmp_path / "table.csv", every_steps=3),
-             FillMaskEvaluator("c", tmp_path / "facts.tsv", every_steps=1, at_start=False)]  # fmt: skip
+    asked = [LossEvaluator("a", TEXTS[:4], every_n_steps=2), ProbeEvaluator("b", tmp_path / "table.csv", every_n_steps=3),
+             FillMaskEvaluator("c", tmp_path / "facts.tsv", every_n_steps=1, at_start=False)]  # fmt: skip
     with_, without = run(tokenizer, asked), run(tokenizer, [])
     assert np.array_equal(with_[2].record.column("loss"), without[2].record.column("loss"))
     steps = {name: with_[3].column(name, "accuracy")[0].tolist() for name in "abc"}
@@ -96,11 +96,11 @@ def test_asking_changes_no_loss_of_the_run(tokenizer, tmp_path):
 def test_a_run_that_ends_before_its_last_number_is_asked_once_at_its_end(
     tokenizer, tmp_path, early
 ):
-    make, path = lambda: [LossEvaluator("a", TEXTS[:4], every_steps=40)], tmp_path / "last.ckpt"
+    make, path = lambda: [LossEvaluator("a", TEXTS[:4], every_n_steps=40)], tmp_path / "last.ckpt"
     early = {
         "steps": 50,
         **early,
-        "more": [*early.get("more", []), RunCheckpoint(path, every_steps=1)],
+        "more": [*early.get("more", []), RunCheckpoint(path, every_n_steps=1)],
     }
     *_, callback, trainer = run(tokenizer, make(), **early)
     assert 1 < trainer.global_step < 40
@@ -121,10 +121,10 @@ def test_a_run_that_is_interrupted_is_not_asked(tokenizer):
     class Stop(Callback):
         def on_train_batch_end(self, trainer, *_):
             if trainer.global_step == 3:
-                raise RunInterrupted(3)
+                raise TrainingInterrupted(3)
 
-    with pytest.raises(RunInterrupted):
-        run(tokenizer, [Steps("steps", every_steps=2)], more=[Stop()])
+    with pytest.raises(TrainingInterrupted):
+        run(tokenizer, [Steps("steps", every_n_steps=2)], more=[Stop()])
     assert asked == [0, 2]
 
 
@@ -235,7 +235,7 @@ def test_what_is_asked_is_no_training_time_on_any_clock(tokenizer):
             return {"steps": 0.0}
 
     _, _, history, *_ = run(
-        tokenizer, [Slow("slow", every_steps=2)], more=[Throughput(every_steps=1)], steps=6
+        tokenizer, [Slow("slow", every_n_steps=2)], more=[Throughput(every_n_steps=1)], steps=6
     )
     assert stood.count(True) == len(stood) >= 3 and history.totals()[1] > 0
 
@@ -276,16 +276,16 @@ def test_a_duration_ends_an_evaluation(tokenizer, duration, batches):
 @pytest.mark.parametrize(
     "make, words",
     [
-        (lambda: make_evaluator({"kind": "los", "name": "a"}), "did you mean 'loss'"),
-        (lambda: make_evaluator({"kind": "loss", "name": "a", "surce": 1}), "surce|source"),
-        (lambda: BatchSpec(rows=1, tokens=2), "rows=1"),
-        (lambda: BatchSpec(rows=0), "rows must be 1"),
-        (lambda: BatchSpec(tokens=8).num_rows(32), "tokens=8"),
+        (lambda: build_evaluator({"kind": "los", "name": "a"}), "did you mean 'loss'"),
+        (lambda: build_evaluator({"kind": "loss", "name": "a", "surce": 1}), "surce|source"),
+        (lambda: EvalBatchSpec(rows=1, tokens=2), "rows=1"),
+        (lambda: EvalBatchSpec(rows=0), "rows must be 1"),
+        (lambda: EvalBatchSpec(tokens=8).num_rows(32), "tokens=8"),
         (lambda: LossEvaluator("a/b", []), "without /"),
-        (lambda: LossEvaluator("a", [], every_steps=0), "every_steps"),
+        (lambda: LossEvaluator("a", [], every_n_steps=0), "every_n_steps"),
         (lambda: LossEvaluator("a", [], duration=0), "duration"),
         (lambda: ProbeEvaluator("a", "x.csv", test_fraction=1.0), "test_fraction"),
-        (lambda: Evaluators([LossEvaluator("a", []), LossEvaluator("a", [])]), "'a'"),
+        (lambda: EvaluatorCallback([LossEvaluator("a", []), LossEvaluator("a", [])]), "'a'"),
     ],
 )
 def test_mistakes_are_named(make, words):
@@ -308,7 +308,7 @@ def test_a_users_own_evaluator_is_asked(tokenizer):
         def measure(self, module):
             return {"norm": float(sum(p.norm() for p in module.parameters()))}
 
-    *_, callback, _ = run(tokenizer, [Norm("norm", every_steps=3)])
+    *_, callback, _ = run(tokenizer, [Norm("norm", every_n_steps=3)])
     steps, values = callback.column("norm", "norm")
     assert steps.tolist() == [0, 3, 6] and (values > 0).all() and len(set(values.tolist())) == 3
 

@@ -23,9 +23,9 @@ from bertlab.train.export import (
     check_exportable,
     compare_with_torch,
     export_model,
-    gapped_rows,
-    write_int8,
-    write_onnx,
+    masked_examples,
+    quantize_int8,
+    export_onnx,
 )
 from bertlab.train.model_cards import check_card
 from bertlab.train.modules import load_encoder
@@ -123,7 +123,7 @@ def test_the_report_states_what_an_independent_count_finds(place, tokenizer):
     for name, row in report["files"].items():
         content = (place / "exported" / name).read_bytes()
         assert row["bytes"] == len(content) and row["sha256"] == hashlib.sha256(content).hexdigest()
-    batches, model = gapped_rows(tokenizer, TEXTS, 64), theirs_of(place)
+    batches, model = masked_examples(tokenizer, TEXTS, 64), theirs_of(place)
     assert report["gaps"] == sum(int(batch.gaps.sum()) for batch in batches)
     small, same, largest = OnnxModel.load(place / "exported", "int8"), 0, 0.0
     for batch in batches:
@@ -150,7 +150,7 @@ def test_the_card_beside_the_files_is_valid_and_states_the_measurements(place):
 
 def test_gaps_to_check_with_spare_special_tokens_and_padding(tokenizer):
     special = set(tokenizer.all_special_ids)
-    for batch in gapped_rows(tokenizer, [*TEXTS, "", "dog"], 16, 5):
+    for batch in masked_examples(tokenizer, [*TEXTS, "", "dog"], 16, 5):
         assert batch.input_ids.shape[1] <= 16
         assert batch.gaps.any(1).all() and not (batch.gaps & (batch.attention_mask == 0)).any()
         assert not special & set(batch.answers[batch.gaps].tolist())
@@ -174,7 +174,7 @@ OWN = {
 def test_models_that_transformers_does_not_have_are_exported_too(name, tokenizer, tmp_path):
     config, settings = OWN[name]
     model = make_model(tokenizer, config, **settings)
-    write_onnx(model, tmp_path / "model.onnx", list(exporting.PARTS))
+    export_onnx(model, tmp_path / "model.onnx", list(exporting.PARTS))
     exported = OnnxModel(tmp_path / "model.onnx", tokenizer)
     ids, mask = rows(tokenizer, TEXTS[3:10])
     found = exported.run(ids.numpy(), mask.numpy())
@@ -187,7 +187,7 @@ def test_models_that_transformers_does_not_have_are_exported_too(name, tokenizer
     )
     np.testing.assert_allclose(found["attentions"].sum(-1), 1, atol=1e-5)
     np.testing.assert_allclose(found["lens"][:, -1, 0], found["logits"][:, 0], atol=1e-3)
-    write_int8(tmp_path / "model.onnx", tmp_path / "small.onnx")
+    quantize_int8(tmp_path / "model.onnx", tmp_path / "small.onnx")
     assert (tmp_path / "small.onnx").stat().st_size < 0.75 * (
         tmp_path / "model.onnx"
     ).stat().st_size
@@ -242,14 +242,14 @@ def test_a_step_that_fails_leaves_nothing_behind(place, tmp_path, monkeypatch):
     def fail(*arguments):
         raise OSError("no space left on device")
 
-    monkeypatch.setattr(exporting, "write_int8", fail)
+    monkeypatch.setattr(exporting, "quantize_int8", fail)
     with pytest.raises(OSError, match="no space"):
         export_model(place / "model", tmp_path / "new", texts=TEXTS)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_file_of_floats_that_differs_from_torch_is_not_written(place, tmp_path, monkeypatch):
-    write = exporting.write_onnx
+    write = exporting.export_onnx
 
     def write_another(model, path, parts):
         with torch.no_grad():
@@ -258,7 +258,7 @@ def test_a_file_of_floats_that_differs_from_torch_is_not_written(place, tmp_path
         with torch.no_grad():
             model.head.bias[7] -= 0.5
 
-    monkeypatch.setattr(exporting, "write_onnx", write_another)
+    monkeypatch.setattr(exporting, "export_onnx", write_another)
     with pytest.raises(ValueError, match="differs from torch"):
         export_model(place / "model", tmp_path / "new", texts=TEXTS)
     assert list(tmp_path.iterdir()) == []
@@ -272,7 +272,7 @@ def test_spare_rows_of_a_vocabulary_neither_excuse_a_difference_nor_are_one(
     save_model(trimmed, fewer, tmp_path / "model", kind="bert")
     report = export_model(tmp_path / "model", tmp_path / "good", texts=TEXTS[:20])
     assert all(0 < row["largest_logit_difference"] < 100 for row in report["files"].values())
-    write = exporting.write_onnx
+    write = exporting.export_onnx
 
     def write_with(row, change):
         def write_another(model, path, parts):
@@ -288,7 +288,7 @@ def test_spare_rows_of_a_vocabulary_neither_excuse_a_difference_nor_are_one(
         (7, 0.5),
         (-1, 1e4),
     ):  # an entry that is said; a spare row that could be said now
-        monkeypatch.setattr(exporting, "write_onnx", write_with(row, change))
+        monkeypatch.setattr(exporting, "export_onnx", write_with(row, change))
         with pytest.raises(ValueError, match="differs from torch"):
             export_model(tmp_path / "model", tmp_path / "new", texts=TEXTS[:20], int8=False)
 
@@ -298,9 +298,9 @@ def test_a_file_of_bytes_that_gives_no_number_is_not_written(place, tmp_path, mo
         model = load_encoder(place / "model").eval()
         with torch.no_grad():
             model.head.bias[7] = torch.nan
-        exporting.write_onnx(model, target)
+        exporting.export_onnx(model, target)
 
-    monkeypatch.setattr(exporting, "write_int8", write_spoilt)
+    monkeypatch.setattr(exporting, "quantize_int8", write_spoilt)
     with pytest.raises(ValueError, match="model_int8.onnx gives nan nats.*int8=False"):
         export_model(place / "model", tmp_path / "new", texts=TEXTS)
     assert list(tmp_path.iterdir()) == []
@@ -311,7 +311,7 @@ def test_a_file_of_bytes_that_gives_no_number_is_not_written(place, tmp_path, mo
 def test_a_score_that_is_no_number_is_no_agreement(place, tokenizer):
     exported, batches = (
         OnnxModel.load(place / "exported", "fp32"),
-        gapped_rows(tokenizer, TEXTS, 64),
+        masked_examples(tokenizer, TEXTS, 64),
     )
     compute = exported.run
 

@@ -259,11 +259,11 @@ def test_spikes_among_recorded_steps_are_refused_and_no_other_step(calm_runs, wh
 
 
 def test_a_skipped_step_is_named_on_the_console_and_counted_in_the_log(tmp_path, capsys):
-    from bertlab.train.monitors import get_logger
+    from bertlab.train.monitors import build_loggers
 
     slow = lambda w: torch.optim.SGD(w, lr=0.01)  # noqa: E731
     bad, guards = {30: NAN, 80: 1e4, 83: 1e4}, [SpikeGuard(), NonFiniteGuard(50)]
-    fit(99, Numbered(range(100), bad), guards, slow, logger=get_logger("csv", tmp_path))
+    fit(99, Numbered(range(100), bad), guards, slow, logger=build_loggers("csv", tmp_path))
     said = [line for line in capsys.readouterr().out.splitlines() if "skipped by" in line]
     assert [line.split(":")[0] for line in said] == [
         "step 31 skipped by SpikeGuard", "step 31 skipped by NonFiniteGuard",

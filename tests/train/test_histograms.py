@@ -11,14 +11,14 @@ from bertlab.train.histograms import (
     HistogramRecords,
     WeightHistograms,
     histogram_grid,
-    parameters_like,
+    match_parameters,
 )
-from bertlab.train.histograms import read_histograms, send_to_tensorboard, summarize_tensor
+from bertlab.train.histograms import read_histograms, log_histogram, tensor_histogram
 from bertlab.train.modules import PretrainingModule
 
 
 def test_a_summary_is_what_one_counts_by_hand():
-    s = summarize_tensor(torch.tensor([[0.0, 1.0], [0.0, -3.0]]), 7, "w", "weight", 4)
+    s = tensor_histogram(torch.tensor([[0.0, 1.0], [0.0, -3.0]]), 7, "w", "weight", 4)
     assert (s.step, s.name, s.kind) == (7, "w", "weight")
     assert s.counts.tolist() == [1, 0, 0, 3] and s.edges.tolist() == [-3, -2, -1, 0, 1]
     assert (s.mean, s.max_abs, s.zero_share, s.num_not_finite) == (-0.5, 3.0, 0.5, 0)
@@ -29,21 +29,21 @@ def test_a_summary_is_what_one_counts_by_hand():
     ([float("nan"), 1.0, float("inf"), float("-inf")], 1), ([float("nan")] * 3, 0), ([2.0, 2.0], 2), ([0.0], 1),
     ([3e38, -3e38], 2)])  # fmt: skip
 def test_broken_and_constant_tensors_are_counted_without_an_error(values, finite):
-    s = summarize_tensor(torch.tensor(values), 0, "w", "weight", 8)
+    s = tensor_histogram(torch.tensor(values), 0, "w", "weight", 8)
     assert s.counts.sum() == finite and s.num_not_finite == len(values) - finite
     assert np.isfinite([s.mean, s.std, s.norm, s.max_abs, *s.edges]).all()
 
 
 def test_sixteen_bits_are_counted_as_the_numbers_they_are():
-    s = summarize_tensor(torch.tensor([1.0, -1.0], dtype=torch.bfloat16), 0, "w", "weight", 2)
+    s = tensor_histogram(torch.tensor([1.0, -1.0], dtype=torch.bfloat16), 0, "w", "weight", 2)
     assert s.counts.tolist() == [1, 1] and s.norm == pytest.approx(2**0.5)
 
 
 def test_patterns_choose_names_and_a_pattern_without_a_match_is_refused():
     module = torch.nn.ModuleDict({"a": torch.nn.Linear(2, 2), "b": torch.nn.Linear(2, 2)})
-    assert list(parameters_like(module, ["b.*", "*.bias"])) == ["a.bias", "b.weight", "b.bias"]
+    assert list(match_parameters(module, ["b.*", "*.bias"])) == ["a.bias", "b.weight", "b.bias"]
     with pytest.raises(ValueError, match=r"called like 'c\.\*'; some names are a\.weight"):
-        parameters_like(module, ["a.*", "c.*"])
+        match_parameters(module, ["a.*", "c.*"])
     for wrong in ("*.weight", []):
         with pytest.raises(ValueError, match="list of globs"):
             WeightHistograms(wrong)
@@ -53,7 +53,7 @@ def test_patterns_choose_names_and_a_pattern_without_a_match_is_refused():
 
 def test_what_a_compiler_adds_to_names_is_no_part_of_them():
     compiled = torch.nn.ModuleDict({"a": torch.compile(torch.nn.Linear(2, 2), backend="eager")})
-    assert list(parameters_like(compiled, ["a.weight"])) == ["a.weight"]
+    assert list(match_parameters(compiled, ["a.weight"])) == ["a.weight"]
 
 
 def test_a_pattern_is_refused_before_the_first_step():
@@ -138,7 +138,7 @@ def test_a_grid_keeps_every_number_and_its_place():
     rng = np.random.default_rng(0)
     tensors = [rng.normal(0, scale, 4000) for scale in (1.0, 0.1)]
     summaries = [
-        summarize_tensor(torch.tensor(t), i, "w", "weight", 64) for i, t in enumerate(tensors)
+        tensor_histogram(torch.tensor(t), i, "w", "weight", 64) for i, t in enumerate(tensors)
     ]
     steps, edges, shares = histogram_grid(summaries, "w", bins=40)
     assert steps.tolist() == [0, 1] and shares.shape == (2, 40) and len(edges) == 41
@@ -192,7 +192,7 @@ def test_tensorboard_gets_the_same_counts(tmp_path):
 
 def test_sums_for_tensorboard_are_those_of_the_numbers():
     writer, values = Writer(), torch.tensor([1.0, 2.0, -4.0])
-    send_to_tensorboard(writer, summarize_tensor(values, 3, "w", "weight", 5))
+    log_histogram(writer, tensor_histogram(values, 3, "w", "weight", 5))
     ((_, numbers),) = writer.calls
     assert numbers["sum"] == pytest.approx(-1) and numbers["sum_squares"] == pytest.approx(21)
     assert (numbers["min"], numbers["max"], numbers["global_step"]) == (-4, 2, 3)
@@ -201,4 +201,4 @@ def test_sums_for_tensorboard_are_those_of_the_numbers():
 def test_names_of_the_model_match_what_the_documentation_shows():
     module = PretrainingModule(CONFIG)
     module.configure_model()
-    assert parameters_like(module, ["*.weight", "*norm*"])
+    assert match_parameters(module, ["*.weight", "*norm*"])

@@ -17,7 +17,7 @@ from bertlab.train.history import History
 from bertlab.train.model_directories import ModelDirectories
 from bertlab.data.module import PretrainingDataModule
 from bertlab.train.modules import PretrainingModule
-from bertlab.train.checkpoints import CheckpointSeries, check_resume, find_checkpoint
+from bertlab.train.checkpoints import TrainingCheckpoint, check_resume, latest_checkpoint
 from bertlab.train.trainer import make_trainer, seed_everything
 
 STEPS, EVERY, WINDOW = 18, 3, 2  # optimizer steps, those between checkpoints, micro-batches in one
@@ -83,7 +83,7 @@ def run(folder, text, options, kill=None, at=None):
     if kill in globals():
         globals()[kill](at)
     folder.mkdir(exist_ok=True)
-    found = find_checkpoint(folder / "checkpoints")
+    found = latest_checkpoint(folder / "checkpoints")
     seed_everything(0 if found is None else time.time_ns() % 2**31)  # a checkpoint must not need it
     tokenizer = word_tokenizer(WORDS)
     options = {"objective": "mlm", **options}
@@ -94,8 +94,8 @@ def run(folder, text, options, kill=None, at=None):
                                scheduler_warmup_steps=3)  # fmt: skip
     history = History()
     callbacks = [history, Deaths(folder / "position", at if kill == "step" else None),
-                 ModelDirectories(folder / "models", tokenizer, every_steps=6, keep_last=2),
-                 CheckpointSeries(folder / "checkpoints", EVERY, keep_last=2)]  # fmt: skip
+                 ModelDirectories(folder / "models", tokenizer, every_n_steps=6, keep_last=2),
+                 TrainingCheckpoint(folder / "checkpoints", EVERY, keep_last=2)]  # fmt: skip
     trainer = make_trainer(STEPS, "32-true", accelerator="cpu", val_check_steps=4, callbacks=callbacks,
                            accumulate_grad_batches=WINDOW)  # fmt: skip
     if found is not None:
@@ -192,9 +192,9 @@ def test_the_comparison_would_see_a_lost_generator(tmp_path, text, start):
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     assert exit_code(start(whole, text, {})) == 0
     assert exit_code(start(killed, text, {}, "step", 20)) == -signal.SIGKILL
-    path = find_checkpoint(killed / "checkpoints")
+    path = latest_checkpoint(killed / "checkpoints")
     state = torch.load(path)
-    del state["random_states"]
+    del state["rng_state"]
     torch.save(state, path)
     assert exit_code(start(killed, text, {})) == 0
     same = [a == b for a, b in zip(curve(whole), curve(killed))]

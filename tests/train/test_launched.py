@@ -16,7 +16,7 @@ import yaml
 from conftest import ROOT
 
 from bertlab.data.tokenizers import load_tokenizer
-from bertlab.train.parallel import find_launch, launched_options, started_by_first
+from bertlab.train.parallel import detect_launcher, apply_launcher, started_by_first
 from bertlab.train.stages import load_stages, spent_in_stages
 
 ROWS = 8  # of an optimizer step, over all processes
@@ -94,20 +94,24 @@ def test_two_processes_of_torchrun_have_the_losses_of_one(place):
 
 
 def test_launchers_are_read_as_they_say_it():
-    assert find_launch({"PATH": "/bin", "LOCAL_RANK": "0"}) is None, (
+    assert detect_launcher({"PATH": "/bin", "LOCAL_RANK": "0"}) is None, (
         "Lightning's own processes ask nobody"
     )
-    assert find_launch({"SLURM_NTASKS": "4", "SLURM_JOB_NAME": "bash"}) is None, (
+    assert detect_launcher({"SLURM_NTASKS": "4", "SLURM_JOB_NAME": "bash"}) is None, (
         "a shell on a cluster is one process"
     )
     four = {"TORCHELASTIC_RUN_ID": "x", "RANK": "5", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}
-    assert (find_launch(four).devices, find_launch(four).num_nodes, find_launch(four).rank) == (
+    assert (
+        detect_launcher(four).devices,
+        detect_launcher(four).num_nodes,
+        detect_launcher(four).rank,
+    ) == (
         4,
         2,
         5,
     )
     with pytest.raises(ValueError, match="3 processes"):
-        find_launch({"SLURM_NTASKS": "3", "SLURM_NNODES": "2"})
+        detect_launcher({"SLURM_NTASKS": "3", "SLURM_NNODES": "2"})
 
 
 def launched(monkeypatch, launcher: str, world: int, nodes: int = 1):
@@ -144,7 +148,7 @@ def launched(monkeypatch, launcher: str, world: int, nodes: int = 1):
 ])  # fmt: skip
 def test_a_launcher_says_how_many_processes_there_are(monkeypatch, launch, asked, found):
     launched(monkeypatch, *launch)
-    assert launched_options(asked) == found
+    assert apply_launcher(asked) == found
 
 
 @pytest.mark.parametrize("launch, asked, words", [
@@ -158,27 +162,27 @@ def test_a_number_of_devices_that_is_not_the_launchers_is_refused(
 ):
     launched(monkeypatch, *launch)
     with pytest.raises(ValueError, match=words):
-        launched_options(asked)
+        apply_launcher(asked)
 
 
 def test_several_tasks_of_slurm_that_srun_has_not_started_are_refused(monkeypatch):
     launched(monkeypatch, "SLURM", 4)
-    assert launched_options({})["devices"] == 4
+    assert apply_launcher({})["devices"] == 4
     monkeypatch.delenv("SLURM_STEP_NUM_TASKS")  # as in the script of an sbatch --ntasks=4
     with pytest.raises(
         ValueError, match="4 tasks, and only srun starts.*begin the command with srun"
     ):
-        launched_options({})
+        apply_launcher({})
 
 
 def test_machines_that_are_not_there_are_a_warning(monkeypatch):
     launched(monkeypatch, "torchrun", 8)
     with pytest.warns(UserWarning, match="num_nodes=2, and torchrun has started processes on 1"):
-        assert launched_options({"devices": 8, "num_nodes": 2}) == {"devices": 8, "num_nodes": 1}
+        assert apply_launcher({"devices": 8, "num_nodes": 2}) == {"devices": 8, "num_nodes": 1}
 
 
 def test_stages_for_other_processes_than_a_launcher_has_started_are_refused(monkeypatch, tmp_path):
-    from bertlab.train.stages import Stage, train_stages
+    from bertlab.train.stages import Stage, run_stages
 
     launched(monkeypatch, "torchrun", 2)
     (tmp_path / "text.txt").write_text("some words\n" * 50)
@@ -190,7 +194,7 @@ def test_stages_for_other_processes_than_a_launcher_has_started_are_refused(monk
     with pytest.raises(
         ValueError, match="stage 1 is for 1 process.es., and torchrun has started 2.*devices=2"
     ):
-        train_stages([stage], tmp_path / "run")
+        run_stages([stage], tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 

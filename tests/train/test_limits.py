@@ -11,11 +11,11 @@ from lightning.pytorch.callbacks import Callback
 from test_guards import NAN, Line, Numbered, fit, same_weights
 from ranks import run_on_ranks
 
-from bertlab.optim.budgets import BatchWarmup
+from bertlab.optim.budgets import BatchSizeWarmup
 from bertlab.train.checkpoints import RunCheckpoint
 from bertlab.train.history import History, RunProgress
 from bertlab.train.stopping import (
-    GrowingBatch,
+    BatchSizeScheduler,
     LossBound,
     LossInterval,
     NonFiniteGuard,
@@ -279,14 +279,14 @@ def window_weights(sizes, numbers, lr=0.05):
     return line
 
 
-WARMUP = BatchWarmup(1, 4, 120, tokens_per_micro_batch=10)
+WARMUP = BatchSizeWarmup(1, 4, 120, tokens_per_micro_batch=10)
 MOMENTUM = lambda w: torch.optim.SGD(w, lr=0.05, momentum=0.9)  # noqa: E731
 
 
 def test_windows_grow_and_are_never_cut():
     sizes = [WARMUP(step) for step in range(16)]
     assert sizes == sorted(sizes) and set(sizes) == {1, 2, 3, 4} and sizes.count(3) > 1
-    module, record, trainer = fit(16, Numbered(range(80)), [GrowingBatch(WARMUP)], MOMENTUM,
+    module, record, trainer = fit(16, Numbered(range(80)), [BatchSizeScheduler(WARMUP)], MOMENTUM,
                                   gradient_clip_val=None)  # fmt: skip
     np.testing.assert_array_equal(
         np.diff(record.column("tokens"), prepend=0), np.multiply(sizes, 10)
@@ -302,7 +302,7 @@ def test_a_step_ends_with_the_epoch_and_the_next_begins_at_the_next():
         size = min(WARMUP(step), left)
         sizes.append(size)
         left = left - size or 7
-    module, record, _ = fit(14, Numbered(range(7)), [GrowingBatch(WARMUP)], MOMENTUM,
+    module, record, _ = fit(14, Numbered(range(7)), [BatchSizeScheduler(WARMUP)], MOMENTUM,
                             gradient_clip_val=None)  # fmt: skip
     np.testing.assert_array_equal(
         np.diff(record.column("tokens"), prepend=0), np.multiply(sizes, 10)
@@ -317,17 +317,17 @@ def test_how_the_batch_grows_can_be_said_in_yaml(tmp_path):
 
     options = {"min_size": 1, "max_size": 4, "warmup_tokens": 120, "tokens_per_micro_batch": 10}
     (growing,) = trainer_options(
-        {"callbacks": [{"class_path": "GrowingBatch", "init_args": {"warmup": options}}]}
+        {"callbacks": [{"class_path": "BatchSizeScheduler", "init_args": {"warmup": options}}]}
     )["callbacks"]
     assert [growing.warmup(step) for step in range(16)] == [WARMUP(step) for step in range(16)]
     with pytest.raises(TypeError, match="min_sizes"):
-        GrowingBatch({**options, "min_sizes": 1})
+        BatchSizeScheduler({**options, "min_sizes": 1})
 
 
 def test_validation_counts_steps_while_the_batch_grows():
     val = Numbered(range(500, 502))
     _, record, _ = fit(
-        16, Numbered(range(80)), [GrowingBatch(WARMUP)], MOMENTUM, val=val, val_check_steps=4
+        16, Numbered(range(80)), [BatchSizeScheduler(WARMUP)], MOMENTUM, val=val, val_check_steps=4
     )
     assert [v["step"] for v in record.validation] == [4, 8, 12, 16]
 
@@ -336,11 +336,13 @@ def test_validation_counts_steps_while_the_batch_grows():
 def test_a_resume_keeps_to_the_windows(tmp_path, stop_at):
     path, val = tmp_path / "last.ckpt", Numbered(range(500, 502))
     options = dict(val=val, val_check_steps=4)
-    whole, record, _ = fit(16, Numbered(range(80)), [GrowingBatch(WARMUP)], MOMENTUM, **options)
-    stops = [GrowingBatch(WARMUP), RunCheckpoint(path)]
+    whole, record, _ = fit(
+        16, Numbered(range(80)), [BatchSizeScheduler(WARMUP)], MOMENTUM, **options
+    )
+    stops = [BatchSizeScheduler(WARMUP), RunCheckpoint(path)]
     fit(stop_at, Numbered(range(80)), stops, MOMENTUM, **options)
     resumed, again, _ = fit(
-        16, Numbered(range(80)), [GrowingBatch(WARMUP)], MOMENTUM, path, **options
+        16, Numbered(range(80)), [BatchSizeScheduler(WARMUP)], MOMENTUM, path, **options
     )
     assert same_weights(whole, resumed) and again.validation == record.validation
     np.testing.assert_array_equal(record.column("loss"), again.column("loss"))
@@ -356,7 +358,7 @@ def test_periodic_checkpoints_fall_on_the_ends_of_growing_windows(tmp_path):
             super().save(trainer)
 
     record = History()
-    callbacks = [record, GrowingBatch(WARMUP), Noted(tmp_path / "last.ckpt", every_steps=3)]
+    callbacks = [record, BatchSizeScheduler(WARMUP), Noted(tmp_path / "last.ckpt", every_n_steps=3)]
     make_trainer(12, "32-true", "cpu", callbacks=callbacks).fit(Line(MOMENTUM), Numbered(range(80)))
     ends = np.cumsum([WARMUP(step) * 10 for step in range(12)])
     assert seen == [(step, ends[step - 1]) for step in (3, 6, 9, 12)]
@@ -364,21 +366,21 @@ def test_periodic_checkpoints_fall_on_the_ends_of_growing_windows(tmp_path):
 
 def test_a_growth_that_would_not_be_followed_is_refused():
     with pytest.raises(ValueError, match="accumulate_grad_batches=1"):
-        fit(2, Numbered(range(9)), [GrowingBatch(WARMUP)], accumulate_grad_batches=2)
+        fit(2, Numbered(range(9)), [BatchSizeScheduler(WARMUP)], accumulate_grad_batches=2)
     with pytest.raises(ValueError, match="world_size=1"):
-        fit(2, Numbered(range(9)), [GrowingBatch(BatchWarmup(1, 4, 120, 2, 10))])
+        fit(2, Numbered(range(9)), [BatchSizeScheduler(BatchSizeWarmup(1, 4, 120, 2, 10))])
 
 
 def test_growth_with_a_budget_of_even_steps_or_before_the_progress_is_refused_before_training():
     module = Line(MOMENTUM)
     module.hparams["budget_tokens"] = 1000
     with pytest.raises(ValueError, match="budget_tokens counts steps of one size"):
-        make_trainer(2, "32-true", "cpu", callbacks=[GrowingBatch(WARMUP)]).fit(
+        make_trainer(2, "32-true", "cpu", callbacks=[BatchSizeScheduler(WARMUP)]).fit(
             module, Numbered(range(9))
         )
     record = History()
     for behind in (True, False):
-        parts = [record, RunProgress(record), GrowingBatch(WARMUP)]
+        parts = [record, RunProgress(record), BatchSizeScheduler(WARMUP)]
         trainer = make_trainer(
             2,
             "32-true",
@@ -389,7 +391,7 @@ def test_growth_with_a_budget_of_even_steps_or_before_the_progress_is_refused_be
         refused = (
             nullcontext()
             if behind
-            else pytest.raises(ValueError, match="GrowingBatch behind RunProgress")
+            else pytest.raises(ValueError, match="BatchSizeScheduler behind RunProgress")
         )
         with refused:
             trainer.fit(Line(MOMENTUM), Numbered(range(9)), Numbered(range(5)))
@@ -412,7 +414,7 @@ def with_two_clocks(folder):
     limit = TokenLimit(415)
     run(50, [limit], path)
     run(50, [LossBound(below=1.6, smooth_steps=5)])
-    module = run(12, [GrowingBatch(BatchWarmup(1, 4, 240, 2, 10))])
+    module = run(12, [BatchSizeScheduler(BatchSizeWarmup(1, 4, 240, 2, 10))])
     torch.save(
         (steps, limit.num_tokens(), torch.cat([p.detach().flatten() for p in module.parameters()])),
         f"{folder}/{rank}.pt",

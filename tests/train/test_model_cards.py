@@ -21,7 +21,7 @@ from bertlab.model.heads import BertLabForMaskedLM
 from bertlab.model.huggingface import save_model
 from bertlab.train.model_directories import ModelShelf
 from bertlab.train.model_cards import (
-    CardChoices,
+    CardConfig,
     check_card,
     estimate_energy,
     make_card,
@@ -58,7 +58,7 @@ def place_of(run):
 
 def test_a_card_holds_data_recipe_measures_limits_machine_and_energy(run):
     text = make_card(
-        place_of(run), CardChoices(license="mit", language=["en", "de"], base_model="some/model")
+        place_of(run), CardConfig(license="mit", language=["en", "de"], base_model="some/model")
     )
     for said in (
         "poems/",
@@ -108,7 +108,7 @@ def test_a_card_of_an_earlier_step_names_the_tokens_of_that_step_and_the_time_of
 
 
 def test_the_block_goes_through_the_hubs_own_class_and_comes_back(run):
-    text = make_card(place_of(run), CardChoices(name="Cats", license="mit"))
+    text = make_card(place_of(run), CardConfig(name="Cats", license="mit"))
     card = ModelCard(text)
     assert isinstance(card.data, ModelCardData)
     assert card.data.pipeline_tag == "fill-mask" and card.data.library_name == "transformers"
@@ -145,7 +145,7 @@ def test_energy_is_power_times_time_times_overhead(device, watts, kwh):
 ])  # fmt: skip
 def test_a_choice_that_the_hub_would_refuse_is_named(options, words):
     with pytest.raises(ValueError) as caught:
-        CardChoices(**options)
+        CardConfig(**options)
     assert all(word in str(caught.value) for word in words)
 
 
@@ -257,18 +257,19 @@ def test_a_hub_that_refuses_is_one_sentence_and_a_dry_run_asks_nobody(run, hub):
 
 def test_what_says_how_a_model_is_used_is_pushed_with_it(run):
     from bertlab.finetuning.data import READING
-    from bertlab.train.model_directories import USES
+    from bertlab.train.model_directories import SENTENCE_TRANSFORMERS_FILES
 
     place = place_of(run)
     assert (
-        READING in USES and push_model(place, "me/cats", dry_run=True)["files"].count(READING) == 0
+        READING in SENTENCE_TRANSFORMERS_FILES
+        and push_model(place, "me/cats", dry_run=True)["files"].count(READING) == 0
     )
-    for name in USES:
+    for name in SENTENCE_TRANSFORMERS_FILES:
         (place / name).parent.mkdir(exist_ok=True)
         (place / name).write_text("[]" if name == "modules.json" else "{}")
-    assert set(USES) <= set(push_model(place, "me/cats", dry_run=True)["files"]), (
-        "with their folders"
-    )
+    assert set(SENTENCE_TRANSFORMERS_FILES) <= set(
+        push_model(place, "me/cats", dry_run=True)["files"]
+    ), "with their folders"
 
 
 def write_seeds(run, monitor, runs, best_seed=7):
@@ -423,7 +424,7 @@ def test_a_card_reads_the_names_that_demo_and_speedrun_write(run):
 
 def test_what_a_push_says_beside_a_card_that_is_there_is_refused_unless_it_stands_in_it(run):
     place = place_of(run)
-    write_card(place, CardChoices(license="mit", description="A cat's model."))
+    write_card(place, CardConfig(license="mit", description="A cat's model."))
     for options, words in (
         ({"license": "apache-2.0"}, "license"),
         ({"language": "en", "watts": 3.0}, "language, watts"),
@@ -431,19 +432,19 @@ def test_what_a_push_says_beside_a_card_that_is_there_is_refused_unless_it_stand
         with pytest.raises(
             ValueError, match=f"README.md is sent as it is, and does not say {words}: .*--overwrite"
         ):
-            push_model(place, "me/cats", CardChoices(**options), dry_run=True)
-    for choices in (CardChoices(), CardChoices(license="mit", description="A cat's model.")):
+            push_model(place, "me/cats", CardConfig(**options), dry_run=True)
+    for choices in (CardConfig(), CardConfig(license="mit", description="A cat's model.")):
         assert push_model(place, "me/cats", choices, dry_run=True)["commit"] is None
 
 
 def test_a_push_may_say_again_what_a_card_was_made_with_or_says_as_a_list(run):
     place = place_of(run)
     pushed = lambda **options: (
-        push_model(place, "me/cats", CardChoices(**options), dry_run=True)["commit"] is None
+        push_model(place, "me/cats", CardConfig(**options), dry_run=True)["commit"] is None
     )  # noqa: E731
     write_card(
         place,
-        CardChoices(watts=300.0, language="en", datasets=["me/mice"], base_model="me/kittens"),
+        CardConfig(watts=300.0, language="en", datasets=["me/mice"], base_model="me/kittens"),
     )
     for _ in range(2):
         assert pushed(watts=300.0) and pushed(

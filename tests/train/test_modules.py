@@ -19,7 +19,7 @@ from bertlab.model import encoder, heads
 from bertlab.train.history import History
 from bertlab.data.module import PretrainingDataModule
 from bertlab.data.tokenizers import train_tokenizer
-from bertlab.train.checkpoints import CheckpointSeries
+from bertlab.train.checkpoints import TrainingCheckpoint
 from bertlab.train.model_directories import ModelDirectories
 from bertlab.model.activation_checkpointing import checkpoint_activations
 from bertlab.model.config import BertLabConfig, bert_base, count_matrices
@@ -31,15 +31,15 @@ from bertlab.model.writing import generate
 from bertlab.optim.budgets import TimeBudgetLR
 from bertlab.train import modules
 from bertlab.train.modules import (
-    OBJECTIVE_MODELS,
+    OBJECTIVES,
     PretrainingModule,
-    compile_layers,
-    compile_options,
-    pretraining_optimizer,
+    compile_model,
+    resolve_compile,
+    build_optimizer,
 )
-from bertlab.train.modules import clock_budget, find_lost, peak_rate
-from bertlab.train.reports import why_stopped
-from bertlab.train.steps import averaged_weights, bytes_scored, skip_step, validation_metrics
+from bertlab.train.modules import clock_budget, unused_weights, default_learning_rate
+from bertlab.train.reports import stop_reason
+from bertlab.train.steps import optimizer_averages, label_bytes, skip_step, validation_metrics
 from bertlab.train.trainer import make_trainer
 
 RNG = np.random.default_rng(0)
@@ -105,10 +105,10 @@ def test_bits_per_byte_of_masked_words_count_the_masked_bytes_and_of_a_bound_all
         "input_ids": torch.tensor([[1, 4, 3, 0]]),
         "labels": torch.tensor([[-100, 2, -100, -100]]),
     }
-    assert bytes_scored(batch, bytes_V) == 5
-    assert bytes_scored({**batch, "loss_weights": torch.ones(1, 4)}, bytes_V) == 3 + 5 + 7
+    assert label_bytes(batch, bytes_V) == 5
+    assert label_bytes({**batch, "loss_weights": torch.ones(1, 4)}, bytes_V) == 3 + 5 + 7
     positions = {**batch, "label_positions": torch.tensor([[1, 0]])}
-    assert bytes_scored(positions, bytes_V) == 5
+    assert label_bytes(positions, bytes_V) == 5
 
 
 def test_token_bytes_add_up_to_the_text_without_its_spaces_whatever_the_tokenizer():
@@ -220,7 +220,7 @@ def test_a_model_of_one_objective_goes_on_with_another_and_says_what_is_fresh(tm
             pretrained_model_name_or_path=str(tmp_path), objective="enhanced_mlm"
         )
     assert "rebuilder" in caplog.text and "begin anew" in caplog.text
-    assert later.describe_fresh() in caplog.text
+    assert later.describe_missing_keys() in caplog.text
     old, new = first.model.state_dict(), later.model.state_dict()
     assert (
         all(torch.equal(old[name], new[name]) for name in old)
@@ -229,7 +229,7 @@ def test_a_model_of_one_objective_goes_on_with_another_and_says_what_is_fresh(tm
     caplog.clear()
     with caplog.at_level("INFO", logger="lightning.pytorch"):
         PretrainingModule(pretrained_model_name_or_path=str(tmp_path), objective="diffusion")
-    assert "anew" not in caplog.text and first.fresh == [] and first.describe_fresh() == ""
+    assert "anew" not in caplog.text and first.fresh == [] and first.describe_missing_keys() == ""
 
 
 def test_sophia_gets_the_graph_of_the_gradient_in_the_steps_that_need_it_and_trains():
@@ -279,13 +279,13 @@ def test_what_sophia_is_refused_would_really_fail():
     ):  # torch 2.9 stumbles sooner
         second_derivative(lambda model: checkpoint_activations(model, "selected_ops"))
     with pytest.raises(RuntimeError, match="double backward|create_graph"):
-        second_derivative(lambda model: compile_layers(model, backend="aot_eager"))
+        second_derivative(lambda model: compile_model(model, backend="aot_eager"))
 
 
 def test_on_a_gpu_all_is_compiled_but_what_differentiates_its_gradient():
     gpu = torch.device("cuda")
-    assert compile_options(None, gpu) == {} and compile_options(None, gpu, "sophiah") is None
-    assert compile_options(None, torch.device("cpu")) is None
+    assert resolve_compile(None, gpu) == {} and resolve_compile(None, gpu, "sophiah") is None
+    assert resolve_compile(None, torch.device("cpu")) is None
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])  # the second has a fused optimizer
@@ -319,7 +319,7 @@ def test_validation_sees_the_average_of_splus_and_training_goes_on_with_its_own_
     trainer.fit(module, data_of())
     assert torch.equal(seen["before"], seen["after"])
     assert (seen["validation"] - seen["before"]).abs().max() > 1e-4
-    with averaged_weights(trainer.optimizers), averaged_weights(trainer.optimizers):  # nests
+    with optimizer_averages(trainer.optimizers), optimizer_averages(trainer.optimizers):  # nests
         assert torch.equal(module.model.head.dense.weight, seen["validation"])
     assert torch.equal(module.model.head.dense.weight, seen["after"])
 
@@ -348,7 +348,7 @@ def test_averages_that_a_trainer_left_on_the_host_follow_their_weights_before_th
             "step": torch.tensor(3.0),
             "sides": torch.zeros(3, 3),
         }
-    with averaged_weights([optimizer]):
+    with optimizer_averages([optimizer]):
         pass
     assert optimizer.devices[far] == {"ema": "meta", "step": "cpu", "sides": "cpu"}
     assert set(optimizer.devices[here].values()) == {"cpu"}
@@ -517,7 +517,7 @@ def test_a_compiled_step_on_a_gpu_has_the_loss_and_the_gradient_of_the_plain_one
                                attn_implementation=kernel)  # fmt: skip
         model = BertLabForMaskedLM(config).cuda().train()
         if compiled:
-            compile_layers(model)
+            compile_model(model)
         loss = model(**batch, loss_rule=LossRule(only_loss=True)).loss
         loss.backward()
         found.append([loss.detach(), *(p.grad for p in model.parameters())])
@@ -538,7 +538,7 @@ def test_compiled_flex_attention_without_gradients_is_that_of_the_plain_kernel(t
     }
     model, plain = (BertLabForMaskedLM(BertLabConfig(**config, attn_implementation=kernel)).cuda()
                     for kernel in ("flex", "sdpa"))  # fmt: skip
-    compile_layers(model)
+    compile_model(model)
     g = torch.Generator().manual_seed(0)
     for rows in (32, 16, 5):
         ids = torch.randint(5, 50, (rows, 256), generator=g).cuda()
@@ -571,7 +571,7 @@ def test_a_compiled_stream_in_16_bits_keeps_the_loss_and_the_direction_of_the_gr
                            embedding_dropout=0.0, attention_dropout=0.0, hidden_dropout=0.0,
                            residual_in_fp32=in_fp32)  # fmt: skip
         model = BertLabForMaskedLM(config).cuda().train()
-        compile_layers(model)
+        compile_model(model)
         with torch.autocast("cuda", torch.bfloat16):
             loss = model(**batch, loss_rule=LossRule(only_loss=True)).loss
         loss.backward()
@@ -596,12 +596,12 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda")
     ],
 )
 def test_compile_model_is_yes_no_a_mode_or_options(asked, device, options):
-    assert compile_options(asked, device) == options
+    assert resolve_compile(asked, device) == options
 
 
 def test_compiling_twice_is_refused():
     with pytest.raises(ValueError, match="XLA compiles; set compile_model=False"):
-        compile_options(True, torch.device("xla"))
+        resolve_compile(True, torch.device("xla"))
 
 
 def test_a_compiled_program_takes_the_angles_of_rotary_positions_and_makes_none():
@@ -621,7 +621,7 @@ def test_a_compiled_program_takes_the_angles_of_rotary_positions_and_makes_none(
     rows = torch.ones_like(ids).cumsum(1) // 20 + 1
     plain = model.encoder(ids, attention_mask=rows).last_hidden_state
     torch._dynamo.reset()
-    compile_layers(model, backend=noted)
+    compile_model(model, backend=noted)
     found = model.encoder(ids, attention_mask=rows).last_hidden_state
     torch.testing.assert_close(found, plain, rtol=0, atol=0)
     (graph,) = graphs
@@ -636,7 +636,7 @@ def test_layers_that_are_compiled_choose_a_kernel_of_static_shapes(monkeypatch):
     module = module_of(model_kwargs={"attn_implementation": "auto"})
     module.configure_model()
     module.model(torch.ones(1, 8, dtype=torch.long))
-    compile_layers(module.model, backend="eager")
+    compile_model(module.model, backend="eager")
     module.model(torch.ones(1, 8, dtype=torch.long))
     assert [setting.compiled for setting in seen] == [False, True]
 
@@ -697,7 +697,7 @@ def test_flops_leave_out_what_is_frozen(asked, within):
     assert (module.num_flops_per_token(8, 1.0) < 0.95 * everything) == ("objective" not in asked)
 
 
-@pytest.mark.parametrize("objective", sorted(OBJECTIVE_MODELS))
+@pytest.mark.parametrize("objective", sorted(OBJECTIVES))
 def test_the_size_of_every_objectives_model_is_known_before_it_is_built(objective):
     module = module_of(objective=objective)
     drawn = torch.get_rng_state()
@@ -743,7 +743,7 @@ def test_an_option_with_a_place_of_its_own_is_refused_where_nobody_would_read_it
     module = module_of(**options)
     module.configure_model()
     with pytest.raises(ValueError) as caught:
-        pretraining_optimizer(module.model, module.hparams, 10)
+        build_optimizer(module.model, module.hparams, 10)
     assert all(word in str(caught.value) for word in words) and "\n" not in str(caught.value)
 
 
@@ -779,7 +779,7 @@ class Fixed(torch.optim.SGD):
 
 @pytest.mark.parametrize("asked", [0.0, 0.3, 0.5])
 def test_a_decay_that_an_optimizer_of_ones_own_hands_on_to_torch_is_refused(asked):
-    build = lambda own: pretraining_optimizer(
+    build = lambda own: build_optimizer(
         module.model,
         module_of(
             optimizer_class=own,
@@ -806,10 +806,10 @@ def test_a_decay_that_an_optimizer_of_ones_own_hands_on_to_torch_is_refused(aske
 def test_an_optimizer_of_ones_own_takes_a_decay_among_its_options(own):
     module = module_of(optimizer_class=own, optimizer_kwargs={"weight_decay": 0.25})
     module.configure_model()
-    optimizer = pretraining_optimizer(module.model, module.hparams, 10)["optimizer"]
+    optimizer = build_optimizer(module.model, module.hparams, 10)["optimizer"]
     assert {group["weight_decay"] for group in optimizer.param_groups} == {0.25}
     with pytest.raises(ValueError, match="learning_rate=0.1 beside"):
-        pretraining_optimizer(
+        build_optimizer(
             module.model, module_of(optimizer_class=own, optimizer_kwargs={"lr": 0.1}).hparams, 10
         )
 
@@ -864,7 +864,9 @@ def test_a_model_does_not_go_on_under_a_tokenizer_whose_ids_are_other_pieces(
     tokenizer, words, later, tmp_path, monkeypatch
 ):
     place = published(tmp_path)
-    monkeypatch.setattr(modules, "continued_model", lambda *_: pytest.fail("its weights were read"))
+    monkeypatch.setattr(
+        modules, "initialize_model", lambda *_: pytest.fail("its weights were read")
+    )
     words = [word for word in words if word != "is id"] + [place, "bertlab tokenizer transplant"]
     with pytest.raises(ValueError) as told, torch.device(later):
         PretrainingModule(
@@ -980,7 +982,7 @@ def test_what_another_objective_or_no_head_leaves_behind_is_no_loss(later, tmp_p
         TOKENIZER.save_pretrained(tmp_path / name)
         state = torch.get_rng_state()
         assert (
-            find_lost(
+            unused_weights(
                 tmp_path / name,
                 "mlm",
                 enhanced.config,
@@ -1111,7 +1113,7 @@ def test_bytes_are_counted_exactly_in_16_bits():
         ({"loss_weights": ids}, bytes_V.bfloat16()),
     ):  # more than float16 holds
         assert (
-            bytes_scored({"input_ids": ids, "labels": ids, **more}, values_V).item()
+            label_bytes({"input_ids": ids, "labels": ids, **more}, values_V).item()
             == 7 * ids.numel()
         )
 
@@ -1160,7 +1162,7 @@ def test_a_run_ends_with_its_budget_of_tokens_and_its_schedule_knows():
     trainer, record = fit(module, data_of(), 100)
     assert trainer.global_step == 5
     np.testing.assert_allclose(record.column("learning_rate") / 3e-3, [1, 1, 1, 2 / 3, 1 / 3])
-    assert "budget_tokens" in why_stopped(trainer)
+    assert "budget_tokens" in stop_reason(trainer)
     with pytest.raises(ValueError, match="budget_tokens=3"):
         fit(module_of(budget_tokens=3), data_of(), 10)
 
@@ -1175,10 +1177,10 @@ def test_a_resume_takes_no_step_that_the_budget_does_not_pay_for(tmp_path, capsy
         ckpt_path=tmp_path / "end.ckpt",
         weights_only=True,
     )
-    assert resumed.global_step == 3 and "budget_tokens=768" in why_stopped(resumed)
+    assert resumed.global_step == 3 and "budget_tokens=768" in stop_reason(resumed)
     assert capsys.readouterr().out.count("stopping after step 3: the budget") == 2
     whole, _ = fit(module_of(budget_tokens="1M"), data_of(), 2)
-    assert why_stopped(whole) == "its last step was reached" and not capsys.readouterr().out
+    assert stop_reason(whole) == "its last step was reached" and not capsys.readouterr().out
 
 
 def test_a_run_in_epochs_that_is_cut_off_within_one_goes_on_with_its_next_rows(tmp_path):
@@ -1235,7 +1237,7 @@ def test_a_checkpoint_loads_with_weights_only_and_without_what_the_run_began_wit
 
 def test_a_series_beside_a_modelcheckpoint_removes_its_own_directories_and_no_other(tmp_path):
     keeper = ModelCheckpoint(tmp_path / "best", every_n_train_steps=1, save_top_k=-1)
-    series = CheckpointSeries(tmp_path / "series", every_steps=1, keep_last=2)
+    series = TrainingCheckpoint(tmp_path / "series", every_n_steps=1, keep_last=2)
     make_trainer(4, "32-true", "cpu", callbacks=[History(), keeper, series]).fit(
         module_of(), data_of()
     )
@@ -1327,7 +1329,7 @@ def test_a_default_rate_is_of_the_optimizers_scale_or_a_warning_asks_for_one(rec
         rates["adamw"]
         == rates["muon"]
         == rates[torch.optim.NAdam]
-        == peak_rate(SHAPE["hidden_size"])
+        == default_learning_rate(SHAPE["hidden_size"])
     )
     assert rates["lion"] == pytest.approx(rates["adamw"] / 5)
     assert rate_of("sgd", 0.3) == 0.3

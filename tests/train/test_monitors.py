@@ -19,14 +19,19 @@ from test_training import CONFIG, Texts, equal, train
 
 import bertlab.train.history as module_of_progress
 from bertlab.train.checkpoints import RunCheckpoint
-from bertlab.train.history import Clock, History, RunProgress, RunRecord, stop_clocks
+from bertlab.train.history import Clock, History, RunProgress, RunRecord, paused
 from bertlab.model.config import BertLabConfig, count_matrices
 from bertlab.core.devices import peak_memory_bytes, resident_memory_bytes
 from bertlab.train.model_directories import ModelDirectories
 from bertlab.train.modules import PretrainingModule
-from bertlab.train.monitors import MemoryMonitor, StepFlops, Throughput
-from bertlab.train.monitors import count_lengths, find_peak, get_logger, get_progress
-from bertlab.train.steps import count_devices
+from bertlab.train.monitors import MemoryMonitor, FlopsCounter, Throughput
+from bertlab.train.monitors import (
+    document_length_counts,
+    peak_flops_of,
+    build_loggers,
+    get_progress,
+)
+from bertlab.train.steps import num_devices
 from bertlab.train.trainer import make_trainer, seed_everything
 
 
@@ -46,7 +51,7 @@ def lengths_by_hand(rows):
 @settings(derandomize=True, deadline=None, max_examples=60)
 @given(st.lists(st.lists(st.integers(0, 6), min_size=6, max_size=6), min_size=1, max_size=4))
 def test_documents_are_counted_by_their_length(rows):
-    assert count_lengths(torch.tensor(rows)).tolist() == lengths_by_hand(rows)
+    assert document_length_counts(torch.tensor(rows)).tolist() == lengths_by_hand(rows)
 
 
 @pytest.mark.parametrize(
@@ -59,9 +64,9 @@ def test_documents_are_counted_by_their_length(rows):
     ],
 )
 def test_blank_rows_and_ordinary_masks_are_counted_too(row, expected):
-    assert count_lengths(torch.tensor([row])).tolist() == expected
+    assert document_length_counts(torch.tensor([row])).tolist() == expected
     assert (
-        count_lengths(
+        document_length_counts(
             torch.tensor([row]).bool().int() if max(row) < 2 else torch.tensor([row])
         ).tolist()
         == expected
@@ -76,7 +81,7 @@ def test_a_batch_costs_what_its_documents_cost_one_by_one():
     D, V = config.hidden_size, config.vocab_size
     last = D * D + count_matrices(config)["MLP"]  # of the last block, what its attention hands on
     head = labels * 6 * (D * D + V * D + last)  # by hand: each matrix, forward and backward
-    assert StepFlops(config.flops_per_token).total(counts, labels) == pytest.approx(alone + head)
+    assert FlopsCounter(config.flops_per_token).total(counts, labels) == pytest.approx(alone + head)
     mean = sum(n * n for n in lengths) / sum(lengths)
     by_mean = sum(lengths) * config.flops_per_token(mean, labels / sum(lengths))
     assert by_mean > alone + head, "a window of the mean is more than the mean of the windows"
@@ -87,7 +92,7 @@ def test_without_windows_the_mean_context_gives_the_same_cost():
     lengths, labels = [1, 30, 12], 5
     mean = sum(n * n for n in lengths) / sum(lengths)
     expected = sum(lengths) * config.flops_per_token(mean, labels / sum(lengths))
-    cost = StepFlops(config.flops_per_token)
+    cost = FlopsCounter(config.flops_per_token)
     for size in (31, 64, 31):  # the rows of a run may change their length
         assert cost.total(np.bincount(lengths, minlength=size), labels) == pytest.approx(expected)
 
@@ -115,7 +120,7 @@ def first_batches(number, **options):
 
 @pytest.mark.parametrize("window", [1, 2])
 def test_tokens_positions_and_operations_of_an_interval_are_those_of_its_batches(window):
-    monitor = Kept(every_steps=3)
+    monitor = Kept(every_n_steps=3)
     train(Texts(), 9, [monitor], accumulate_grad_batches=window)
     batches = first_batches(9 * window)
     config = BertLabConfig(**CONFIG)
@@ -145,7 +150,10 @@ def test_tokens_positions_and_operations_of_an_interval_are_those_of_its_batches
 def test_a_row_that_processes_share_counts_once_and_so_do_its_labels():
     def operations(tensor, context, labels):  # of 2 processes, each with the whole row
         monitor = Throughput()
-        monitor._flops, monitor._last = StepFlops(BertLabConfig(**CONFIG).flops_per_token), (0.0, 0)
+        monitor._flops, monitor._last = (
+            FlopsCounter(BertLabConfig(**CONFIG).flops_per_token),
+            (0.0, 0),
+        )
         monitor._counts, monitor._tokens, monitor._num_labels = (
             {8: torch.bincount(torch.tensor([8]))},
             8,
@@ -161,7 +169,7 @@ def test_a_row_that_processes_share_counts_once_and_so_do_its_labels():
 
     shared, dealt = operations(2, 1, labels=4), operations(1, 2, labels=2)  # 4 labels in the row
     assert shared.tokens == dealt.tokens == 8 and shared.positions == dealt.positions == 8
-    assert dealt.flops == shared.flops == pytest.approx(StepFlops(BertLabConfig(**CONFIG).flops_per_token).total(
+    assert dealt.flops == shared.flops == pytest.approx(FlopsCounter(BertLabConfig(**CONFIG).flops_per_token).total(
         np.bincount([8]), 4))  # fmt: skip
 
 
@@ -169,12 +177,12 @@ def test_one_process_that_drives_several_devices_is_compared_with_the_peak_of_al
     many = SimpleNamespace(
         strategy=SimpleNamespace(mesh=SimpleNamespace(size=lambda: 8)), world_size=1
     )
-    assert count_devices(many) == 8  # as a TPU's process does
-    assert count_devices(SimpleNamespace(strategy=SimpleNamespace(), world_size=4)) == 4
+    assert num_devices(many) == 8  # as a TPU's process does
+    assert num_devices(SimpleNamespace(strategy=SimpleNamespace(), world_size=4)) == 4
 
 
 def test_the_window_slides_over_the_last_steps_only():
-    monitor = Kept(every_steps=2, window_steps=4, device_peak_flops=1e12)
+    monitor = Kept(every_n_steps=2, window_steps=4, device_peak_flops=1e12)
     train(Texts(), 12, [monitor])
     last = monitor.intervals[-2:]
     tokens, seconds, flops = (
@@ -190,14 +198,14 @@ def test_validation_is_no_training_time():
         def on_validation_end(self, trainer, pl_module):
             time.sleep(0.5)
 
-    monitor, start = Kept(every_steps=2), time.perf_counter()
+    monitor, start = Kept(every_n_steps=2), time.perf_counter()
     train(Texts(), 6, [monitor, SlowValidation()], val_check_steps=2)
     whole = time.perf_counter() - start
     assert sum(i.seconds for i in monitor.intervals) < whole - 1.0, "two of three are in between"
 
 
 def test_a_module_that_cannot_count_operations_still_has_a_speed():
-    monitor = Throughput(every_steps=2)
+    monitor = Throughput(every_n_steps=2)
     seed_everything(0)
     module = tiny()
     module.num_flops_per_token = None
@@ -206,13 +214,13 @@ def test_a_module_that_cannot_count_operations_still_has_a_speed():
 
 
 def test_a_peak_may_be_measured_and_nonsense_is_refused():
-    flops, source = find_peak("measured", torch.device("cpu"), "32-true")
+    flops, source = peak_flops_of("measured", torch.device("cpu"), "32-true")
     assert flops > 1e8 and "measured" in source
     with pytest.raises(ValueError, match="'measured' or None, got 'fast'"):
-        find_peak("fast", torch.device("cpu"), "32-true")
+        peak_flops_of("fast", torch.device("cpu"), "32-true")
     for wrong in (0, -1, 2.5, True):
-        with pytest.raises(ValueError, match="every_steps"):
-            Throughput(every_steps=wrong)
+        with pytest.raises(ValueError, match="every_n_steps"):
+            Throughput(every_n_steps=wrong)
 
 
 def held(num_bytes):
@@ -236,7 +244,7 @@ class Allocates(Callback):
 def test_a_peak_inside_a_step_is_seen_in_its_interval_and_in_no_later_one():
     if resident_memory_bytes() is None:
         pytest.skip("resident memory is read from Linux's /proc")
-    monitor = MemoryMonitor(every_steps=2)
+    monitor = MemoryMonitor(every_n_steps=2)
     # The mark of the whole process must rise, so go above what earlier tests reached.
     gap = held(max(0, peak_memory_bytes() - resident_memory_bytes()) + 2**20)
     train(Texts(), 8, [Allocates(4), monitor])
@@ -249,14 +257,16 @@ def test_a_peak_inside_a_step_is_seen_in_its_interval_and_in_no_later_one():
 def test_a_run_that_is_watched_ends_with_the_same_bits(tmp_path):
     weights, record = train(Texts(), 8, val_check_steps=4)
     watched = [Throughput(2, device_peak_flops="measured"), MemoryMonitor(2)]
-    again, seen = train(Texts(), 8, watched, val_check_steps=4, logger=get_logger("csv", tmp_path))
+    again, seen = train(
+        Texts(), 8, watched, val_check_steps=4, logger=build_loggers("csv", tmp_path)
+    )
     assert equal(weights, again)
     np.testing.assert_array_equal(record.column("loss"), seen.column("loss"))
 
 
 def test_values_reach_the_logger_at_their_own_steps_and_the_callback_metrics(tmp_path):
-    monitor = Throughput(every_steps=3)
-    logger = get_logger("csv", tmp_path, "trial")
+    monitor = Throughput(every_n_steps=3)
+    logger = build_loggers("csv", tmp_path, "trial")
     seed_everything(0)
     trainer = make_trainer(
         7, callbacks=[monitor], accelerator="cpu", logger=logger
@@ -282,14 +292,14 @@ def test_rows_go_on_after_a_resume_and_speed_is_of_the_new_session_alone(tmp_pat
 
 @pytest.mark.parametrize("name, kind", [("csv", CSVLogger)])
 def test_a_logger_has_a_name(name, kind, tmp_path):
-    assert isinstance(get_logger(name, tmp_path), kind)
-    several = get_logger([name, name], tmp_path, version="a")
+    assert isinstance(build_loggers(name, tmp_path), kind)
+    several = build_loggers([name, name], tmp_path, version="a")
     assert [type(logger) for logger in several] == [kind, kind] and several[0].version == "a"
 
 
 def test_a_second_session_does_not_delete_the_log_of_the_first(tmp_path):
     for _ in range(2):
-        train(Texts(), 4, [Throughput(1)], logger=get_logger("csv", tmp_path))
+        train(Texts(), 4, [Throughput(1)], logger=build_loggers("csv", tmp_path))
     assert len(list(tmp_path.rglob("metrics.csv"))) == 2
 
 
@@ -298,13 +308,13 @@ def test_a_logger_without_its_package_or_without_a_name_we_know_is_one_clear_lin
 ):
     monkeypatch.setattr("bertlab.train.monitors.find_spec", lambda name: None)
     with pytest.raises(ImportError, match="'wandb' needs the package wandb: pip install wandb"):
-        get_logger("wandb", tmp_path)
+        build_loggers("wandb", tmp_path)
     with pytest.raises(ImportError, match="'tensorboard' needs the package tensorboard"):
-        get_logger(["csv", "tensorboard"], tmp_path)
+        build_loggers(["csv", "tensorboard"], tmp_path)
     with pytest.raises(
         ValueError, match="'mlflow' is unknown; choose one of csv, tensorboard, wandb, trackio"
     ):
-        get_logger("mlflow", tmp_path)
+        build_loggers("mlflow", tmp_path)
     with pytest.raises(ImportError, match="needs the package rich"):
         get_progress("rich")
 
@@ -328,8 +338,8 @@ def test_progress_has_a_name_and_says_what_it_needs():
 def test_loggers_asked_for_together_share_one_directory_and_each_session_has_its_own(tmp_path):
     pytest.importorskip("tensorboard")
     for session in range(2):
-        loggers = get_logger(["csv", "tensorboard"], tmp_path, "")
-        train(Texts(), 3, [Throughput(every_steps=1)], logger=loggers)
+        loggers = build_loggers(["csv", "tensorboard"], tmp_path, "")
+        train(Texts(), 3, [Throughput(every_n_steps=1)], logger=loggers)
         place = tmp_path / f"version_{session}"
         assert {Path(logger.log_dir) for logger in loggers} == {place}
         assert (place / "metrics.csv").exists() and list(place.glob("events.*"))
@@ -347,14 +357,14 @@ def test_trackio_gets_the_numbers_and_a_run_that_goes_on_stays_one_run(tmp_path,
         train(
             Texts(),
             3,
-            [Throughput(every_steps=1)],
-            logger=get_logger("trackio", tmp_path / "first" / "logs", ""),
+            [Throughput(every_n_steps=1)],
+            logger=build_loggers("trackio", tmp_path / "first" / "logs", ""),
         )
     train(
         Texts(),
         3,
-        [Throughput(every_steps=1)],
-        logger=get_logger(["csv", "trackio"], tmp_path / "second" / "logs", ""),
+        [Throughput(every_n_steps=1)],
+        logger=build_loggers(["csv", "trackio"], tmp_path / "second" / "logs", ""),
     )
     runs = SQLiteStorage.get_runs("bertlab")
     assert sorted(run.rpartition("-")[0] for run in runs) == ["first", "second"]
@@ -383,7 +393,7 @@ class Pauses(Callback):
     "Does something else than training behind each batch."
 
     def on_train_batch_end(self, trainer, *_):
-        with stop_clocks(trainer):
+        with paused(trainer):
             time.sleep(0.2)
 
 
@@ -391,12 +401,12 @@ def test_a_call_stops_the_clocks_at_once_and_the_end_of_a_with_lets_those_go_on_
     clock, still = Clock(), Clock()
     trainer = SimpleNamespace(callbacks=[clock, Callback(), still])
     clock.go_on()
-    stop_clocks(trainer)  # as a callback that says no `with`
+    paused(trainer)  # as a callback that says no `with`
     time.sleep(0.2)
     assert clock.totals()[1] < 0.2
     clock.go_on()
-    with pytest.raises(KeyError), stop_clocks(trainer):
-        with stop_clocks(trainer):
+    with pytest.raises(KeyError), paused(trainer):
+        with paused(trainer):
             pass
         before = clock.totals()[1]
         time.sleep(0.05)
@@ -417,7 +427,7 @@ class SlowModels(ModelDirectories):
 def test_waiting_for_a_batch_is_on_every_clock_whatever_comes_before_it_and_the_pause_is_on_none(
     pause, tmp_path, monkeypatch
 ):
-    parts = {"checkpoint": [RunCheckpoint(tmp_path / "last.ckpt", every_steps=1), SlowSaving()],
+    parts = {"checkpoint": [RunCheckpoint(tmp_path / "last.ckpt", every_n_steps=1), SlowSaving()],
              "lightning's checkpoint": [ModelCheckpoint(tmp_path, every_n_train_steps=1, save_top_k=-1), SlowSaving()],
              "validation": [SlowValidation()], "question": [Pauses()], "model": [SlowModels(tmp_path, None, 1)]}  # fmt: skip
     data, history, throughput = Texts(), History(), Throughput(1)

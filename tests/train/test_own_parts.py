@@ -12,7 +12,7 @@ from torch import nn
 import bertlab
 from bertlab.model import config as shapes
 from bertlab.model import layers
-from bertlab.train.modules import OBJECTIVE_MODELS, check_batch, data_objective, find_lost
+from bertlab.train.modules import OBJECTIVES, check_batch, collator_objective, unused_weights
 
 SIZES = dict(vocab_size=40, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=1,
              max_position_embeddings=16)  # fmt: skip
@@ -22,7 +22,7 @@ BATCH = {"input_ids": IDS, "attention_mask": torch.ones_like(IDS), "labels": IDS
 
 @pytest.fixture(autouse=True)
 def tables_as_they_were():
-    tables = OBJECTIVE_MODELS, layers.NORMS, layers.MLPS, layers.ACTIVATIONS, shapes.CHOICES
+    tables = OBJECTIVES, layers.NORMS, layers.MLPS, layers.ACTIVATIONS, shapes.CHOICES
     kept = [dict(table) for table in tables]
     yield
     for table, rows in zip(tables, kept):
@@ -49,7 +49,7 @@ class Weighed(bertlab.BertLabForMaskedLM):
 
 
 def test_an_objective_is_one_row_of_one_table():
-    OBJECTIVE_MODELS["halves"] = Halved
+    OBJECTIVES["halves"] = Halved
     module = bertlab.PretrainingModule(SIZES, objective="halves", compile_model=False)
     module.configure_model()
     assert type(module.model) is Halved
@@ -61,7 +61,7 @@ def test_an_objective_is_one_row_of_one_table():
 
 
 def test_an_objective_with_a_key_of_its_own_is_told_from_the_others_by_its_class_alone():
-    OBJECTIVE_MODELS["weighed"] = Weighed
+    OBJECTIVES["weighed"] = Weighed
     weighed, plain = (
         Weighed(shapes.BertLabConfig(**SIZES)),
         bertlab.BertLabForMaskedLM(shapes.BertLabConfig(**SIZES)),
@@ -78,10 +78,10 @@ def test_an_objective_with_a_key_of_its_own_is_told_from_the_others_by_its_class
 
 def test_a_model_given_as_an_argument_is_an_objective_and_scores_the_batches_of_its_base():
     module = bertlab.PretrainingModule(SIZES, objective=Halved, compile_model=False)
-    assert OBJECTIVE_MODELS[module.hparams.objective] is Halved
+    assert OBJECTIVES[module.hparams.objective] is Halved
     assert (
-        data_objective(module.hparams.objective) == "mlm"
-        and data_objective("diffusion") == "diffusion"
+        collator_objective(module.hparams.objective) == "mlm"
+        and collator_objective("diffusion") == "diffusion"
     )
     with pytest.raises(ValueError, match="no model that predicts tokens"):
         bertlab.PretrainingModule(SIZES, objective=nn.Linear)
@@ -191,7 +191,7 @@ def test_a_model_with_layers_that_want_numbers_goes_on_under_other_settings(late
     module.model.save_pretrained(tmp_path)
     drawn = torch.get_rng_state()
     assert (
-        find_lost(
+        unused_weights(
             tmp_path,
             "mlm",
             module.config,

@@ -18,17 +18,17 @@ from ranks import run_on_ranks
 from bertlab.model.activation_checkpointing import checkpoint_activations
 from bertlab.train.checkpoints import RunCheckpoint, read_checkpoint
 from bertlab.model.config import BertLabConfig
-from bertlab.train.modules import OBJECTIVE_MODELS, PretrainingModule
+from bertlab.train.modules import OBJECTIVES, PretrainingModule
 from bertlab.train.parallel import (
-    batch_options,
-    count_processes,
+    resolve_batch_tokens,
+    num_processes,
     gather_weights,
     get_strategy,
     held_bytes,
-    shard_model,
-    split_batch,
+    apply_fsdp,
+    split_batch_tokens,
 )
-from bertlab.train.steps import whole
+from bertlab.train.steps import full_tensor
 from bertlab.train.trainer import make_trainer, seed_everything
 
 CONFIG = dict(
@@ -83,7 +83,7 @@ class Recorded(PretrainingModule):
     "Keeps the divided gradients of each step, as they are before clipping."
 
     def configure_gradient_clipping(self, optimizer, *args, **kwargs):
-        self.gradients = {k: whole(p.grad).clone() for k, p in self.model.named_parameters()
+        self.gradients = {k: full_tensor(p.grad).clone() for k, p in self.model.named_parameters()
                           if p.grad is not None}  # fmt: skip
         self.held = held_bytes(self, optimizer)
         super().configure_gradient_clipping(optimizer, *args, **kwargs)
@@ -148,12 +148,12 @@ def apart(make, mode=None, **options):
         if mode is not None:
             checkpoint_activations(model, *mode)
         if sharded:
-            shard_model(model, init_device_mesh("cpu", (2,)), **options)
+            apply_fsdp(model, init_device_mesh("cpu", (2,)), **options)
         batch = batch_of(5, 9)
         if isinstance(model, BertForMaskedLM):
             batch = {k: batch[k] for k in ("input_ids", "labels", "position_ids")}
         model.train()(**batch).loss.backward()
-        results.append({k: whole(p.grad).float() for k, p in model.named_parameters()})
+        results.append({k: full_tensor(p.grad).float() for k, p in model.named_parameters()})
     return {k: (results[1][k] - results[0][k]).abs().max().item() for k in results[0]}
 
 
@@ -165,7 +165,7 @@ class Loose(PretrainingModule):
 
 def sharded_variants():
     config, tiny = BertLabConfig(**CONFIG), {**CONFIG, "max_position_embeddings": LENGTH}
-    makers = {name: partial(cls, config) for name, cls in OBJECTIVE_MODELS.items()}
+    makers = {name: partial(cls, config) for name, cls in OBJECTIVES.items()}
     makers["tied"] = partial(BertForMaskedLM, BertConfig(**tiny, hidden_dropout_prob=0.0,
                                                          attention_probs_dropout_prob=0.0))  # fmt: skip
     variants = {name: apart(make) for name, make in makers.items()}
@@ -319,7 +319,7 @@ def test_one_process_goes_on_with_a_run_of_fsdp2(results, folder):
         torch.testing.assert_close(resumed["weights"][name], weight, atol=1e-6, rtol=0)
 
 
-@pytest.mark.parametrize("variant", [*OBJECTIVE_MODELS, "tied", "full", "selected_ops"])
+@pytest.mark.parametrize("variant", [*OBJECTIVES, "tied", "full", "selected_ops"])
 def test_sharding_changes_no_gradient_of(results, variant):
     assert max(results[0]["variants"][variant].values()) < 1e-6
 
@@ -339,28 +339,28 @@ def test_a_weight_without_an_axis_is_refused_before_anything_is_shared():
     with pytest.raises(ValueError, match="norm='dynamic_tanh'.*'ddp'"):
         get_strategy("fsdp").check(2, config)
     with pytest.raises(ValueError, match="encoder.*slope.*'ddp'"):
-        shard_model(OBJECTIVE_MODELS["mlm"](config), None)
+        apply_fsdp(OBJECTIVES["mlm"](config), None)
 
 
 def test_a_batch_in_tokens_is_split_as_worked_out_by_hand():
-    assert split_batch(65_536, 8_192, 128) == (64, 8)
-    assert split_batch(65_536, 8_192, 128, world_size=4) == (64, 2)
-    assert split_batch("512K", "16K", 128, world_size=8) == (125, 4)
-    assert split_batch("1.024M tokens", None, 512, world_size=2) == (1000, 1)
+    assert split_batch_tokens(65_536, 8_192, 128) == (64, 8)
+    assert split_batch_tokens(65_536, 8_192, 128, world_size=4) == (64, 2)
+    assert split_batch_tokens("512K", "16K", 128, world_size=8) == (125, 4)
+    assert split_batch_tokens("1.024M tokens", None, 512, world_size=2) == (1000, 1)
 
 
 @settings(derandomize=True, deadline=None, max_examples=150)
 @given(*[st.integers(1, 40)] * 4)
 def test_what_was_put_together_is_split_again(rows, accumulate, length, world_size):
     batch = rows * accumulate * length * world_size
-    assert split_batch(batch, rows * length, length, world_size) == (rows, accumulate)
+    assert split_batch_tokens(batch, rows * length, length, world_size) == (rows, accumulate)
 
 
 @settings(derandomize=True, deadline=None, max_examples=150)
 @given(st.integers(0, 5000), st.integers(0, 800), st.integers(1, 64), st.integers(1, 5))
 def test_a_split_is_exact_or_names_sizes_that_work(batch, micro, length, world_size):
     try:
-        rows, accumulate = split_batch(batch, micro, length, world_size)
+        rows, accumulate = split_batch_tokens(batch, micro, length, world_size)
     except ValueError as error:
         name, rest = str(error).split("=", 1)
         named = [int(n.replace(",", "")) for n in re.findall(r"[\d,]+", rest.split("work:")[1])]
@@ -368,15 +368,15 @@ def test_a_split_is_exact_or_names_sizes_that_work(batch, micro, length, world_s
         assert named and all(n != asked for n in named) and len(named) <= 2
         for n in named:
             if name == "batch_tokens":
-                split_batch(n, None, length, world_size)
+                split_batch_tokens(n, None, length, world_size)
             else:
-                split_batch(batch, n, length, world_size)
+                split_batch_tokens(batch, n, length, world_size)
     else:
         assert rows * length == micro and rows * length * accumulate * world_size == batch
 
 
 def test_the_batch_reaches_data_and_trainer():
-    data, trainer = batch_options(65_536, 8_192, {"max_sequence_length": 64, "seed": 3},
+    data, trainer = resolve_batch_tokens(65_536, 8_192, {"max_sequence_length": 64, "seed": 3},
                                   {"devices": 4, "num_nodes": 2, "max_steps": 9})  # fmt: skip
     assert data == {
         "max_sequence_length": 64,
@@ -385,23 +385,23 @@ def test_the_batch_reaches_data_and_trainer():
         "val_batch_size": 128,
     }
     assert trainer == {"devices": 4, "num_nodes": 2, "max_steps": 9, "accumulate_grad_batches": 1}
-    assert batch_options(4096)[0]["train_batch_size"] == 32  # rows of 128, one process
-    assert batch_options(4096, None, {"val_batch_size": 8})[0]["val_batch_size"] == 8
+    assert resolve_batch_tokens(4096)[0]["train_batch_size"] == 32  # rows of 128, one process
+    assert resolve_batch_tokens(4096, None, {"val_batch_size": 8})[0]["val_batch_size"] == 8
     with pytest.raises(ValueError, match="train_batch_size=8"):
-        batch_options(4096, None, {"train_batch_size": 8})
+        resolve_batch_tokens(4096, None, {"train_batch_size": 8})
     with pytest.raises(ValueError, match="accumulate_grad_batches=2"):
-        batch_options(4096, None, {}, {"accumulate_grad_batches": 2})
+        resolve_batch_tokens(4096, None, {}, {"accumulate_grad_batches": 2})
     with pytest.raises(ValueError, match="batch_tokens must be tokens"):
-        batch_options("2h")
+        resolve_batch_tokens("2h")
 
 
 def test_processes_are_counted_as_lightning_counts_them():
-    assert count_processes({}) == 1
-    assert count_processes({"devices": 3, "num_nodes": 2}) == 6
-    assert count_processes({"devices": "auto", "accelerator": "cpu", "strategy": "fsdp"}) == 1
-    assert count_processes({"devices": "2", "accelerator": "cpu"}) == 2
-    assert count_processes({"devices": 8, "accelerator": "gpu"}) == 8  # also where there is none
-    assert count_processes({"devices": 8, "accelerator": "tpu"}) == 1
+    assert num_processes({}) == 1
+    assert num_processes({"devices": 3, "num_nodes": 2}) == 6
+    assert num_processes({"devices": "auto", "accelerator": "cpu", "strategy": "fsdp"}) == 1
+    assert num_processes({"devices": "2", "accelerator": "cpu"}) == 2
+    assert num_processes({"devices": 8, "accelerator": "gpu"}) == 8  # also where there is none
+    assert num_processes({"devices": 8, "accelerator": "tpu"}) == 1
 
 
 @pytest.mark.parametrize("told", [None, True])  # Lightning says None, whatever `fit` was told

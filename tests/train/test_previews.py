@@ -15,10 +15,10 @@ from test_training import CONFIG, Texts, equal, train, word_tokenizer
 from torch.utils.data import DataLoader
 from ranks import run_on_ranks
 
-from bertlab.train.checkpoints import RunCheckpoint, random_states
+from bertlab.train.checkpoints import RunCheckpoint, rng_state
 from bertlab.train.history import History, TerminalBar
 from bertlab.model.generate import fill_mask
-from bertlab.train.modules import PretrainingModule, compile_layers
+from bertlab.train.modules import PretrainingModule, compile_model
 from bertlab.train.previews import (
     CompileAhead,
     DiffusionPreview,
@@ -43,7 +43,7 @@ def tiny(**options):
 
 def states_now():
     "The generators' states as plain numbers."
-    states = random_states()
+    states = rng_state()
     kind, keys, *rest = states["numpy"]
     return states["python"], (kind, keys.tolist(), *rest), states["torch"].tolist()
 
@@ -99,7 +99,7 @@ def test_a_preview_looks_once_at_the_end_of_a_run_that_a_limit_ends(tmp_path):
         path,
     ):  # a resume has no step left, and its checkpoint is older than the look
         looks.append(FillMaskPreview([ONE], TOKENIZER, 40))
-        stops = [TokenLimit(1), looks[-1], RunCheckpoint(path, every_steps=1)]
+        stops = [TokenLimit(1), looks[-1], RunCheckpoint(path, every_n_steps=1)]
         train(Texts(), 30, stops, kept)
         assert [entry["step"] for entry in looks[-1].history] == [0, 1]
 
@@ -126,7 +126,7 @@ def test_a_preview_compiles_nothing_and_what_was_compiled_ahead_is_not_compiled_
         seed_everything(0)
         module = tiny()
         module.configure_model()
-        compile_layers(module.model, backend=counted)
+        compile_model(module.model, backend=counted)
         marks = Marks(counted)
         make_trainer(5, "32-true", "cpu", callbacks=[*callbacks, marks], val_check_steps=2).fit(
             module, Texts()
@@ -209,7 +209,7 @@ def test_a_diffusion_preview_fills_every_gap_and_keeps_the_rest():
     (lambda: FillMaskPreview(["no gap"], TOKENIZER), "must hold"),
     (lambda: FillMaskPreview(ONE, TOKENIZER), "list of one or more strings"),
     (lambda: DiffusionPreview([" ".join([ONE] * 40)], TOKENIZER), "shorten it"),
-    (lambda: FillMaskPreview([ONE], TOKENIZER, 0), "every_steps"),
+    (lambda: FillMaskPreview([ONE], TOKENIZER, 0), "every_n_steps"),
 ])  # fmt: skip
 def test_a_mistake_is_told_before_the_first_step(make, message):
     with pytest.raises(ValueError, match=message):

@@ -11,14 +11,14 @@ from test_training import word_tokenizer
 
 from bertlab.explorers.training_monitor import TrainingMonitor
 from bertlab.train import reports
-from bertlab.train.checkpoints import RunInterrupted
+from bertlab.train.checkpoints import TrainingInterrupted
 from bertlab.train.history import History, RunRecord
 from bertlab.data.module import PretrainingDataModule
 from bertlab.train.stopping import NonFiniteGuard, SpikeGuard, TokenLimit
 from bertlab.train.modules import PretrainingModule
 from bertlab.train.reports import (
-    RunReport, cost_facts, data_facts, environment, final_metrics, is_whole, markdown_table, part_counts,
-    report_sections, why_stopped,
+    RunReport, cost_facts, data_facts, environment, final_metrics, is_finished, markdown_table, parameter_counts,
+    report_sections, stop_reason,
 )  # fmt: skip
 from bertlab.train.trainer import make_trainer, seed_everything
 
@@ -99,7 +99,7 @@ def test_parts_of_a_model_add_up_to_it_whatever_the_objective():
     for objective in ("mlm", "enhanced_mlm", "diffusion"):
         module, _ = parts(objective)
         module.configure_model()
-        counts = part_counts(module.model)
+        counts = parameter_counts(module.model)
         total = counts.pop("total")
         assert total == sum(counts.values()) == sum(p.numel() for p in module.model.parameters())
 
@@ -139,7 +139,7 @@ def test_a_report_names_the_device_of_its_run_and_counts_the_tokens_of_all_proce
     tmp_path, monkeypatch
 ):
     monkeypatch.setattr(reports, "describe_device", lambda kind=None: f"the {kind}")
-    monkeypatch.setattr(reports, "count_readers", lambda trainer: 3)
+    monkeypatch.setattr(reports, "data_parallel_size", lambda trainer: 3)
     run(tmp_path)
     assert "| device | the cpu |" in (tmp_path / "report.md").read_text()
     with open(tmp_path / "history.csv", newline="") as file:
@@ -211,7 +211,8 @@ class Trouble(NonFiniteGuard):
 
 
 @pytest.mark.parametrize(
-    "error, words", [(RunInterrupted(2), "a signal"), (RuntimeError("secret/path"), "RuntimeError")]
+    "error, words",
+    [(TrainingInterrupted(2), "a signal"), (RuntimeError("secret/path"), "RuntimeError")],
 )
 def test_a_run_that_breaks_off_still_leaves_its_report_and_says_why(tmp_path, error, words):
     with pytest.raises(type(error)):
@@ -223,9 +224,9 @@ def test_a_run_that_breaks_off_still_leaves_its_report_and_says_why(tmp_path, er
 
 def test_the_reason_of_a_limit_comes_before_the_last_step(tmp_path):
     trainer, _, _ = run(tmp_path, TokenLimit(60))
-    assert "tokens are seen" in why_stopped(trainer)
+    assert "tokens are seen" in stop_reason(trainer)
     trainer, _, _ = run(tmp_path)
-    assert why_stopped(trainer) == "its last step was reached"
+    assert stop_reason(trainer) == "its last step was reached"
 
 
 class Asks(Callback):
@@ -237,15 +238,15 @@ class Asks(Callback):
 
 def test_a_callback_that_asked_for_the_end_is_named_or_at_least_known(tmp_path):
     trainer, _, _ = run(tmp_path, Asks(), steps=9)
-    assert why_stopped(trainer) == "a callback asked it to stop" and trainer.global_step == 2
+    assert stop_reason(trainer) == "a callback asked it to stop" and trainer.global_step == 2
     trainer, _, _ = run(tmp_path, EarlyStopping("val_loss", min_delta=100.0, patience=1), steps=9)
-    said = why_stopped(trainer)  # older versions of Lightning say nothing
+    said = stop_reason(trainer)  # older versions of Lightning say nothing
     assert trainer.global_step == 4 and ("a callback" in said or "val_loss did not improve" in said)
     monitor = TrainingMonitor()
     trainer, _, _ = run(tmp_path, monitor)
-    assert why_stopped(trainer) == "its last step was reached" and monitor.reason is None
+    assert stop_reason(trainer) == "its last step was reached" and monitor.reason is None
     monitor.reason = "its stop button was pressed"
-    assert why_stopped(trainer) == monitor.reason
+    assert stop_reason(trainer) == monitor.reason
 
 
 @pytest.mark.parametrize("metrics, whole", [
@@ -257,9 +258,9 @@ def test_a_callback_that_asked_for_the_end_is_named_or_at_least_known(tmp_path):
 def test_a_run_is_whole_where_its_last_weights_were_validated_and_nothing_broke_it_off(
     metrics, whole
 ):
-    assert is_whole(metrics, 4, validates=True) is whole
+    assert is_finished(metrics, 4, validates=True) is whole
     if "validated_step" in metrics and "stopped" not in metrics:
-        assert is_whole(metrics, 4, validates=False)
+        assert is_finished(metrics, 4, validates=False)
 
 
 def test_validating_the_final_weights_updates_the_report_and_nothing_else_does(tmp_path):
@@ -331,11 +332,11 @@ def test_a_long_history_of_validations_is_thinned_evenly_and_keeps_both_ends(tmp
 def test_the_parts_of_a_model_that_is_partly_frozen_add_up_to_what_is_trained():
     module, _ = parts("mlm")
     module.configure_model()
-    whole = part_counts(module.model)
+    whole = parameter_counts(module.model)
     frozen = [p for name, p in module.model.named_parameters() if "embeddings" in name]
     for one in frozen:
         one.requires_grad_(False)
-    counts = part_counts(module.model)
+    counts = parameter_counts(module.model)
     still = -sum(p.numel() for p in frozen)
     assert still < 0 and counts == {**whole, "frozen": still, "total": whole["total"] + still}
     assert "other" not in counts and sum(counts.values()) == 2 * counts["total"]

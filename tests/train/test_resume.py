@@ -58,7 +58,7 @@ def run(folder, log, options, die_at=None, checkpoint=True, trainer_options=None
         str(Path(folder, "text.txt")), word_tokenizer(WORDS), max_sequence_length=32,
         train_batch_size=4, val_batch_size=8, **options)  # fmt: skip
     callbacks = [BatchLog(Path(folder, log), die_at)]
-    callbacks += [RunCheckpoint(path, every_steps=EVERY)] if checkpoint else []
+    callbacks += [RunCheckpoint(path, every_n_steps=EVERY)] if checkpoint else []
     trainer = make_trainer(STEPS, "32-true", accelerator="cpu", val_check_steps=10,
                            callbacks=callbacks, **(trainer_options or {}))  # fmt: skip
     module = PretrainingModule({**CONFIG, "num_hidden_layers": 1}, learning_rate=1e-3,

@@ -35,8 +35,13 @@ from bertlab.model.tensor_parallel import (
     split_model,
 )
 from bertlab.train.checkpoints import RunCheckpoint
-from bertlab.train.modules import OBJECTIVE_MODELS, PretrainingModule
-from bertlab.train.parallel import FullyShardedStrategy, batch_options, gather_weights, get_strategy
+from bertlab.train.modules import OBJECTIVES, PretrainingModule
+from bertlab.train.parallel import (
+    FullyShardedStrategy,
+    resolve_batch_tokens,
+    gather_weights,
+    get_strategy,
+)
 from bertlab.train.stopping import NonFiniteGuard, SpikeGuard
 from bertlab.train.trainer import make_trainer, seed_everything
 
@@ -61,7 +66,7 @@ RULES = {
 
 def make(name, kind="mlm", seed=0):
     torch.manual_seed(seed)
-    return OBJECTIVE_MODELS[kind](BertLabConfig(**{**FOUR, **VARIANTS[name]})).train()
+    return OBJECTIVES[kind](BertLabConfig(**{**FOUR, **VARIANTS[name]})).train()
 
 
 def batch_for(kind, *numbers):
@@ -141,9 +146,7 @@ def scores(way):
 def types_of_sums():
     "What layers give under autocast that processes add up and then add a bias to."
     model, found = (
-        OBJECTIVE_MODELS["mlm"](
-            BertLabConfig(**{**FOUR, "attention_bias": True, "mlp_bias": True})
-        ),
+        OBJECTIVES["mlm"](BertLabConfig(**{**FOUR, "attention_bias": True, "mlp_bias": True})),
         [],
     )
     split_model(model, dist.group.WORLD)
@@ -315,9 +318,7 @@ def slow_worker(folder):
         results[f"{way} rules"] = {
             name: apart("plain", way, rule=rule) for name, rule in RULES.items()
         }
-        results[f"{way} objectives"] = {
-            kind: apart("plain", way, kind) for kind in OBJECTIVE_MODELS
-        }
+        results[f"{way} objectives"] = {kind: apart("plain", way, kind) for kind in OBJECTIVES}
         results[f"{way} without labels"] = apart("plain", way, labels=False)
         results[f"{way} recomputed"] = {
             mode: apart("plain", way, recomputed=mode) for mode in ("full", "selected_ops")
@@ -403,7 +404,7 @@ def test_every_term_of_the_loss_is_that_of_the_whole_vocabulary(more, way, rule)
 
 @pytest.mark.slow
 @WAYS
-@pytest.mark.parametrize("kind", OBJECTIVE_MODELS)
+@pytest.mark.parametrize("kind", OBJECTIVES)
 def test_every_objective_can_be_shared(more, way, kind):
     for result in more:
         assert_alike(result[f"{way} objectives"][kind], 5e-5)
@@ -572,7 +573,7 @@ def test_sizes_are_checked_where_the_processes_are_counted():
 def test_a_batch_in_tokens_counts_processes_that_share_rows_once():
     data = {"max_sequence_length": 64}
     for strategy, rows in (("ddp", 16), ("tensor", 64), ("context:2", 32)):
-        found = batch_options(
+        found = resolve_batch_tokens(
             4096, None, data, {"devices": 4, "accelerator": "cpu", "strategy": strategy}
         )[0]
         assert found["train_batch_size"] == rows

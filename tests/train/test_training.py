@@ -17,12 +17,12 @@ from tokenizers.pre_tokenizers import Whitespace
 from transformers import PreTrainedTokenizerFast
 from ranks import run_on_ranks
 
-from bertlab.train.checkpoints import RunCheckpoint, RunInterrupted
+from bertlab.train.checkpoints import RunCheckpoint, TrainingInterrupted
 from bertlab.train.history import History
 from bertlab.data.module import EpochBatches, PretrainingDataModule, filled_batches
 from bertlab.train.modules import PretrainingModule
 from bertlab.train.steps import check_scaler, validation_metrics
-from bertlab.train.trainer import HalfWeights, make_trainer, seed_everything
+from bertlab.train.trainer import HalfPrecisionFloatTargets, make_trainer, seed_everything
 
 CONFIG = dict(
     vocab_size=256, hidden_size=16, intermediate_size=32, num_hidden_layers=2,
@@ -63,7 +63,7 @@ def train(data, steps, callbacks=(), ckpt_path=None, seed=0, dropout=0.1, **opti
     trainer = make_trainer(steps, callbacks=[history, *callbacks], **options)
     try:
         trainer.fit(module, data, ckpt_path=ckpt_path)
-    except RunInterrupted:
+    except TrainingInterrupted:
         pass
     return {k: v.clone() for k, v in module.model.state_dict().items()}, history.record
 
@@ -126,7 +126,7 @@ def test_a_run_stopped_at_any_step_and_resumed_is_bit_identical(tmp_path, stop_a
     data, path = Texts(), tmp_path / "last.ckpt"
     options = {"val_check_steps": 6}
     weights, record = train(data, 15, **options)
-    train(Texts(), 15, [Stop(path, stop_at, every_steps=1000)], **options)
+    train(Texts(), 15, [Stop(path, stop_at, every_n_steps=1000)], **options)
     assert path.exists()
     resumed, again = train(Texts(), 15, [RunCheckpoint(path)], path, seed=77, **options)
     np.testing.assert_array_equal(again.column("loss"), record.column("loss"))
@@ -149,7 +149,7 @@ def test_resume_is_exact_with_workers_and_inside_accumulation(tmp_path, options)
 def test_a_periodic_checkpoint_resumes_as_exactly_as_a_stop(tmp_path):
     path = tmp_path / "last.ckpt"
     weights, record = train(Texts(), 12, val_check_steps=4)
-    train(Texts(), 8, [RunCheckpoint(path, every_steps=4)], val_check_steps=4)
+    train(Texts(), 8, [RunCheckpoint(path, every_n_steps=4)], val_check_steps=4)
     state = torch.load(path)
     assert state["global_step"] == 8
     resumed, again = train(Texts(), 12, [RunCheckpoint(path)], path, val_check_steps=4)
@@ -315,12 +315,12 @@ def test_weights_in_16_bits_leave_what_they_are_compared_with_as_it_is(precision
     convert = (
         make_trainer(1, precision, "cpu", plugins=[]).precision_plugin.convert_input
         if precision[0] == "b"
-        else (HalfWeights(precision).convert_input)
+        else (HalfPrecisionFloatTargets(precision).convert_input)
     )  # a CPU has no float16
     for found in (convert(batch), convert([batch])[0]):
         assert all(torch.equal(found[name], numbers) for name in batch)
     given = convert({"inputs_embeds": numbers, "input_ids": torch.tensor([3])})
-    assert given["inputs_embeds"].dtype == HalfWeights(precision)._desired_input_dtype
+    assert given["inputs_embeds"].dtype == HalfPrecisionFloatTargets(precision)._desired_input_dtype
     assert given["input_ids"].dtype == torch.int64 and convert("a text") == "a text"
 
 

@@ -12,7 +12,7 @@ from page_cases import EXAMPLES, SENTENCES, TEXTS, make_model, served
 
 from bertlab.train import web_page
 from bertlab.train.export import FILES, OnnxModel
-from bertlab.train.web_page import answer_for_page, export_web_page, fetch_packages, integrity_of
+from bertlab.train.web_page import page_answer, export_web_page, fetch_packages, integrity_of
 
 pytestmark = [
     pytest.mark.slow,
@@ -117,7 +117,7 @@ def test_the_page_answers_as_python_does(folders, open_page, kind):
         for text in SENTENCES:
             if kind == "unigram" and "\ufb01" in text:
                 continue  # the library keeps two unknown signs apart that Python's makes one of
-            wanted = answer_for_page(exported, text)
+            wanted = page_answer(exported, text)
             got = page.evaluate("async text => { const a = await bertlab.ask(text);"
                                 " return {...a, attention: Array.from(a.attention)} }", text)  # fmt: skip
             assert got["ids"] == wanted["ids"], text

@@ -11,17 +11,17 @@ from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.plugins.environments import LightningEnvironment
 
-from bertlab.train.checkpoints import WholeFileCheckpointIO
+from bertlab.train.checkpoints import AtomicCheckpointIO
 from bertlab.model.heads import keep_half, shift_right
 from bertlab.train.trainer import make_trainer
 from bertlab.train.xla import (
     CompileRecorder,
-    note_shape,
-    refuse_gradients,
+    warn_on_new_shapes,
+    zero_skipped_gradients,
     split_rows,
-    take_back,
+    restore_skipped,
     xla_counts,
-    xla_settings,
+    xla_trainer_options,
 )
 
 without_xla = pytest.mark.skipif(
@@ -42,7 +42,7 @@ def test_a_tpu_without_torch_xla_is_refused_in_one_line_that_says_what_to_instal
 ])  # fmt: skip
 def test_what_a_tpu_cannot_do_is_refused_before_torch_xla_is_asked(options, word):
     with pytest.raises(ValueError, match=word) as refused:
-        xla_settings(**options)
+        xla_trainer_options(**options)
     assert str(next(v for v in reversed(options.values()))) in str(refused.value)
 
 
@@ -54,7 +54,7 @@ def test_rows_that_cannot_be_shared_are_refused():
 
 def test_a_loader_that_never_settles_on_a_shape_is_warned_of_once():
     shapes = set()
-    arrive = lambda length: note_shape(shapes, {"input_ids": torch.zeros(4, length)})
+    arrive = lambda length: warn_on_new_shapes(shapes, {"input_ids": torch.zeros(4, length)})
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for length in (8, 16, 8, 24, 16):
@@ -130,9 +130,9 @@ def test_a_refused_step_changes_neither_weights_nor_moments_also_where_it_is_the
 
     def step(gradient, skipped):
         weight.grad = torch.full((3,), gradient)
-        before = refuse_gradients(optimizer, torch.tensor(skipped))
+        before = zero_skipped_gradients(optimizer, torch.tensor(skipped))
         optimizer.step()
-        take_back(optimizer, torch.tensor(skipped), before)
+        restore_skipped(optimizer, torch.tensor(skipped), before)
         moments = [
             v.clone() for k, v in optimizer.state[weight].items() if k != "step" and v is not None
         ]
@@ -152,10 +152,10 @@ class Bucket(TorchCheckpointIO):
 def test_plugins_of_the_user_stand_beside_ours_unless_they_are_of_the_same_kind():
     writer = lambda **options: make_trainer(1, accelerator="cpu", **options).strategy.checkpoint_io
     for plugins in (None, [], LightningEnvironment(), [LightningEnvironment()]):
-        assert type(writer(plugins=plugins)) is WholeFileCheckpointIO
+        assert type(writer(plugins=plugins)) is AtomicCheckpointIO
     own: CheckpointIO = Bucket()
     assert writer(plugins=own) is own and writer(plugins=[LightningEnvironment(), own]) is own
     half = MixedPrecision("bf16-mixed", "cpu")
     trainer = make_trainer(1, accelerator="cpu", plugins=[half])
     assert trainer.precision_plugin is half
-    assert type(trainer.strategy.checkpoint_io) is WholeFileCheckpointIO
+    assert type(trainer.strategy.checkpoint_io) is AtomicCheckpointIO
