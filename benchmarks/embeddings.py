@@ -9,7 +9,7 @@ encode   the embedded corpus' short texts (first 120 letters of each docstring's
          more beside another program that keeps one core busy; and how many texts per second there would be if nothing
          but tokenizing and the matrix products of our side (by a profile) took time.
 train    pairs per second of optimizer steps, the same weights, pairs, batch, precision and AdamW: `EmbeddingModule`
-         with `chunk_rows` on packed rows against SentenceTransformerTrainer with
+         with `gradcache_rows` on packed rows against SentenceTransformerTrainer with
          CachedMultipleNegativesRankingLoss, whose mini-batch is tried at two sizes; the faster one counts.
          Theirs tokenizes each batch within its step, ours all pairs before the first: a twentieth of their step.
 quality  from the demo's model, SECONDS of training on the docstring task's training modules, three seeds, beside
@@ -122,9 +122,9 @@ def measure_encode(case: dict) -> dict:
 
 
 def training_pairs():
-    from bertlab.embeddings.tasks import load_retrieval
+    from bertlab.embeddings.retrieval import load_retrieval_task
 
-    return load_retrieval("docstring")
+    return load_retrieval_task("docstring")
 
 
 def measure_train(case: dict) -> dict:
@@ -147,7 +147,7 @@ def measure_train(case: dict) -> dict:
         seed_everything(0)
         watch, module = (
             Watch(),
-            EmbeddingModule(case["model"], chunk_rows=CHUNK_ROWS, learning_rate=1e-4),
+            EmbeddingModule(case["model"], gradcache_rows=CHUNK_ROWS, learning_rate=1e-4),
         )
         data = EmbeddingDataModule(
             module.tokenizer,
@@ -203,7 +203,7 @@ def measure_quality(case: dict) -> dict:
     from bertlab.embeddings.bi_encoder import BiEncoder
     from bertlab.embeddings.module import EmbeddingModule
     from bertlab.embeddings.pairs import EmbeddingDataModule
-    from bertlab.embeddings.tasks import (
+    from bertlab.embeddings.retrieval import (
         EncoderScorer,
         bm25_scores,
         evaluate_retrieval,
@@ -224,7 +224,7 @@ def measure_quality(case: dict) -> dict:
         }
     seed_everything(case["seed"])
     module = EmbeddingModule(
-        case["demo"], learning_rate=RATE, temperature=TEMPERATURE, both_directions=True
+        case["demo"], learning_rate=RATE, temperature=TEMPERATURE, symmetric=True
     )
     data = EmbeddingDataModule(module.tokenizer, max_sequence_length=128, train_batch_size=128, validation_fraction=0,
                                seed=case["seed"])  # fmt: skip
@@ -381,7 +381,7 @@ def main() -> None:
     say(judged)
     write_result(options.output, {
         "what": __doc__.splitlines()[0], "bertlab": bertlab.__version__, "machine": place, "judged": judged,
-        "settings": {"max_tokens": LENGTH, "batch": BATCH, "chunk_rows": CHUNK_ROWS, "rate": RATE}, "parts": parts}, draw)  # fmt: skip
+        "settings": {"max_tokens": LENGTH, "batch": BATCH, "gradcache_rows": CHUNK_ROWS, "rate": RATE}, "parts": parts}, draw)  # fmt: skip
 
 
 if __name__ == "__main__":

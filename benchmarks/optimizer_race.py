@@ -22,7 +22,7 @@ import torch
 
 from bertlab.core.files import atomic_write
 from bertlab.model.losses import unigram_counts, unigram_entropy
-from bertlab.explorers.optimizers import OptimizerRun, UpdateWatch, save_runs
+from bertlab.explorers.optimizers import OptimizerRun, UpdateRecorder, save_runs
 
 NOTEBOOK = Path(__file__).resolve().parent.parent / "nbs/walkthroughs/02_optimizers.ipynb"
 GRIDS = {  # a worse rate, or one that diverges, should lie on each side of the best
@@ -85,7 +85,7 @@ def watch_once(race: dict, name: str, rate: float, seed: int, num_steps: int) ->
 
     def look(model):
         if not watch:  # the weights before the first update: those of the same seed, built again
-            watch.append(UpdateWatch(run, race["build"](seed).get_parameter(WATCHED), every=20))
+            watch.append(UpdateRecorder(run, race["build"](seed).get_parameter(WATCHED), every=20))
         watch[0].look(model.get_parameter(WATCHED))
 
     _, losses = race["train"](name, rate, seed, num_steps, look)

@@ -90,7 +90,7 @@ _FACE = {
     "finetuning.predictions": "Predictor load_predictor",
     "finetuning.tasks": "BuiltinDataset load_builtin_dataset",
     # embeddings: one text, one vector, and search
-    "embeddings.losses": "ContrastiveRule",
+    "embeddings.losses": "ContrastiveLoss",
     "embeddings.bi_encoder": "BiEncoder",
     "embeddings.pairs": "EmbeddingDataModule",
     "embeddings.module": "EmbeddingModule",

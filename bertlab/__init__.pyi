@@ -128,7 +128,7 @@ from .finetuning.predictions import Predictor as Predictor
 from .finetuning.predictions import load_predictor as load_predictor
 from .finetuning.tasks import BuiltinDataset as BuiltinDataset
 from .finetuning.tasks import load_builtin_dataset as load_builtin_dataset
-from .embeddings.losses import ContrastiveRule as ContrastiveRule
+from .embeddings.losses import ContrastiveLoss as ContrastiveLoss
 from .embeddings.bi_encoder import BiEncoder as BiEncoder
 from .embeddings.pairs import EmbeddingDataModule as EmbeddingDataModule
 from .embeddings.module import EmbeddingModule as EmbeddingModule

@@ -97,7 +97,7 @@ TASKS = {
     "embeddings/01_pooling": "Pool tokens to one vector", "embeddings/02_losses": "Train by contrast",
     "embeddings/03_gradcache": "Use batches larger than memory", "embeddings/04_bi_encoder": "Build a bi-encoder",
     "embeddings/05_pairs": "Collect pairs of texts", "embeddings/06_module": "Train embeddings",
-    "embeddings/07_tasks": "Measure retrieval without a download", "embeddings/08_search": "Search a million texts",
+    "embeddings/07_retrieval": "Measure retrieval without a download", "embeddings/08_search": "Search a million texts",
     "embeddings/09_late_interaction": "Match token by token", "embeddings/10_few_labels": "Classify with few labels",
     "explorers/01_widgets": "Build an explorer", "explorers/02_packing": "Watch rows fill",
     "explorers/03_schedules": "Design a schedule with sliders", "explorers/04_optimizers": "Replay optimizers",

@@ -28,11 +28,22 @@ from ..embeddings.bi_encoder import BiEncoder, find_similarity
 from ..embeddings.late_interaction import LateScorer
 from ..embeddings.module import EmbeddingModule
 from ..embeddings.pairs import EmbeddingDataModule, read_pairs
-from ..embeddings.search import SIDES, TextIndex, check_form, encode_texts, find_prompt
+from ..embeddings.search import SIDES, TextIndex, check_form, encode_corpus, find_prompt
 from ..embeddings.search import source_documents
-from ..embeddings.tasks import TASKS, EncoderScorer, WordVectors, bm25_scores, bootstrap
-from ..embeddings.tasks import evaluate_retrieval, load_retrieval, make_task, mteb_scores
-from ..embeddings.tasks import retrieval_table, tfidf_scores
+from bertlab.embeddings.retrieval import (
+    TASKS,
+    EncoderScorer,
+    WordVectors,
+    bm25_scores,
+    bootstrap_ci,
+)
+from bertlab.embeddings.retrieval import (
+    evaluate_retrieval,
+    load_retrieval_task,
+    make_task,
+    mteb_scores,
+)
+from ..embeddings.retrieval import retrieval_table, tfidf_scores
 from ..model.config import BertLabConfig
 from ..train.checkpoints import TrainingCheckpoint, check_resume, latest_checkpoint
 from ..train.history import History
@@ -217,7 +228,7 @@ def embed_encode(
         def show(count: int) -> None:
             bar.update(count - bar.n)
 
-        count = encode_texts(
+        count = encode_corpus(
             loaded,
             documents,
             output,
@@ -276,7 +287,7 @@ def embed_search(
         index.check_model(loaded)
     with tempfile.TemporaryDirectory() as temporary:
         if index is None:
-            encode_texts(loaded, documents, Path(temporary) / "index", place)
+            encode_corpus(loaded, documents, Path(temporary) / "index", place)
             index = TextIndex.open(Path(temporary) / "index")
             if notes and on_error != "raise":  # apart from what was found, which a program may read
                 print("\n".join(_count_lines(notes)), file=sys.stderr)
@@ -314,12 +325,12 @@ def embed_evaluate(
         output = str(Path(output).expanduser())
         check_output_file(output)
     if data is None and task != "all" and task not in TASKS:
-        load_retrieval(task)  # raises, and lists the names
+        load_retrieval_task(task)  # raises, and lists the names
     if data is not None:
         pairs = read_pairs(data, query_column, positive_column)
         tasks = [make_task("data", data, [], list(zip(pairs.queries, pairs.positives)))]
     else:
-        tasks = [load_retrieval(name) for name in (TASKS if task == "all" else [task])]
+        tasks = [load_retrieval_task(name) for name in (TASKS if task == "all" else [task])]
     loaded = load_bi_encoder(model)
     by_mteb = mteb_scores(model, mteb) if mteb else {}  # first, for it may be missing
     told, numbers = [], {}
@@ -337,7 +348,7 @@ def embed_evaluate(
         found = evaluate_retrieval(one, scorers)
         told += [one.describe(), retrieval_table(found), *left_out, ""]
         numbers[one.name] = {
-            name: {m: bootstrap(v) for m, v in values.items()} for name, values in found.items()
+            name: {m: bootstrap_ci(v) for m, v in values.items()} for name, values in found.items()
         }
     if mteb:
         numbers["mteb"] = by_mteb

@@ -10,7 +10,7 @@ __getattr__, __dir__ = _lazy_parts(__name__, (
     "bi_encoder",
     "pairs",
     "module",
-    "tasks",
+    "retrieval",
     "search",
     "late_interaction",
     "few_labels",

@@ -6,7 +6,7 @@ from . import gradcache as gradcache
 from . import bi_encoder as bi_encoder
 from . import pairs as pairs
 from . import module as module
-from . import tasks as tasks
+from . import retrieval as retrieval
 from . import search as search
 from . import late_interaction as late_interaction
 from . import few_labels as few_labels

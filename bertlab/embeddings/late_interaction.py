@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .bi_encoder import BiEncoder, on_each_core, plan_batches
-from .pooling import pack_texts, text_slots
+from .bi_encoder import BiEncoder, map_threads, length_batches
+from .pooling import pack_for_encoder, document_index
 from ..model.generate import evaluating
 
 # %% ../../nbs/embeddings/09_late_interaction.ipynb #876133ec
@@ -32,19 +32,19 @@ def token_vectors(
 
     def encode_batch(planned: tuple[np.ndarray, int]) -> None:
         members, row_length = planned
-        rows = pack_texts([ids[n] for n in members], row_length, pad)
+        rows = pack_for_encoder([ids[n] for n in members], row_length, pad)
         with torch.inference_mode():  # of this thread
             batch = {name: torch.from_numpy(value).to(device) for name, value in rows.items()}
             order = batch.pop("text_order")
             states_BLD = F.normalize(model.encoder(**batch).last_hidden_state.float(), dim=-1)
-            slots_BL, _ = text_slots(batch["attention_mask"], len(members))
+            slots_BL, _ = document_index(batch["attention_mask"], len(members))
             for n, slot in zip(members, order.tolist()):
                 found[n] = states_BLD[slots_BL == slot].cpu()
 
-    batches = [*plan_batches(lengths, batch_tokens, model.row_length)]
+    batches = [*length_batches(lengths, batch_tokens, model.row_length)]
     with evaluating(model):
         if device.type == "cpu":
-            on_each_core(encode_batch, batches)
+            map_threads(encode_batch, batches)
         else:
             for planned in batches:
                 encode_batch(planned)

@@ -22,9 +22,14 @@ from torch.nn import functional as F
 from ..core.names import import_object, look_up
 from ..data.rows import IGNORED
 from ..data.tokenizers import check_same_vocabulary, load_tokenizer
-from .bi_encoder import BiEncoder, read_layout, reading_length
-from .gradcache import gather_numbers, gather_vectors, world
-from .losses import DISTILLATIONS, ContrastiveRule, Embedded, distillation_loss
+from .bi_encoder import BiEncoder, read_st_config, reading_length
+from .gradcache import all_gather, all_gather_with_grad, rank_and_world_size
+from bertlab.embeddings.losses import (
+    DISTILLATIONS,
+    ContrastiveLoss,
+    EmbeddedTexts,
+    distillation_loss,
+)
 from .pooling import POOLINGS
 from ..model.adapters import adapter_overrides, add_adapter, freeze_weights, read_adapter
 from ..model.adapters import save_adapter
@@ -45,8 +50,8 @@ from ..train.steps import TrainingModule, plain_options
 
 # %% ../../nbs/embeddings/06_module.ipynb #84e4246a
 def ranks_of(
-    queries: Embedded,
-    documents: Embedded,  # the right document of query i is document i, of all those here
+    queries: EmbeddedTexts,
+    documents: EmbeddedTexts,  # the right document of query i is document i, of all those here
     block: int = 1024,  # queries that are compared at once
     numbers_N: Tensor | None = None,  # which text each document is; None: all are different
 ) -> Tensor:  # (Q,) int64: 1 is best; queries of group -1 are left out
@@ -83,10 +88,10 @@ class EmbeddingModule(TrainingModule):
         pooling: str | None = None,  # mean or cls; None: the model's own, else mean
         temperature: float = 0.05,  # of the softmax; where it is learnt, its first value
         learn_temperature: bool = False,  # as a weight, between 0.005 and 1
-        both_directions: bool = False,  # documents find their queries, too
+        symmetric: bool = False,  # documents find their queries, too
         false_negative_margin: float | None = None,  # cosine by which one may beat the answer
         prefixes: list[int] | None = None,  # widths that shall work as well (Matryoshka)
-        chunk_rows: int | None = None,  # rows whose activations live at once; None: all
+        gradcache_rows: int | None = None,  # rows whose activations live at once; None: all
         gather_negatives: bool = True,  # of all processes
         distillation: str | None = None,  # kl or margin_mse, where pairs have scores
         distillation_weight: float = 1.0,  # of the teacher's part of the loss
@@ -133,9 +138,9 @@ class EmbeddingModule(TrainingModule):
                 f"temperature={temperature} lies outside of 0.005 to 1, where a "
                 "learnt one stays; start within, or leave out learn_temperature"
             )
-        if chunk_rows is not None and chunk_rows < 1:
+        if gradcache_rows is not None and gradcache_rows < 1:
             raise ValueError(
-                f"chunk_rows must be 1 or more, got {chunk_rows}; None encodes all rows at once"
+                f"gradcache_rows must be 1 or more, got {gradcache_rows}; None encodes all rows at once"
             )
         if pooling is not None:
             look_up(pooling, POOLINGS, "pooling")
@@ -152,15 +157,15 @@ class EmbeddingModule(TrainingModule):
             )
         if adapter is not None:
             read_adapter(adapter)
-        if chunk_rows and gradient_checkpointing:
+        if gradcache_rows and gradient_checkpointing:
             raise ValueError(
-                "chunk_rows computes activations again already; leave out "
-                "gradient_checkpointing, or chunk_rows"
+                "gradcache_rows computes activations again already; leave out "
+                "gradient_checkpointing, or gradcache_rows"
             )
-        if chunk_rows:
+        if gradcache_rows:
             check_recomputing(True, compile_model, optimizer_class)
         check_recomputing(gradient_checkpointing, compile_model, optimizer_class)
-        self.rule = ContrastiveRule(both_directions, false_negative_margin, tuple(prefixes or ()))
+        self.rule = ContrastiveLoss(symmetric, false_negative_margin, tuple(prefixes or ()))
         self.save_hyperparameters(ignore=["pretrained_tokenizer_name_or_path", "prepare_encoder"])
         self._own = {
             "optimizer_class": optimizer_class,
@@ -237,7 +242,7 @@ class EmbeddingModule(TrainingModule):
         if self.model is not None:
             return self.model.pooling
         source = self.hparams.pretrained_model_name_or_path
-        said = {} if source is None or self.hparams.pooling else read_layout(source)
+        said = {} if source is None or self.hparams.pooling else read_st_config(source)
         return self.hparams.pooling or said.get("pooling", "mean")
 
     def resume_identity(self) -> dict[str, Any]:  # plain values
@@ -253,7 +258,7 @@ class EmbeddingModule(TrainingModule):
             )
             encoder = BertLabModel(config)
         else:
-            said = read_layout(source)
+            said = read_st_config(source)
             encoder = self._fresh_encoder(source) if fresh else load_encoder(source).base_model
         if self.prepare_encoder is not None:
             encoder = self._find_preparation()(encoder) or encoder
@@ -331,9 +336,9 @@ class EmbeddingModule(TrainingModule):
         self._fit_rows()
         self.frozen = [n for n, p in self.model.named_parameters() if not p.requires_grad]
         device = torch.device("cpu") if self._trainer is None else self.trainer.strategy.root_device
-        if h.chunk_rows and device.type == "xla":
+        if h.gradcache_rows and device.type == "xla":
             raise ValueError(
-                "chunk_rows does not run on a TPU, where torch's checkpointing fails; "
+                "gradcache_rows does not run on a TPU, where torch's checkpointing fails; "
                 "leave it out, and take a smaller batch"
             )
         apply_activation_checkpointing(self.model, h.gradient_checkpointing, device)
@@ -454,16 +459,16 @@ class EmbeddingModule(TrainingModule):
 
     # --- what a batch is worth --------------------------------------------------------------------
 
-    def embed(self, batch: Mapping[str, Tensor]) -> tuple[Embedded, Embedded]:
+    def embed(self, batch: Mapping[str, Tensor]) -> tuple[EmbeddedTexts, EmbeddedTexts]:
         "Queries and documents of a batch: positives, then negatives, pair after pair."
-        chunk_rows = self.hparams.chunk_rows if torch.is_grad_enabled() else None
+        gradcache_rows = self.hparams.gradcache_rows if torch.is_grad_enabled() else None
         # A chunk's texts are counted; those of a whole batch are known without waiting.
-        num_texts = len(batch["groups"]) if chunk_rows is None else None
-        vectors_ND = self.model(batch, chunk_rows, num_texts)
+        num_texts = len(batch["groups"]) if gradcache_rows is None else None
+        vectors_ND = self.model(batch, gradcache_rows, num_texts)
         num_pairs, groups_N = len(batch["labels"]), batch["groups"]
         return (
-            Embedded(vectors_ND[:num_pairs], groups_N[:num_pairs]),
-            Embedded(vectors_ND[num_pairs:], groups_N[num_pairs:]),
+            EmbeddedTexts(vectors_ND[:num_pairs], groups_N[:num_pairs]),
+            EmbeddedTexts(vectors_ND[num_pairs:], groups_N[num_pairs:]),
         )
 
     def label_loss(self, batch: dict[str, Tensor]) -> LossParts:
@@ -473,30 +478,30 @@ class EmbeddingModule(TrainingModule):
         return parts._replace(loss_sum=parts.loss_sum * weight) if weight != 1 else parts
 
     def score_pairs(
-        self, queries: Embedded, documents: Embedded, batch: Mapping[str, Tensor]
+        self, queries: EmbeddedTexts, documents: EmbeddedTexts, batch: Mapping[str, Tensor]
     ) -> LossParts:
         "The loss of vectors that are there already, before `contrastive_weight`."
         targets_Q, shift, num_queries = batch["labels"], 0, len(batch["labels"])
         every, all_documents, own_Q = queries, documents, None
-        if self.hparams.gather_negatives and world()[1] > 1:
-            rank, _ = world()
+        if self.hparams.gather_negatives and rank_and_world_size()[1] > 1:
+            rank, _ = rank_and_world_size()
             all_documents = self._gather(documents)
             shift = rank * len(documents.vectors_ND)
-            if self.rule.both_directions:
+            if self.rule.symmetric:
                 every = self._gather(queries)
             own_Q = torch.arange(num_queries, device=targets_Q.device) + rank * num_queries
-            own_Q = own_Q if self.rule.both_directions else None
+            own_Q = own_Q if self.rule.symmetric else None
         shifted_Q = torch.where(targets_Q == IGNORED, IGNORED, targets_Q + shift)
         parts = self.rule(queries, all_documents, shifted_Q, self.temperature(), every, own_Q)
         self._distilled = self._distill(queries, documents, batch)
         return parts
 
     @staticmethod
-    def _gather(found: Embedded) -> Embedded:
-        return Embedded(gather_vectors(found.vectors_ND), gather_numbers(found.groups_N))
+    def _gather(found: EmbeddedTexts) -> EmbeddedTexts:
+        return EmbeddedTexts(all_gather_with_grad(found.vectors_ND), all_gather(found.groups_N))
 
     def _distill(
-        self, queries: Embedded, documents: Embedded, batch: Mapping[str, Tensor]
+        self, queries: EmbeddedTexts, documents: EmbeddedTexts, batch: Mapping[str, Tensor]
     ) -> Tensor | None:
         "How far scores of own candidates are from the teacher's; see `distillation_loss`."
         kind, num_pairs = self.hparams.distillation, len(batch["labels"])
@@ -513,7 +518,7 @@ class EmbeddingModule(TrainingModule):
         )
         blank_Q1 = (batch["labels"] == IGNORED)[:, None]
         teacher_QC = batch["teacher_scores"].masked_fill(blank_Q1, -torch.inf)
-        with torch.autocast(q_QD.device.type, enabled=False):  # as in `ContrastiveRule`
+        with torch.autocast(q_QD.device.type, enabled=False):  # as in `ContrastiveLoss`
             student_QC = torch.einsum("qd,qcd->qc", q_QD, own_QCD)
         return distillation_loss(student_QC, teacher_QC, self.temperature(), kind)
 
@@ -562,9 +567,9 @@ class EmbeddingModule(TrainingModule):
         for name, total in zip(self.penalties(), sums[3:]):
             found[name] = total / sums[1]
         parts = [torch.cat(part) for part in zip(*self._stored)]
-        if world()[1] > 1:
-            parts = [gather_numbers(part.to(self.device)).cpu() for part in parts]
-        queries, documents = Embedded(parts[0], parts[1]), Embedded(parts[2], parts[3])
+        if rank_and_world_size()[1] > 1:
+            parts = [all_gather(part.to(self.device)).cpu() for part in parts]
+        queries, documents = EmbeddedTexts(parts[0], parts[1]), EmbeddedTexts(parts[2], parts[3])
         numbers_N = parts[4] if len(parts) > 4 else None
         ranks_Q = ranks_of(queries, documents, numbers_N=numbers_N).double()
         mean_D = F.normalize(documents.vectors_ND[documents.groups_N >= 0], dim=1).mean(0)

@@ -15,7 +15,7 @@ import ipywidgets
 
 from ..model.generate import fill_each_mask
 from ..core.plots import BLUE, GREY
-from .widgets import CONTROL_LOOK, Explorer, explore, tiles
+from .widgets import CONTROL_LOOK, Explorer, explore, flex_row
 
 # %% ../../nbs/explorers/06_fill_mask.ipynb #404b3ca1
 GAP = "[MASK]"  # what a user types, whatever a tokenizer calls it
@@ -76,7 +76,7 @@ def guesses_html(
         ]
         columns.append("".join(tables))
     shown = html.escape(text).replace(GAP, f"<bdi>{GAP}</bdi>")  # no part of an Arabic sentence
-    return f'<p dir="auto">{shown}</p>{tiles(columns)}'
+    return f'<p dir="auto">{shown}</p>{flex_row(columns)}'
 
 # %% ../../nbs/explorers/06_fill_mask.ipynb #82a6ccbb
 def compare_guesses(

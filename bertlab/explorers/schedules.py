@@ -14,7 +14,7 @@ from dataclasses import fields
 import ipywidgets
 
 from ..optim.schedulers import SCHEDULE_KINDS, OTHER_UNITS, Schedule
-from .widgets import Explorer, explore, keep_points, svg_chart
+from .widgets import Explorer, explore, downsample, svg_chart
 
 # %% ../../nbs/explorers/03_schedules.ipynb #d41e45fa
 CURVE_POINTS, AREA_POINTS = 400, 20_000  # how often a long run is looked at
@@ -25,7 +25,7 @@ def sample_curve(
     num_steps: int,  # updates of the run
 ) -> tuple[list[int], list[float]]:  # updates, counted from 0, and their factors
     "Look at a schedule in at most 400 places, its first and last update among them."
-    steps = keep_points(num_steps, CURVE_POINTS).tolist()
+    steps = downsample(num_steps, CURVE_POINTS).tolist()
     return steps, [schedule(step) for step in steps]
 
 

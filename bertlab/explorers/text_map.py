@@ -14,9 +14,9 @@ import ipywidgets
 import numpy as np
 
 from ..core.plots import BLUE, GREY, ORANGE, svg_box, svg_figure, svg_line, svg_text
-from ..embeddings.bi_encoder import score_vectors
+from ..embeddings.bi_encoder import similarity
 from .models import map_dots, spread_labels
-from .widgets import CONTROL_LOOK, Explorer, explore, keep_points, tiles
+from .widgets import CONTROL_LOOK, Explorer, explore, downsample, flex_row
 
 # %% ../../nbs/explorers/11_text_map.ipynb #cec1f7ab
 class Layout(NamedTuple):
@@ -60,10 +60,10 @@ def query_html(
     if not query.strip():
         raise ValueError("type a query, such as: remove a file")
     vector_D = model.encode_query([query])[0]
-    scores_N = score_vectors(model, vector_D[None], layout.vectors_ND)[0]
+    scores_N = similarity(model, vector_D[None], layout.vectors_ND)[0]
     found = np.argsort(-scores_N, kind="stable")[:count]
     places = np.vstack([layout.places_N2, layout.place(vector_D)])
-    xy, dots = map_dots(places, keep_points(len(texts), _DOTS), (420, 300))
+    xy, dots = map_dots(places, downsample(len(texts), _DOTS), (420, 300))
     parts, labels = [dots], spread_labels(xy[found] + [6, -4])
     for number, (dot, place) in enumerate(zip(xy[found], labels), 1):
         parts += [
@@ -97,7 +97,7 @@ def text_map(
             query_html(layouts[name], model, texts, query, count, name)
             for name, model in models.items()
         ]
-        return tiles(panels, "flex:1 1 20em;min-width:0;max-width:34em", "1.5em")
+        return flex_row(panels, "flex:1 1 20em;min-width:0;max-width:34em", "1.5em")
 
     controls = {
         "query": ipywidgets.Text(

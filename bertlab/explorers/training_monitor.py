@@ -22,7 +22,7 @@ import numpy as np
 
 from ..train.history import History, RunRecord, in_notebook
 from .widgets import Explorer, alert, answer, check_size
-from .widgets import keep_points, svg_chart, tiles
+from .widgets import downsample, svg_chart, flex_row
 
 # %% ../../nbs/explorers/07_training_monitor.ipynb #b83f66af
 # What widgets say, and the question with which a page begins to draw them.
@@ -117,7 +117,7 @@ def monitor_curves(
     "Make the four curves of a run from its rows. Raises `ValueError` without any."
     if not rows:
         raise ValueError("no step is done yet: the curves begin with the first")
-    keep = keep_points(len(rows), MONITOR_POINTS)
+    keep = downsample(len(rows), MONITOR_POINTS)
     table, before = (np.array([rows[i] for i in at], float).T
                      for at in (keep, np.maximum(keep - SPEED_STEPS, 0)))  # fmt: skip
     step, loss, rate, norm, tokens, seconds = table
@@ -146,7 +146,7 @@ def monitor_html(
         answer(lambda: svg_chart({name: xy}, "step", name, f"{name} over the steps"))
         for name, xy in curves.items()
     ]
-    return f"<p><b>{said}</b></p>{tiles(charts, gap='.5em')}"
+    return f"<p><b>{said}</b></p>{flex_row(charts, gap='.5em')}"
 
 # %% ../../nbs/explorers/07_training_monitor.ipynb #f7dbe6f2
 class MonitorPanel:

@@ -13,7 +13,7 @@ from bertlab.cli import vocabularies
 from bertlab.cli.adapt import average, lengthen
 from bertlab.cli.vocabularies import extend, transplant, trim
 from bertlab.data.tokenizers import load_tokenizer, train_tokenizer
-from bertlab.embeddings.bi_encoder import BiEncoder, read_layout
+from bertlab.embeddings.bi_encoder import BiEncoder, read_st_config
 from bertlab.finetuning.data import READING
 from bertlab.finetuning.predictions import load_predictor, predict_rows
 from bertlab.model.config import modernbert_tiny
@@ -93,7 +93,7 @@ def test_what_is_made_of_a_model_of_text_vectors_pools_as_it_did(tmp_path):
     ).eval()
     place, texts = model.save(tmp_path / "vectors"), TEXT.split("\n")[:4]
     for other in make_others(place, tmp_path):
-        assert read_layout(other) == read_layout(place), other.name
+        assert read_st_config(other) == read_st_config(place), other.name
         if other.name != "extended":
             found = BiEncoder.load(other).encode(texts)
             torch.testing.assert_close(
@@ -179,7 +179,7 @@ def test_models_that_make_vectors_in_two_ways_have_no_mean(tmp_path):
     save_average([first, same], tmp_path / "mean")
     plain = save_model(BertLabModel(shape(tokenizer)), tokenizer, tmp_path / "plain")
     save_average([first, plain], tmp_path / "between")  # an encoder and what was trained from it
-    assert read_layout(tmp_path / "between") == read_layout(first)
+    assert read_st_config(tmp_path / "between") == read_st_config(first)
 
 
 def test_a_longer_model_says_what_it_reads(finetuned, tmp_path):

@@ -28,7 +28,7 @@ def place(tmp_path_factory):
     small_tokenizer().save_pretrained(place / "tokenizer")
     config = {
         "model": {"model_config_kwargs": {k: v for k, v in small_config().items() if k.startswith(("hidden_size", "inter", "num_"))},
-                  "pretrained_tokenizer_name_or_path": str(place / "tokenizer"), "learning_rate": 3e-3, "chunk_rows": 4},
+                  "pretrained_tokenizer_name_or_path": str(place / "tokenizer"), "learning_rate": 3e-3, "gradcache_rows": 4},
         "data": {"dataset_name_or_path": str(place / "pairs.jsonl"), "max_sequence_length": 16, "train_batch_size": 16},
         "trainer": {"max_steps": 8}, "run": {"output": str(place / "run"), "progress": "none"},
     }  # fmt: skip

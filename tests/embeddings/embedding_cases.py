@@ -7,7 +7,7 @@ import torch
 
 from bertlab.data.tokenizers import train_tokenizer
 from bertlab.embeddings.module import EmbeddingModule
-from bertlab.embeddings.pairs import EmbeddingDataModule, PairSet
+from bertlab.embeddings.pairs import EmbeddingDataModule, PairDataset
 from bertlab.model.config import bert_tiny, modernbert_tiny
 from bertlab.train.trainer import make_trainer, seed_everything
 
@@ -15,7 +15,9 @@ WORDS = ("alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu 
          "psi omega north south east west red green blue white black one two three four five six seven").split()  # fmt: skip
 
 
-def draw_pairs(count: int = 48, negatives: int = 0, seed: int = 0, scores: bool = False) -> PairSet:
+def draw_pairs(
+    count: int = 48, negatives: int = 0, seed: int = 0, scores: bool = False
+) -> PairDataset:
     "Queries of some words, whose documents hold these words among others."
     rng, found = np.random.default_rng(seed), []
     for number in range(count):
@@ -33,7 +35,7 @@ def draw_pairs(count: int = 48, negatives: int = 0, seed: int = 0, scores: bool 
             )
         )
     queries, positives, wrong, teacher = map(list, zip(*found))
-    return PairSet(queries, positives, wrong, teacher if scores else None)
+    return PairDataset(queries, positives, wrong, teacher if scores else None)
 
 
 @lru_cache
@@ -56,7 +58,7 @@ def small_config(kind: str = "modernbert", dropout: float = 0.0) -> dict:
     ).to_diff_dict()
 
 
-def small_data(pairs: PairSet | None = None, batch: int = 8, **options) -> EmbeddingDataModule:
+def small_data(pairs: PairDataset | None = None, batch: int = 8, **options) -> EmbeddingDataModule:
     data = EmbeddingDataModule(small_tokenizer(), max_sequence_length=16, train_batch_size=batch, val_batch_size=16,
                                row_length=options.pop("row_length", 24), validation_fraction=0.25, **options)  # fmt: skip
     data.set_datasets(pairs or draw_pairs())

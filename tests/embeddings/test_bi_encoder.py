@@ -16,10 +16,10 @@ from bertlab.data.vocabularies import tokenizer_state, with_tokenizer_state
 from bertlab.embeddings.bi_encoder import (
     BiEncoder,
     find_similarity,
-    on_each_core,
-    plan_batches,
-    read_layout,
-    score_vectors,
+    map_threads,
+    length_batches,
+    read_st_config,
+    similarity,
 )
 from bertlab.model.config import BertLabConfig, modernbert_tiny
 from bertlab.model.encoder import BertLabModel
@@ -54,7 +54,7 @@ def test_texts_together_have_the_vectors_that_they_have_alone(kind, pooling):
 @pytest.mark.parametrize("count", [0, 1, 5, 300])
 def test_the_plan_takes_each_text_once_and_no_row_is_too_short(count):
     lengths = np.random.default_rng(count).integers(1, 200, count)
-    plan = list(plan_batches(lengths, 512, 64))
+    plan = list(length_batches(lengths, 512, 64))
     assert sorted(n for members, _ in plan for n in members) == list(range(count))
     assert all(lengths[members].max() <= row_length for members, row_length in plan)
 
@@ -138,7 +138,7 @@ def test_modules_that_we_do_not_have_are_refused(tmp_path):
     )
     (tmp_path / "modules.json").write_text(json.dumps(modules))
     with pytest.raises(ValueError, match="Dense"):
-        read_layout(tmp_path)
+        read_st_config(tmp_path)
     config = {
         "word_embedding_dimension": 32,
         "pooling_mode_max_tokens": True,
@@ -147,7 +147,7 @@ def test_modules_that_we_do_not_have_are_refused(tmp_path):
     (tmp_path / "modules.json").write_text(json.dumps(modules[:3]))
     (tmp_path / "1_Pooling/config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match="max_tokens"):
-        read_layout(tmp_path)
+        read_st_config(tmp_path)
 
 
 @pytest.mark.parametrize("name, content", [
@@ -160,7 +160,7 @@ def test_a_damaged_file_of_a_directory_is_named(tmp_path, name, content):
     make_model().save(tmp_path)
     (tmp_path / name).write_text(json.dumps(content))
     with pytest.raises(ValueError, match="pools by" if "pooling_mode" in content else name):
-        read_layout(tmp_path)
+        read_st_config(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -244,7 +244,7 @@ def two_threads():
 @pytest.mark.parametrize("count", [0, 1, 7])
 def test_each_batch_is_worked_on_once_by_threads_of_one_core(two_threads, count):
     seen = []
-    on_each_core(lambda batch: seen.append((batch, torch.get_num_threads())), range(count))
+    map_threads(lambda batch: seen.append((batch, torch.get_num_threads())), range(count))
     assert sorted(batch for batch, _ in seen) == list(range(count))
     assert {threads for _, threads in seen} <= ({1} if count > 1 else {2})
     assert torch.get_num_threads() == 2
@@ -258,7 +258,7 @@ def test_an_error_in_a_batch_is_raised_and_ends_the_rest(two_threads):
         raise RuntimeError("batch 0") if batch == 0 else time.sleep(0.01)
 
     with pytest.raises(RuntimeError, match="batch 0"):
-        on_each_core(work, range(1000))
+        map_threads(work, range(1000))
     assert len(seen) < 1000 and torch.get_num_threads() == 2
 
 
@@ -273,8 +273,8 @@ def test_batches_on_their_own_cores_have_the_vectors_of_one_thread(two_threads):
 def test_autocast_of_the_caller_holds_on_every_core(two_threads):
     kinds = set()
     with torch.autocast("cpu", torch.bfloat16):
-        on_each_core(lambda x: kinds.add((x @ x).dtype), [torch.eye(4)] * 4)
-    on_each_core(lambda x: kinds.add((x @ x).dtype), [torch.eye(4)] * 4)
+        map_threads(lambda x: kinds.add((x @ x).dtype), [torch.eye(4)] * 4)
+    map_threads(lambda x: kinds.add((x @ x).dtype), [torch.eye(4)] * 4)
     assert kinds == {torch.bfloat16, torch.float32}
 
 
@@ -321,7 +321,7 @@ def test_vectors_are_compared_as_sentence_transformers_compares_them(tmp_path, n
         draw_texts(12),
     )
     expected = theirs.similarity(theirs.encode(texts[:4]), theirs.encode(texts)).numpy()
-    found = score_vectors(model, model.encode(texts[:4]), model.encode(texts))
+    found = similarity(model, model.encode(texts[:4]), model.encode(texts))
     assert np.abs(found - expected).max() < 1e-4 and find_similarity(theirs) == find_similarity(
         model
     ) == (name or "cosine")

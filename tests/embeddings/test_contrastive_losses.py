@@ -7,10 +7,10 @@ import torch
 from torch.nn import functional as F
 
 from bertlab.embeddings.losses import (
-    ContrastiveRule,
-    Embedded,
+    ContrastiveLoss,
+    EmbeddedTexts,
     distillation_loss,
-    find_forbidden,
+    false_negative_mask,
     info_nce,
 )
 
@@ -22,7 +22,7 @@ def make_batch(num_pairs=5, num_negatives=0, width=8, seed=0, dtype=torch.float6
         num_pairs * (1 + num_negatives), width, generator=made, dtype=dtype, requires_grad=True
     )
     groups = torch.arange(len(d))
-    return Embedded(q, groups[:num_pairs]), Embedded(d, groups), torch.arange(num_pairs)
+    return EmbeddedTexts(q, groups[:num_pairs]), EmbeddedTexts(d, groups), torch.arange(num_pairs)
 
 
 def cosine(a, b):
@@ -46,7 +46,7 @@ def plain_loss(queries, documents, temperature, left_out=frozenset()):
 @pytest.mark.parametrize("num_negatives", [0, 2])
 def test_the_loss_is_the_cross_entropy_of_picking_the_right_document(num_negatives):
     q, d, targets = make_batch(num_negatives=num_negatives)
-    parts = ContrastiveRule()(q, d, targets, 0.2)
+    parts = ContrastiveLoss()(q, d, targets, 0.2)
     assert parts.loss_sum.item() == pytest.approx(
         plain_loss(q.vectors_ND, d.vectors_ND, 0.2), rel=1e-9
     )
@@ -60,7 +60,7 @@ def test_the_loss_is_the_cross_entropy_of_picking_the_right_document(num_negativ
 
 def test_both_directions_and_prefixes_are_means_of_single_losses():
     q, d, targets = make_batch(num_negatives=1)
-    parts = ContrastiveRule(both_directions=True, prefixes=(2, 4))(q, d, targets, 0.3)
+    parts = ContrastiveLoss(symmetric=True, prefixes=(2, 4))(q, d, targets, 0.3)
     total = 0.0
     for width in (2, 4, 8):
         qs, ds = q.vectors_ND[:, :width], d.vectors_ND[:, :width]
@@ -75,8 +75,8 @@ def test_autocast_rounds_no_cosines():
     groups, grads = torch.arange(32), []
     for on in (False, True):
         with torch.autocast("cpu", torch.bfloat16, enabled=on):
-            parts = ContrastiveRule(both_directions=True)(
-                Embedded(q, groups), Embedded(d, groups), groups, 0.05
+            parts = ContrastiveLoss(symmetric=True)(
+                EmbeddedTexts(q, groups), EmbeddedTexts(d, groups), groups, 0.05
             )
         grads.append(torch.autograd.grad(parts.loss_sum, (q, d)))
     for whole, cast in zip(*grads):
@@ -86,8 +86,8 @@ def test_autocast_rounds_no_cosines():
 def test_a_known_answer_is_not_pushed_away_in_either_direction():
     q, d, targets = make_batch()
     same = torch.tensor([0, 1, 2, 3, 0])  # the first and the last row answer each other
-    rule = ContrastiveRule(both_directions=True)
-    parts = rule(Embedded(q.vectors_ND, same), Embedded(d.vectors_ND, same), targets, 0.2)
+    rule = ContrastiveLoss(symmetric=True)
+    parts = rule(EmbeddedTexts(q.vectors_ND, same), EmbeddedTexts(d.vectors_ND, same), targets, 0.2)
     left_out = {(0, 4), (4, 0)}
     expected = (
         plain_loss(q.vectors_ND, d.vectors_ND, 0.2, left_out)
@@ -102,11 +102,11 @@ def test_a_known_answer_is_not_pushed_away_in_either_direction():
 
 def test_a_margin_leaves_out_what_beats_the_right_document_and_keeps_the_rest():
     cosines = torch.tensor([[0.5, 0.61, 0.59, 0.4]])
-    forbidden = find_forbidden(
+    forbidden = false_negative_mask(
         cosines, torch.tensor([0]), torch.arange(4), torch.tensor([0]), margin=0.1
     )
     assert forbidden.tolist() == [[False, True, False, False]]
-    none = find_forbidden(cosines, torch.tensor([0]), torch.arange(4), torch.tensor([0]))
+    none = false_negative_mask(cosines, torch.tensor([0]), torch.arange(4), torch.tensor([0]))
     assert not none.any()
 
 
@@ -114,11 +114,11 @@ def test_blanks_count_neither_as_queries_nor_as_documents():
     q, d, targets = make_batch(4)
     groups = torch.tensor([0, 1, 2, -1])
     blank_targets = torch.tensor([0, 1, 2, -100])
-    rule = ContrastiveRule(both_directions=True, false_negative_margin=0.5)
+    rule = ContrastiveLoss(symmetric=True, false_negative_margin=0.5)
     with_blank = rule(
-        Embedded(q.vectors_ND, groups), Embedded(d.vectors_ND, groups), blank_targets, 0.1
+        EmbeddedTexts(q.vectors_ND, groups), EmbeddedTexts(d.vectors_ND, groups), blank_targets, 0.1
     )
-    three = [Embedded(e.vectors_ND[:3], groups[:3]) for e in (q, d)]
+    three = [EmbeddedTexts(e.vectors_ND[:3], groups[:3]) for e in (q, d)]
     alone = rule(*three, targets[:3], 0.1)
     assert with_blank.loss_sum.item() == pytest.approx(alone.loss_sum.item(), rel=1e-9)
     assert with_blank.num_labels == 3 and with_blank.num_right == alone.num_right
@@ -128,12 +128,12 @@ def test_blanks_count_neither_as_queries_nor_as_documents():
 
 def test_two_processes_add_up_to_the_one_batch():
     q, d, targets = make_batch(6)
-    rule = ContrastiveRule(both_directions=True, prefixes=(4,))
+    rule = ContrastiveLoss(symmetric=True, prefixes=(4,))
     whole = rule(q, d, targets, 0.1)
     halves = []
     for rank in range(2):
         own = torch.arange(3) + 3 * rank
-        mine = Embedded(q.vectors_ND[own], q.groups_N[own])
+        mine = EmbeddedTexts(q.vectors_ND[own], q.groups_N[own])
         halves.append(rule(mine, d, own, 0.1, every_query=q, own_Q=own))
     assert sum(h.loss_sum for h in halves).item() == pytest.approx(whole.loss_sum.item(), rel=1e-9)
     grads = [torch.autograd.grad(loss, (q.vectors_ND, d.vectors_ND), retain_graph=True)
@@ -143,12 +143,12 @@ def test_two_processes_add_up_to_the_one_batch():
 
 
 def test_a_lower_temperature_puts_the_push_on_the_closest_document():
-    q = Embedded(torch.tensor([[1.0, 0.0]]), torch.tensor([0]))
+    q = EmbeddedTexts(torch.tensor([[1.0, 0.0]]), torch.tensor([0]))
     d = torch.tensor([[0.8, 0.6], [0.6, 0.8], [0.0, 1.0]], requires_grad=True)
     shares = []
     for temperature in (1.0, 0.05):
-        loss = ContrastiveRule()(
-            q, Embedded(d, torch.arange(3)), torch.tensor([0]), temperature
+        loss = ContrastiveLoss()(
+            q, EmbeddedTexts(d, torch.arange(3)), torch.tensor([0]), temperature
         ).loss_sum
         grad = torch.autograd.grad(loss, d)[0].norm(dim=1)
         shares.append((grad[1] / (grad[1] + grad[2])).item())
@@ -210,12 +210,12 @@ def test_each_pair_is_distilled_by_its_own_number_of_candidates(kind):
 )
 def test_a_rule_that_cannot_be_is_refused(options, word):
     with pytest.raises(ValueError, match=word):
-        ContrastiveRule(**options)
+        ContrastiveLoss(**options)
 
 
 def test_a_prefix_as_wide_as_the_vectors_is_refused():
     with pytest.raises(ValueError, match="8"):
-        ContrastiveRule(prefixes=(8,))(*make_batch(), 0.1)
+        ContrastiveLoss(prefixes=(8,))(*make_batch(), 0.1)
     with pytest.raises(ValueError, match="unknown"):
         distillation_loss(torch.zeros(1, 2), torch.zeros(1, 2), kind="mse")
     with pytest.raises(ValueError, match="candidates"):

@@ -23,7 +23,7 @@ from torch.nn import functional as F
 
 from bertlab.data.tokenizers import train_tokenizer
 from bertlab.embeddings.bi_encoder import BiEncoder
-from bertlab.embeddings.losses import Embedded
+from bertlab.embeddings.losses import EmbeddedTexts
 from bertlab.embeddings.module import EmbeddingModule, ranks_of
 from bertlab.embeddings.pairs import EmbeddingDataModule
 from bertlab.optim.groups import main_param_group
@@ -62,29 +62,31 @@ def test_ranks_are_those_of_counting_by_hand():
     for i in range(8):
         cos = lambda n, i=i: float(F.cosine_similarity(q[i], d[n], dim=0))  # noqa: E731
         expected.append(1 + sum(cos(n) >= cos(i) for n in range(8) if groups[n] != groups[i]))
-    assert ranks_of(Embedded(q, groups), Embedded(d, groups), block=4).tolist() == expected
+    assert (
+        ranks_of(EmbeddedTexts(q, groups), EmbeddedTexts(d, groups), block=4).tolist() == expected
+    )
 
 
 def test_ties_count_against_a_query_so_that_a_collapse_is_not_a_success():
-    same = Embedded(torch.ones(5, 3), torch.arange(5))
+    same = EmbeddedTexts(torch.ones(5, 3), torch.arange(5))
     assert ranks_of(same, same).tolist() == [5] * 5
 
 
 @pytest.mark.parametrize("width", [64, 384, 768])
 def test_ties_are_seen_through_the_rounding_of_products(width):
     torch.manual_seed(0)
-    collapsed = Embedded(torch.randn(1, width).expand(300, width), torch.arange(300))
+    collapsed = EmbeddedTexts(torch.randn(1, width).expand(300, width), torch.arange(300))
     assert ranks_of(collapsed, collapsed, block=128).tolist() == [300] * 300
     q = torch.randn(100, width).repeat(2, 1)  # every text has a twin in another group
     d = q + 0.3 * torch.randn(100, width).repeat(2, 1)
     assert (
-        ranks_of(Embedded(q, torch.arange(200)), Embedded(d, torch.arange(200))).tolist()
+        ranks_of(EmbeddedTexts(q, torch.arange(200)), EmbeddedTexts(d, torch.arange(200))).tolist()
         == [2] * 200
     )
 
 
 def test_vectors_that_are_no_numbers_find_nothing():
-    broken = Embedded(torch.full((5, 3), torch.nan), torch.arange(5))
+    broken = EmbeddedTexts(torch.full((5, 3), torch.nan), torch.arange(5))
     assert ranks_of(broken, broken).tolist() == [5] * 5
 
 
@@ -94,8 +96,8 @@ def test_an_answer_of_several_queries_is_one_rival():
         torch.tensor([[0.8, 0.6], [1.0, 0.1], [1.0, 0.1], [1.0, 0.1]]),
     )
     queries, documents = (
-        Embedded(q, torch.tensor([0, 1, 1, 1])),
-        Embedded(d, torch.tensor([0, 1, 1, 1])),
+        EmbeddedTexts(q, torch.tensor([0, 1, 1, 1])),
+        EmbeddedTexts(d, torch.tensor([0, 1, 1, 1])),
     )
     assert ranks_of(queries, documents).tolist() == [4, 1, 1, 1]
     assert ranks_of(queries, documents, numbers_N=torch.tensor([7, 3, 3, 3])).tolist() == [
@@ -157,7 +159,7 @@ def test_a_run_that_was_stopped_goes_on_bit_by_bit(tmp_path):
             History(),
         )
         module, data = (
-            small_module(seed, dropout=0.2, chunk_rows=2, learn_temperature=True),
+            small_module(seed, dropout=0.2, gradcache_rows=2, learn_temperature=True),
             small_data(draw_pairs(64)),
         )
         callbacks = [history, keeper, StopAt(stop_at)]
@@ -179,9 +181,9 @@ def test_what_makes_the_loss_is_part_of_the_run():
     check_same_run(
         "run.ckpt",
         kept,
-        run_fingerprint(small_module(prefixes=[8, 16], chunk_rows=2, learning_rate=1.0), None),
+        run_fingerprint(small_module(prefixes=[8, 16], gradcache_rows=2, learning_rate=1.0), None),
     )
-    for changed, said in (({"temperature": 0.1}, "temperature is 0.05 there and 0.1 here"), ({"both_directions": True}, "both_directions is"),
+    for changed, said in (({"temperature": 0.1}, "temperature is 0.05 there and 0.1 here"), ({"symmetric": True}, "symmetric is"),
                           ({"prefixes": [8]}, r"prefixes is \[8, 16\] there"), ({"distillation": "kl"}, "distillation is None there"),
                           ({"false_negative_margin": 0.1}, "false_negative_margin is")):  # fmt: skip
         with pytest.raises(ValueError, match=said):
@@ -335,7 +337,7 @@ def test_autocast_rounds_neither_the_student_s_nor_the_teacher_s_scores():
         [q, q.repeat_interleave(3, 0)]
     )  # positives, then three negatives of each, all close
     close = F.normalize(texts + 0.02 * torch.randn(8, 64, generator=made), dim=1)
-    queries, documents = Embedded(q, torch.arange(2)), Embedded(close, torch.arange(8))
+    queries, documents = EmbeddedTexts(q, torch.arange(2)), EmbeddedTexts(close, torch.arange(8))
     batch = {
         "labels": torch.arange(2),
         "teacher_scores": torch.tensor([[0.812, 0.809, 0.806, 0.803]] * 2),
@@ -366,7 +368,7 @@ def test_a_prepared_encoder_trains_what_was_left_free():
         for name, parameter in encoder.named_parameters():
             parameter.requires_grad = "blocks.1." in name
 
-    module = small_module(prepare_encoder=prepare, chunk_rows=2)
+    module = small_module(prepare_encoder=prepare, gradcache_rows=2)
     before = {n: p.detach().clone() for n, p in module.named_parameters()}
     fit(module, small_data(), 3)
     moved = {n for n, p in module.named_parameters() if not torch.equal(p, before[n])}
@@ -384,7 +386,7 @@ def base(tmp_path_factory):
 def adapted(base, adapter="lora", **options):
     pytest.importorskip("peft", reason="needs peft")
     seed_everything(0)
-    options = {"learning_rate": 1e-2, "adapter": adapter, "chunk_rows": 2} | options
+    options = {"learning_rate": 1e-2, "adapter": adapter, "gradcache_rows": 2} | options
     module = EmbeddingModule(str(base), **options)
     module.configure_model()
     return module
@@ -751,9 +753,9 @@ def test_options_that_the_model_has_no_place_for_are_refused_before_it_is_loaded
 
 
 @pytest.mark.parametrize("options, word", [
-    ({"temperature": 0.0}, "temperature"), ({"chunk_rows": 0}, "chunk_rows"), ({"pooling": "sum"}, "pooling"),
+    ({"temperature": 0.0}, "temperature"), ({"gradcache_rows": 0}, "gradcache_rows"), ({"pooling": "sum"}, "pooling"),
     ({"layer_decay": 1.5}, "layer_decay"), ({"distillation": "mse"}, "distillation"), ({"contrastive_weight": 0.0}, "trained"),
-    ({"chunk_rows": 2, "gradient_checkpointing": True}, "chunk_rows"), ({"prefixes": [4, 4]}, "prefixes"),
+    ({"gradcache_rows": 2, "gradient_checkpointing": True}, "gradcache_rows"), ({"prefixes": [4, 4]}, "prefixes"),
     ({"adapter": "lara"}, "adapter"),
 ])  # fmt: skip
 def test_options_that_cannot_be_are_refused_before_anything_is_built(options, word):

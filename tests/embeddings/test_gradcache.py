@@ -12,10 +12,10 @@ from torch.nn import functional as F
 from ranks import run_on_ranks
 
 from bertlab.embeddings.gradcache import (
-    encode_in_chunks,
-    gather_numbers,
-    gather_vectors,
-    split_rows,
+    encode_with_gradcache,
+    all_gather,
+    all_gather_with_grad,
+    chunk_batch,
 )
 
 
@@ -24,9 +24,9 @@ def first_batch(data, rows=32):
     return data.collator([data.datasets["train"][0, n] for n in range(rows)])
 
 
-def loss_and_gradient(module, batch, chunk_rows, seed=None):
+def loss_and_gradient(module, batch, gradcache_rows, seed=None):
     "Of all weights, in one vector; the loss is a sum over queries."
-    module.hparams["chunk_rows"] = chunk_rows
+    module.hparams["gradcache_rows"] = gradcache_rows
     module.zero_grad()
     if seed is not None:
         torch.manual_seed(seed)
@@ -46,15 +46,15 @@ def relative(one, two):
 
 @pytest.mark.parametrize("packing", [True, False])
 @pytest.mark.parametrize(
-    "options", [{}, {"learn_temperature": True, "both_directions": True, "prefixes": [8]}]
+    "options", [{}, {"learn_temperature": True, "symmetric": True, "prefixes": [8]}]
 )
 def test_chunks_have_loss_and_gradient_of_the_one_big_batch(packing, options):
     data = small_data(draw_pairs(60, negatives=1), packing=packing)
     module = small_module(**options).eval()
     batch = first_batch(data)
     whole, grad, _ = loss_and_gradient(module, batch, None)
-    for chunk_rows in (1, 3, 1000):
-        loss, cached, _ = loss_and_gradient(module, batch, chunk_rows)
+    for gradcache_rows in (1, 3, 1000):
+        loss, cached, _ = loss_and_gradient(module, batch, gradcache_rows)
         assert loss == pytest.approx(whole, rel=1e-6)
         assert relative(cached, grad) < 1e-6
     if options:
@@ -78,9 +78,9 @@ def test_dropout_is_replayed_chunk_by_chunk():
         module.zero_grad()
         torch.manual_seed(seed)
         rows = {k: batch[k] for k in ("input_ids", "attention_mask", "position_ids")}
-        vectors = encode_in_chunks(module.model._pool_rows, split_rows(rows, 2), cached=False)[
-            batch["text_order"]
-        ]
+        vectors = encode_with_gradcache(
+            module.model._pool_rows, chunk_batch(rows, 2), cached=False
+        )[batch["text_order"]]
         q, d = (
             type(e)(v, e.groups_N)
             for e, v in zip(
@@ -107,10 +107,10 @@ def test_replaying_leaves_the_run_s_own_random_numbers_where_they_were():
     module, batch = small_module(dropout=0.3).train(), first_batch(small_data())
     rows = {k: batch[k] for k in ("input_ids", "attention_mask", "position_ids")}
     torch.manual_seed(5)
-    encode_in_chunks(module.model._pool_rows, [rows], cached=False)
+    encode_with_gradcache(module.model._pool_rows, [rows], cached=False)
     expected = torch.rand(1).item()
     torch.manual_seed(5)
-    encode_in_chunks(module.model._pool_rows, [rows]).sum().backward()
+    encode_with_gradcache(module.model._pool_rows, [rows]).sum().backward()
     assert torch.rand(1).item() == expected
 
 
@@ -118,8 +118,8 @@ def test_only_one_chunk_s_activations_live_at_a_time():
     module, data = small_module().train(), small_data(draw_pairs(60), packing=False)
     batch = first_batch(data, 32)
 
-    def held(chunk_rows):
-        module.hparams["chunk_rows"], storages = chunk_rows, {}
+    def held(gradcache_rows):
+        module.hparams["gradcache_rows"], storages = gradcache_rows, {}
 
         def keep(tensor):
             storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
@@ -133,13 +133,13 @@ def test_only_one_chunk_s_activations_live_at_a_time():
 
 
 def test_a_batch_of_unequal_tensors_and_no_rows_are_refused():
-    with pytest.raises(ValueError, match="chunk_rows"):
-        split_rows({"a": torch.zeros(2, 1)}, 0)
+    with pytest.raises(ValueError, match="gradcache_rows"):
+        chunk_batch({"a": torch.zeros(2, 1)}, 0)
     with pytest.raises(ValueError, match="as many rows"):
-        split_rows({"a": torch.zeros(2, 1), "b": torch.zeros(3)}, 1)
-    assert [len(c["a"]) for c in split_rows({"a": torch.zeros(5, 1)}, 2)] == [2, 2, 1]
+        chunk_batch({"a": torch.zeros(2, 1), "b": torch.zeros(3)}, 1)
+    assert [len(c["a"]) for c in chunk_batch({"a": torch.zeros(5, 1)}, 2)] == [2, 2, 1]
     one = torch.ones(2, 3)
-    assert gather_vectors(one) is one and gather_numbers(one) is one
+    assert all_gather_with_grad(one) is one and all_gather(one) is one
 
 
 # --- two processes --------------------------------------------------------------------------------
@@ -151,10 +151,10 @@ def _gathered(place: str) -> None:
     rank = torch.distributed.get_rank()
     vectors = torch.arange(6, dtype=torch.float64).view(2, 3) + 10 * rank
     vectors.requires_grad_()
-    together = gather_vectors(vectors)
+    together = all_gather_with_grad(vectors)
     loss = (together * (rank + 1)).square().sum()  # the two losses differ
     loss.backward()
-    numbers = gather_numbers(torch.tensor([rank, rank + 5]))
+    numbers = all_gather(torch.tensor([rank, rank + 5]))
     torch.save(
         {"together": together.detach(), "grad": vectors.grad, "numbers": numbers},
         f"{place}/{rank}.pt",
@@ -224,7 +224,7 @@ def _trained(place: str, options: dict) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "options", [{"chunk_rows": 3, "learn_temperature": True}, {"both_directions": True}]
+    "options", [{"gradcache_rows": 3, "learn_temperature": True}, {"symmetric": True}]
 )
 def test_two_processes_train_as_one_with_the_whole_batch(tmp_path, options):
     from embedding_cases import fit, weights_of
@@ -232,7 +232,7 @@ def test_two_processes_train_as_one_with_the_whole_batch(tmp_path, options):
     run_on_ranks(_trained, str(tmp_path), options)
     two, logged, gradient = torch.load(tmp_path / "two.pt")
     # One process of 16 pairs sees the same pairs in the same order as two of 8.
-    module, first = small_module(**options | {"chunk_rows": None}), FirstGradient()
+    module, first = small_module(**options | {"gradcache_rows": None}), FirstGradient()
     data = _data_with_shared_answers(16)
     trainer = fit(module, data, 3, val_check_steps=3, callbacks=[first])
     assert relative(gradient, first.found) < 1e-6

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from bertlab.embeddings.pairs import (
     EmbeddingDataModule,
-    PairSet,
+    PairDataset,
     clean_pairs,
     group_texts,
     hold_out_pairs,
@@ -134,7 +134,7 @@ def test_a_score_that_is_no_finite_number_is_refused(scores):
     with pytest.raises(ValueError, match="row 0: the column 'scores' holds .* finite number"):
         read_pairs([row])
     data = small_data(
-        PairSet(["a"], ["b"], [["c"]], [[1.0, float("nan")]])
+        PairDataset(["a"], ["b"], [["c"]], [[1.0, float("nan")]])
     )  # not through the reader
     data.fraction = 0
     with pytest.raises(ValueError, match="pair 1 has the scores"):
@@ -142,7 +142,7 @@ def test_a_score_that_is_no_finite_number_is_refused(scores):
 
 
 def test_repeated_pairs_and_negatives_that_are_answers_are_left_out_with_their_scores():
-    pairs = PairSet(["a", "a", "b", "c"], ["A", "A", "A", "c"], [["B", "x"], ["B", "x"], ["a", "y"], []],
+    pairs = PairDataset(["a", "a", "b", "c"], ["A", "A", "A", "c"], [["B", "x"], ["B", "x"], ["a", "y"], []],
                     [[1, 0.5, 0.1], [1, 0.5, 0.1], [1, 0.9, 0.2], [1]])  # fmt: skip
     found = clean_pairs(pairs)
     assert found.queries == ["a", "b"] and found.negatives == [["B", "x"], ["y"]]
@@ -153,7 +153,7 @@ def test_repeated_pairs_and_negatives_that_are_answers_are_left_out_with_their_s
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(10, 19)), min_size=1, max_size=25))
 def test_groups_are_the_connected_parts_of_the_graph_of_pairs(edges):
-    pairs = PairSet([str(a) for a, _ in edges], [str(b) for _, b in edges], [[] for _ in edges])
+    pairs = PairDataset([str(a) for a, _ in edges], [str(b) for _, b in edges], [[] for _ in edges])
     groups = group_texts(pairs)
     reach = {text: {text} for text in groups}  # by spreading, until nothing changes
     for _ in groups:
@@ -168,7 +168,7 @@ def test_groups_are_the_connected_parts_of_the_graph_of_pairs(edges):
 
 def test_no_text_stands_on_both_sides_of_a_split():
     rng = np.random.default_rng(0)
-    pairs = PairSet(
+    pairs = PairDataset(
         [f"q{n}" for n in rng.integers(0, 60, 90)],
         [f"p{n}" for n in range(90)],
         [[] for _ in range(90)],
@@ -177,13 +177,13 @@ def test_no_text_stands_on_both_sides_of_a_split():
     assert not set(train.texts()) & set(held.texts()) and len(train) + len(held) == 90
     assert 10 <= len(held) <= 45
     with pytest.raises(ValueError, match="too few"):
-        hold_out_pairs(PairSet(["a", "a"], ["b", "c"], [[], []]), 0.5)
+        hold_out_pairs(PairDataset(["a", "a"], ["b", "c"], [[], []]), 0.5)
 
 
 def test_no_text_of_a_held_out_pair_is_trained_on_as_a_negative():
     others = [[f"p{(n + 1) % 40}", f"q{(n + 2) % 40}", f"x{n}"] for n in range(40)]
     scores = [[1.0, n + 0.1, n + 0.2, n + 0.3] for n in range(40)]
-    pairs = PairSet([f"q{n}" for n in range(40)], [f"p{n}" for n in range(40)], others, scores)
+    pairs = PairDataset([f"q{n}" for n in range(40)], [f"p{n}" for n in range(40)], others, scores)
     train, held = hold_out_pairs(pairs, 0.25)
     out = {*held.queries, *held.positives}
     assert (
@@ -212,7 +212,7 @@ def test_pairs_of_texts_with_themselves_alone_are_no_pairs(tmp_path):
     rows = [{"query": text, "positive": text} for text in ("one", "two", "one")]
     with pytest.raises(ValueError, match="x.jsonl has no pair of two different texts: all 3 rows"):
         read_pairs(write(tmp_path / "x.jsonl", rows))
-    nothing = clean_pairs(PairSet(["one"], ["one"], [[]]))
+    nothing = clean_pairs(PairDataset(["one"], ["one"], [[]]))
     with pytest.raises(ValueError, match="no pair"):
         hold_out_pairs(nothing, 0.5)
     data = EmbeddingDataModule(small_tokenizer(), validation_fraction=0)
@@ -267,7 +267,7 @@ def test_a_batch_holds_each_text_where_it_says():
 
 
 def test_a_pair_with_fewer_negatives_has_blanks_in_their_place():
-    data = small_data(PairSet(["one two", "three four"] * 4, [f"five {n}" for n in range(8)],
+    data = small_data(PairDataset(["one two", "three four"] * 4, [f"five {n}" for n in range(8)],
                               [["red", "blue"] if n % 2 else ["green"] for n in range(8)]), batch=2)  # fmt: skip
     data.fraction = 0
     data.setup()

@@ -6,7 +6,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bertlab.embeddings.pooling import POOLINGS, cls_pool, mean_pool, pack_texts, text_slots
+from bertlab.embeddings.pooling import (
+    POOLINGS,
+    cls_pool,
+    mean_pool,
+    pack_for_encoder,
+    document_index,
+)
 from bertlab.model.config import bert_tiny, modernbert_tiny
 from bertlab.model.encoder import BertLabModel
 
@@ -36,7 +42,7 @@ def as_tensors(batch):
     st.booleans(),
 )
 def test_every_token_of_every_text_stands_once_in_its_own_order(texts, packing):
-    batch = pack_texts(texts, 7, PAD, packing)
+    batch = pack_for_encoder(texts, 7, PAD, packing)
     documents, ids = batch["attention_mask"], batch["input_ids"]
     rows = [
         (row, number)
@@ -58,11 +64,11 @@ def test_a_packed_text_has_the_vector_and_the_gradient_that_it_has_alone(how, ma
     encoder, texts = BertLabModel(make_config(**SMALL)).eval(), draw_texts(1)
     weights = torch.randn(len(texts), 32)
 
-    batch = as_tensors(pack_texts(texts, 24, PAD))
+    batch = as_tensors(pack_for_encoder(texts, 24, PAD))
     states = encoder(
         batch["input_ids"], batch["attention_mask"], batch["position_ids"]
     ).last_hidden_state
-    together = POOLINGS[how](states, *text_slots(batch["attention_mask"]))[batch["text_order"]]
+    together = POOLINGS[how](states, *document_index(batch["attention_mask"]))[batch["text_order"]]
     (together * weights).sum().backward()
     packed = [p.grad.clone() for p in encoder.parameters() if p.grad is not None]
 
@@ -80,7 +86,7 @@ def test_a_packed_text_has_the_vector_and_the_gradient_that_it_has_alone(how, ma
 
 def test_what_stands_on_padding_reaches_no_vector_and_gets_no_gradient():
     documents = torch.tensor([[1, 1, 2, 0], [1, 0, 0, 0]])
-    slots, count = text_slots(documents)
+    slots, count = document_index(documents)
     for pool in (mean_pool, cls_pool):
         states = torch.randn(2, 4, 3)
         states[documents == 0] = float("inf")
@@ -94,20 +100,23 @@ def test_what_stands_on_padding_reaches_no_vector_and_gets_no_gradient():
 def test_sums_of_sixteen_bit_states_keep_their_digits():
     states = torch.full((1, 4001, 1), 1.0, dtype=torch.bfloat16)
     documents = torch.ones(1, 4001, dtype=torch.int64)
-    assert mean_pool(states, *text_slots(documents)).item() == 1.0  # a sum in bfloat16 stops at 256
+    assert (
+        mean_pool(states, *document_index(documents)).item() == 1.0
+    )  # a sum in bfloat16 stops at 256
 
 
 def test_slots_are_counted_through_rows_and_a_row_of_padding_has_none():
-    slots, count = text_slots(torch.tensor([[1, 2, 0], [0, 0, 0], [1, 1, 2]]))
+    slots, count = document_index(torch.tensor([[1, 2, 0], [0, 0, 0], [1, 1, 2]]))
     assert slots.tolist() == [[0, 1, 4], [4, 4, 4], [2, 2, 3]] and count == 4
     assert (
-        text_slots(torch.tensor([[1, 2, 0], [0, 0, 0], [1, 1, 2]]), 4)[0].tolist() == slots.tolist()
+        document_index(torch.tensor([[1, 2, 0], [0, 0, 0], [1, 1, 2]]), 4)[0].tolist()
+        == slots.tolist()
     )
 
 
 @pytest.mark.parametrize("packing", [True, False])
 def test_an_empty_or_a_too_long_text_is_named(packing):
     with pytest.raises(ValueError, match="text 1"):
-        pack_texts([[1], [], [2]], 4, PAD, packing)
+        pack_for_encoder([[1], [], [2]], 4, PAD, packing)
     with pytest.raises(ValueError, match="5"):
-        pack_texts([[1], [1, 2, 3, 4, 5]], 4, PAD, packing)
+        pack_for_encoder([[1], [1, 2, 3, 4, 5]], 4, PAD, packing)

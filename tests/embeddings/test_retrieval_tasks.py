@@ -11,10 +11,10 @@ from test_bi_encoder import make_model
 from bertlab.data.corpus import make_corpus
 from bertlab.data.documents import Document
 from bertlab.embeddings.few_labels import draw_labels, few_label_curve, probe_accuracy
-from bertlab.embeddings.pairs import PairSet
-from bertlab.embeddings.tasks import (TASKS, EncoderScorer, RetrievalTask, WordVectors, alignment, bm25_scores, bootstrap, evaluate_retrieval,
-                                      first_sentence, load_retrieval, make_task, mteb_scores, retrieval_table,
-                                      score_queries, signatures, tfidf_scores, uniformity)  # fmt: skip
+from bertlab.embeddings.pairs import PairDataset
+from bertlab.embeddings.retrieval import (TASKS, EncoderScorer, RetrievalTask, WordVectors, alignment, bm25_scores, bootstrap_ci, evaluate_retrieval,
+                                      first_sentence, load_retrieval_task, make_task, mteb_scores, retrieval_table,
+                                      retrieval_scores, signatures, tfidf_scores, uniformity)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +33,7 @@ def corpus():
 
 
 def test_training_and_test_share_no_module_and_no_text(corpus):
-    task = load_retrieval("docstring", corpus)
+    task = load_retrieval_task("docstring", corpus)
     assert len(task.queries) > 20 and len(task.train) > 100
     assert not set(task.train.texts()) & set(task.queries + task.documents)
     modules = [
@@ -45,11 +45,11 @@ def test_training_and_test_share_no_module_and_no_text(corpus):
 
 @pytest.mark.parametrize("name", TASKS)
 def test_every_task_of_this_python_has_answers_and_pairs_to_train_on(name):
-    task = load_retrieval(name)
+    task = load_retrieval_task(name)
     assert len(task.queries) > 30 and len(task.train) > 300
     assert all(answers and max(answers) < len(task.documents) for answers in task.relevant)
     assert not set(task.train.texts()) & set(task.queries + task.documents)
-    scores = score_queries(bm25_scores(task.queries, task.documents), task.relevant)
+    scores = retrieval_scores(bm25_scores(task.queries, task.documents), task.relevant)
     by_chance = 10 / len(task.documents)
     assert scores["recall_10"].mean() > min(0.9, 5 * by_chance), "words in common must help"
 
@@ -90,12 +90,12 @@ def test_a_query_that_is_marked_as_its_own_answer_is_ranked():
 
 
 def test_every_query_of_near_twins_has_its_twin_before_itself():
-    task = load_retrieval("duplicates")
+    task = load_retrieval_task("duplicates")
     twice = [bool(some) for some in task.find_itself()]
     found = evaluate_retrieval(task, {"TF-IDF": tfidf_scores})["TF-IDF"]["recall_1"]
     assert any(twice) and found[twice].mean() > 0.8
     assert (
-        score_queries(tfidf_scores(task.queries, task.documents), task.relevant)["recall_1"][
+        retrieval_scores(tfidf_scores(task.queries, task.documents), task.relevant)["recall_1"][
             twice
         ].max()
         == 0
@@ -110,13 +110,13 @@ def test_a_task_whose_queries_cannot_be_scored_is_refused_before_anything_is_enc
     relevant, word
 ):
     with pytest.raises(ValueError, match=word) as caught:
-        RetrievalTask("x", "y", ["who", "why"], ["A", "B"], relevant, PairSet([], [], []))
+        RetrievalTask("x", "y", ["who", "why"], ["A", "B"], relevant, PairDataset([], [], []))
     assert "\n" not in str(caught.value)
 
 
 def test_scores_of_a_query_without_an_answer_are_refused_by_its_number():
     with pytest.raises(ValueError, match="query 1 has no relevant document"):
-        score_queries(np.zeros((2, 3)), [[0], []])
+        retrieval_scores(np.zeros((2, 3)), [[0], []])
 
 
 def test_a_docstring_is_parted_after_its_first_sentence():
@@ -143,16 +143,16 @@ def test_signatures_are_those_of_documented_functions(tmp_path):
 
 def test_measures_of_two_answers_worked_out_by_hand():
     scores = np.array([[9.0, 8, 7, 6, 5, 4, 3, 2, 1, 0, -1, -2]])
-    found = {k: v[0] for k, v in score_queries(scores, [[1, 4]]).items()}  # ranks 2 and 5
+    found = {k: v[0] for k, v in retrieval_scores(scores, [[1, 4]]).items()}  # ranks 2 and 5
     ideal = 1 / math.log2(2) + 1 / math.log2(3)
     assert found["recall_1"] == 0 and found["recall_10"] == 1 and found["mrr"] == 0.5
     assert found["ndcg_10"] == pytest.approx((1 / math.log2(3) + 1 / math.log2(6)) / ideal)
-    late = score_queries(scores, [[0, 11]])  # ranks 1 and 12
+    late = retrieval_scores(scores, [[0, 11]])  # ranks 1 and 12
     assert late["recall_10"][0] == 0.5 and late["recall_1"][0] == 1 and late["mrr"][0] == 1
 
 
 def test_a_model_that_knows_nothing_scores_nothing():
-    found = score_queries(np.zeros((4, 50)), [[n] for n in range(4)])
+    found = retrieval_scores(np.zeros((4, 50)), [[n] for n in range(4)])
     assert all(values.max() <= 1 / 50 for values in found.values())
 
 
@@ -166,17 +166,17 @@ def test_a_collapsed_model_scores_nothing_although_its_products_are_rounded(widt
 
     texts = ["x"] * 300
     scores = 20 * EncoderScorer(Collapsed())(texts, texts)  # on any scale
-    found = score_queries(scores, [[n] for n in range(300)])
+    found = retrieval_scores(scores, [[n] for n in range(300)])
     assert all(values.max() <= 1 / 300 for values in found.values())
 
 
 def test_scores_that_are_no_numbers_or_infinite_are_ranked_as_what_they_are():
     scores = np.array([[np.nan, 1.0, 2.0], [0.5, np.nan, -np.inf], [np.inf, 1.0, 2.0]])
-    assert score_queries(scores, [[0], [0], [2]])["mrr"].tolist() == pytest.approx(
+    assert retrieval_scores(scores, [[0], [0], [2]])["mrr"].tolist() == pytest.approx(
         [1 / 3, 1, 1 / 2]
     )
     ranks = np.arange(5, 0, -1)[None] + 10**7  # whole numbers are exact, however large
-    assert score_queries(ranks, [[2]])["mrr"].tolist() == pytest.approx([1 / 3])
+    assert retrieval_scores(ranks, [[2]])["mrr"].tolist() == pytest.approx([1 / 3])
 
 
 def test_bm25_is_its_formula():
@@ -241,7 +241,7 @@ def test_an_interval_holds_its_mean_and_narrows_with_more_queries():
     rng = np.random.default_rng(0)
     widths = []
     for count in (50, 800):
-        mean, low, high = bootstrap(rng.random(count))
+        mean, low, high = bootstrap_ci(rng.random(count))
         assert low < mean < high
         widths.append(high - low)
     assert widths[1] == pytest.approx(widths[0] / 4, rel=0.3)
@@ -255,7 +255,7 @@ def test_alignment_and_uniformity_tell_a_collapse_from_a_sphere():
 
 
 def test_a_table_has_a_line_for_each_scorer(corpus):
-    task = load_retrieval("docstring", corpus)
+    task = load_retrieval_task("docstring", corpus)
 
     class Model:
         def encode(self, texts):
@@ -266,7 +266,7 @@ def test_a_table_has_a_line_for_each_scorer(corpus):
     )
     assert [line.split()[0] for line in table.splitlines()[1:]] == ["random", "BM25"]
     with pytest.raises(ValueError, match="docstring"):
-        load_retrieval("dcstring", corpus)
+        load_retrieval_task("dcstring", corpus)
 
 
 def test_labels_are_drawn_by_class_and_shared_by_all_arms():
@@ -301,7 +301,7 @@ def own_task(corpus):
     from datasets import Dataset
     from mteb.abstasks import AbsTaskRetrieval
 
-    task = load_retrieval("docstring", corpus)
+    task = load_retrieval_task("docstring", corpus)
 
     class SmallDocstrings(AbsTaskRetrieval):
         metadata = mteb.TaskMetadata(
@@ -326,7 +326,7 @@ def test_mteb_runs_its_own_evaluation_of_our_model_and_finds_what_we_find(own_ta
     task, theirs = own_task
     model = make_model()
     model.save(tmp_path)
-    ours = score_queries(EncoderScorer(model)(task.queries, task.documents), task.relevant)[
+    ours = retrieval_scores(EncoderScorer(model)(task.queries, task.documents), task.relevant)[
         "ndcg_10"
     ].mean()
     assert 0 < ours < 1

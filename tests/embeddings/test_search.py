@@ -15,12 +15,12 @@ from bertlab.embeddings.bi_encoder import BiEncoder
 from bertlab.embeddings.late_interaction import LateScorer, maxsim, token_vectors
 from bertlab.embeddings.search import (
     TextIndex,
-    encode_texts,
+    encode_corpus,
     model_fingerprint,
-    search_vectors,
+    exact_search,
     source_documents,
 )
-from bertlab.embeddings.tasks import EncoderScorer
+from bertlab.embeddings.retrieval import EncoderScorer
 from bertlab.model.config import BertLabConfig
 from bertlab.model.encoder import BertLabModel
 
@@ -37,7 +37,7 @@ def test_search_by_blocks_is_a_sort_of_everything(count, top_k, block, seed):
         rng.integers(-2, 3, (count, 3)).astype(np.float32),
         rng.integers(-2, 3, (4, 3)).astype(np.float32),
     )
-    scores, found = search_vectors(queries, vectors, top_k, block)
+    scores, found = exact_search(queries, vectors, top_k, block)
     exact = np.argsort(-(queries @ vectors.T), axis=1, kind="stable")[:, :top_k]
     assert np.array_equal(found, exact), "also where scores tie: the first one wins"
     assert np.array_equal(scores, np.take_along_axis(queries @ vectors.T, exact, 1))
@@ -64,9 +64,9 @@ def test_stopped_at_any_part_and_started_again_it_writes_the_same(tmp_path, outp
                 raise Stop
 
         with pytest.raises(Stop):
-            encode_texts(model, source, tmp_path / output, part_size=10, progress=watch)
+            encode_corpus(model, source, tmp_path / output, part_size=10, progress=watch)
         assert not (tmp_path / output).exists()
-    assert encode_texts(model, source, tmp_path / output, part_size=10) == 50
+    assert encode_corpus(model, source, tmp_path / output, part_size=10) == 50
     if output == "v.npy":
         found = np.load(tmp_path / output)
     elif output == "v.parquet":
@@ -95,7 +95,7 @@ def stopped_model(output):
             raise Stop
 
     with pytest.raises(Stop):
-        encode_texts(model, documents, output, part_size=10, progress=stop)
+        encode_corpus(model, documents, output, part_size=10, progress=stop)
     return model
 
 
@@ -105,7 +105,7 @@ def test_a_stopped_run_goes_on_only_with_the_same_model_source_and_choices(tmp_p
     assert model_fingerprint(other) != model_fingerprint(model) == model_fingerprint(make_model())
     for wrong, options in ((other, {}), (model, {"name": "else"}), (model, {"width": 8})):
         with pytest.raises(ValueError, match="stopped"):
-            encode_texts(wrong, documents, tmp_path / "v.npy", **{"part_size": 10, **options})
+            encode_corpus(wrong, documents, tmp_path / "v.npy", **{"part_size": 10, **options})
 
 
 def test_a_stopped_run_goes_on_only_with_the_texts_that_it_has_encoded(tmp_path):
@@ -118,7 +118,7 @@ def test_a_stopped_run_goes_on_only_with_the_texts_that_it_has_encoded(tmp_path)
 
     def encode(lines, progress=lambda count: None):
         read = source_documents([str(path)], lines=lines)
-        return encode_texts(model, read, tmp_path / "index", part_size=2, progress=progress)
+        return encode_corpus(model, read, tmp_path / "index", part_size=2, progress=progress)
 
     with pytest.raises(Stop):
         encode("documents", stop)
@@ -139,9 +139,9 @@ def test_a_stopped_run_goes_on_only_with_the_texts_that_it_has_encoded(tmp_path)
 
 def test_a_new_index_leaves_a_user_s_own_files(tmp_path):
     model, docs = make_model(), documents(30)
-    encode_texts(model, lambda: docs[:10], tmp_path / "index")
+    encode_corpus(model, lambda: docs[:10], tmp_path / "index")
     (tmp_path / "index/notes.txt").write_text("mine")
-    assert encode_texts(model, lambda: docs, tmp_path / "index", overwrite=True) == 30
+    assert encode_corpus(model, lambda: docs, tmp_path / "index", overwrite=True) == 30
     assert (tmp_path / "index/notes.txt").read_text() == "mine" and len(
         TextIndex.open(tmp_path / "index")
     ) == 30
@@ -149,7 +149,7 @@ def test_a_new_index_leaves_a_user_s_own_files(tmp_path):
 
 def test_an_index_finds_its_own_texts_and_refuses_another_model(tmp_path):
     model, docs = make_model(), documents(30)
-    encode_texts(model, lambda: docs, tmp_path / "index", width=16)
+    encode_corpus(model, lambda: docs, tmp_path / "index", width=16)
     index = TextIndex.open(tmp_path / "index")
     index.check_model(model)
     for n, hits in enumerate(index.search(model, [d.text for d in docs], 1)):
@@ -162,7 +162,9 @@ def test_an_index_finds_its_own_texts_and_refuses_another_model(tmp_path):
 
 def test_an_index_names_the_reading_that_a_model_of_its_own_lacks(tmp_path):
     docs = documents(10)
-    encode_texts(make_model(pooling="cls", max_sequence_length=8), lambda: docs, tmp_path / "index")
+    encode_corpus(
+        make_model(pooling="cls", max_sequence_length=8), lambda: docs, tmp_path / "index"
+    )
     index, model = TextIndex.open(tmp_path / "index"), make_model()
     with pytest.raises(ValueError, match="pooling='cls', and the model has 'mean'"):
         index.check_model(model)
@@ -176,7 +178,7 @@ def test_an_index_names_the_reading_that_a_model_of_its_own_lacks(tmp_path):
 
 
 def test_an_index_that_does_not_say_its_model_is_refused(tmp_path):
-    encode_texts(make_model(), documents, tmp_path / "index")
+    encode_corpus(make_model(), documents, tmp_path / "index")
     store = json.loads((tmp_path / "index/store.json").read_text())
     for broken in ({k: v for k, v in store.items() if k != "model"}, {**store, "model": None}, []):
         (tmp_path / "index/store.json").write_text(json.dumps(broken))
@@ -186,7 +188,7 @@ def test_an_index_that_does_not_say_its_model_is_refused(tmp_path):
 
 def test_an_index_of_an_earlier_version_still_answers(tmp_path):
     model = make_model()
-    encode_texts(model, documents, tmp_path / "index")
+    encode_corpus(model, documents, tmp_path / "index")
     store = json.loads((tmp_path / "index/store.json").read_text())
     kept = {
         k: store[k] for k in store if k not in ("pooling", "max_sequence_length", "document_prompt")
@@ -210,7 +212,7 @@ def test_an_index_of_an_earlier_version_has_no_prompts_and_its_queries_have_them
     tmp_path,
 ):
     plain, docs = make_model(), documents(20)
-    encode_texts(plain, lambda: docs, tmp_path / "index")
+    encode_corpus(plain, lambda: docs, tmp_path / "index")
     store = json.loads((tmp_path / "index/store.json").read_text())
     (tmp_path / "index/store.json").write_text(
         json.dumps({k: v for k, v in store.items() if k != "document_prompt"})
@@ -227,7 +229,7 @@ def test_an_index_of_an_earlier_version_has_no_prompts_and_its_queries_have_them
 
 def test_prompts_stand_before_documents_of_an_index_and_its_queries(tmp_path):
     model, plain, docs = make_model(conventions={"prompts": PROMPTS}), make_model(), documents(20)
-    encode_texts(model, lambda: docs, tmp_path / "index")
+    encode_corpus(model, lambda: docs, tmp_path / "index")
     index = TextIndex.open(tmp_path / "index")
     texts = [d.text for d in docs]
     assert (
@@ -260,10 +262,10 @@ def test_prompts_stand_before_documents_of_an_index_and_its_queries(tmp_path):
 )
 def test_texts_may_be_encoded_as_queries_or_with_the_prompts_that_they_have(tmp_path, side, before):
     model, plain, docs = make_model(conventions={"prompts": PROMPTS}), make_model(), documents(20)
-    encode_texts(model, lambda: docs, tmp_path / "v.npy", prompt=side)
+    encode_corpus(model, lambda: docs, tmp_path / "v.npy", prompt=side)
     expected = plain.encode([before + d.text for d in docs])
     assert np.abs(np.load(tmp_path / "v.npy") - expected).max() < 2e-6
-    encode_texts(model, lambda: docs, tmp_path / "index", prompt=side)
+    encode_corpus(model, lambda: docs, tmp_path / "index", prompt=side)
     index, again = TextIndex.open(tmp_path / "index"), make_model(conventions={"prompts": PROMPTS})
     index.prepare_model(again)
     index.check_model(
@@ -283,16 +285,16 @@ def test_another_prompt_is_another_encoding(tmp_path):
 
     model, docs = make_model(conventions={"prompts": PROMPTS}), documents(20)
     with pytest.raises(KeyboardInterrupt):
-        encode_texts(
+        encode_corpus(
             model, lambda: docs, tmp_path / "v.npy", part_size=5, progress=stop, prompt="query"
         )
     with pytest.raises(
         ValueError, match="another document_prompt .'alpha beta: ', not 'gamma delta: '"
     ):
-        encode_texts(model, lambda: docs, tmp_path / "v.npy", part_size=5)
+        encode_corpus(model, lambda: docs, tmp_path / "v.npy", part_size=5)
     with pytest.raises(ValueError, match="prompt='nobody' is unknown.*document, query, none"):
-        encode_texts(model, lambda: docs, tmp_path / "v.npy", part_size=5, prompt="nobody")
-    assert encode_texts(model, lambda: docs, tmp_path / "v.npy", part_size=5, prompt="query") == 20
+        encode_corpus(model, lambda: docs, tmp_path / "v.npy", part_size=5, prompt="nobody")
+    assert encode_corpus(model, lambda: docs, tmp_path / "v.npy", part_size=5, prompt="query") == 20
 
 
 def test_a_stopped_run_of_an_earlier_version_goes_on_where_no_prompt_belongs_before_its_texts(
@@ -303,13 +305,13 @@ def test_a_stopped_run_of_an_earlier_version_goes_on_where_no_prompt_belongs_bef
     state = {k: v for k, v in json.loads(path.read_text()).items() if k != "document_prompt"}
     path.write_text(json.dumps({**state, "model": model_fingerprint(model, earlier=True)}))
     with pytest.raises(ValueError, match="another document_prompt"):
-        encode_texts(
+        encode_corpus(
             make_model(conventions={"prompts": PROMPTS}),
             documents,
             tmp_path / "v.npy",
             part_size=10,
         )
-    assert encode_texts(model, documents, tmp_path / "v.npy", part_size=10) == 50
+    assert encode_corpus(model, documents, tmp_path / "v.npy", part_size=10) == 50
 
 
 @pytest.mark.parametrize("name", ["cosine", "dot"])
@@ -319,7 +321,7 @@ def test_a_model_without_a_norm_is_searched_and_evaluated_as_it_says(tmp_path, n
         documents(30),
     )
     texts = [d.text for d in docs]
-    encode_texts(model, lambda: docs, tmp_path / "index", width=16)
+    encode_corpus(model, lambda: docs, tmp_path / "index", width=16)
     index, whole = TextIndex.open(tmp_path / "index"), model.encode(texts)
     assert np.ptp(np.linalg.norm(whole, axis=1)) > 0.1, "or nothing is tested"
     unit = lambda x: x / np.linalg.norm(x, axis=1, keepdims=True) if name == "cosine" else x  # noqa: E731
@@ -372,10 +374,10 @@ def test_a_fingerprint_knows_what_the_tokenizer_makes_of_a_text(tmp_path):
 def test_a_home_directory_may_be_said_shortly(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     model = make_model()
-    encode_texts(model, documents, "~/index")
+    encode_corpus(model, documents, "~/index")
     assert (tmp_path / "index/store.json").exists() and len(TextIndex.open("~/index")) == 50
     with pytest.raises(ValueError, match="exists already"):
-        encode_texts(model, documents, "~/index")
+        encode_corpus(model, documents, "~/index")
 
 
 def test_malformed_rows_are_left_out_where_that_is_asked_and_a_table_may_have_no_header(tmp_path):
@@ -400,7 +402,7 @@ def test_an_index_appears_whole_or_not_at_all(tmp_path, monkeypatch):
     import bertlab.embeddings.search as module
 
     model, docs = make_model(), documents(30)
-    encode_texts(model, lambda: docs[:10], tmp_path / "index", part_size=4)
+    encode_corpus(model, lambda: docs[:10], tmp_path / "index", part_size=4)
     before = {path.name: path.read_bytes() for path in (tmp_path / "index").iterdir()}
     write = module._write_npy
 
@@ -411,11 +413,11 @@ def test_an_index_appears_whole_or_not_at_all(tmp_path, monkeypatch):
     for place in ("index", "new"):  # over another index, and where there was none
         monkeypatch.setattr(module, "_write_npy", stopped)
         with pytest.raises(KeyboardInterrupt):
-            encode_texts(model, lambda: docs, tmp_path / place, part_size=4, overwrite=True)
+            encode_corpus(model, lambda: docs, tmp_path / place, part_size=4, overwrite=True)
         monkeypatch.undo()
         if place == "index":
             assert {path.name: path.read_bytes() for path in (tmp_path / place).iterdir()} == before
-        encode_texts(model, lambda: docs, tmp_path / place, part_size=4, overwrite=True)
+        encode_corpus(model, lambda: docs, tmp_path / place, part_size=4, overwrite=True)
         assert len(TextIndex.open(tmp_path / place)) == 30
     assert sorted(path.name for path in tmp_path.iterdir()) == ["index", "new"]
 
@@ -429,7 +431,7 @@ def test_blank_texts_keep_their_rows_in_a_npy_are_left_out_of_the_rest_and_are_c
     tmp_path, output
 ):
     model, notes = make_model(), Counter()
-    assert encode_texts(model, lambda: SOME, tmp_path / output, notes=notes) == 7
+    assert encode_corpus(model, lambda: SOME, tmp_path / output, notes=notes) == 7
     assert sum(notes.values()) == 3 and all("blank texts" in what for what in notes)
     if output == "v.npy":
         found = np.load(tmp_path / output)
@@ -453,14 +455,14 @@ def test_blank_texts_keep_their_rows_in_a_npy_are_left_out_of_the_rest_and_are_c
 @pytest.mark.parametrize("output", ["v.npy", "v.parquet"])
 def test_a_source_without_any_text_is_an_error(tmp_path, texts, output):
     with pytest.raises(ValueError, match="no text"):
-        encode_texts(make_model(), lambda: texts, tmp_path / output, width=4)
+        encode_corpus(make_model(), lambda: texts, tmp_path / output, width=4)
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("output", ["v.npy", "index"])
 def test_a_stopped_run_goes_on_behind_a_blank_text_and_counts_those_before_it(tmp_path, output):
     model, notes = make_model(), Counter()
-    encode_texts(
+    encode_corpus(
         model, lambda: SOME, tmp_path / ("whole.npy" if output == "v.npy" else "whole"), part_size=2
     )
     for stop in (2, 4, 6):
@@ -470,8 +472,8 @@ def test_a_stopped_run_goes_on_behind_a_blank_text_and_counts_those_before_it(tm
                 raise Stop
 
         with pytest.raises(Stop):
-            encode_texts(model, lambda: SOME, tmp_path / output, part_size=2, progress=watch)
-    assert encode_texts(model, lambda: SOME, tmp_path / output, part_size=2, notes=notes) == 7
+            encode_corpus(model, lambda: SOME, tmp_path / output, part_size=2, progress=watch)
+    assert encode_corpus(model, lambda: SOME, tmp_path / output, part_size=2, notes=notes) == 7
     assert sum(notes.values()) == 3
     names = (
         ("v.npy", "whole.npy") if output == "v.npy" else ("index/vectors.npy", "whole/vectors.npy")
@@ -490,14 +492,14 @@ def test_what_an_earlier_version_has_encoded_goes_on_where_no_blank_text_was_lef
     with pytest.raises(
         Stop
     ):  # earlier versions wrote the same of these, wherever blank ones stood between them
-        encode_texts(model, lambda: texts, tmp_path / "v.npy", part_size=2, progress=stop)
+        encode_corpus(model, lambda: texts, tmp_path / "v.npy", part_size=2, progress=stop)
     blank = Document(" ", "a:x")
     with pytest.raises(
         ValueError, match="text 2 is not the same.*a:1.*a:x.*delete the directory.*earlier versions"
     ):
-        encode_texts(model, lambda: [texts[0], blank, *texts[1:]], tmp_path / "v.npy", part_size=2)
+        encode_corpus(model, lambda: [texts[0], blank, *texts[1:]], tmp_path / "v.npy", part_size=2)
     assert (
-        encode_texts(
+        encode_corpus(
             model, lambda: [*texts[:2], blank, *texts[2:]], tmp_path / "v.npy", part_size=2
         )
         == 4
@@ -518,10 +520,10 @@ def test_an_output_that_cannot_be_is_refused_before_any_work(tmp_path):
         ("folder.npy", "is a directory"),
     ):
         with pytest.raises(ValueError, match=word):
-            encode_texts(model, documents, tmp_path / name)
-    assert encode_texts(model, documents, tmp_path / "old.npy", overwrite=True) == 50
+            encode_corpus(model, documents, tmp_path / name)
+    assert encode_corpus(model, documents, tmp_path / "old.npy", overwrite=True) == 50
     with pytest.raises(ValueError, match="dimensions"):
-        search_vectors(np.zeros((1, 3)), np.zeros((2, 4)))
+        exact_search(np.zeros((1, 3)), np.zeros((2, 4)))
 
 
 def test_texts_of_a_folder_keep_their_places(tmp_path):

@@ -45,7 +45,7 @@ from bertlab.train.modules import PretrainingModule, build_optimizer
 from bertlab.train.reports import stop_reason
 from bertlab.explorers.optimizers import (
     OptimizerRun,
-    UpdateWatch,
+    UpdateRecorder,
     load_runs,
     mean_curve,
     optimizer_race,
@@ -69,7 +69,7 @@ from bertlab.explorers.training_monitor import (
     WidgetMail,
     monitor_curves,
 )
-from bertlab.explorers.widgets import keep_points
+from bertlab.explorers.widgets import downsample
 
 MINE = ("schedule_designer", "optimizer_race", "attention_browser", "embedding_map")
 
@@ -213,7 +213,7 @@ def test_sliders_reach_as_far_as_the_run_that_is_typed():
 
 def test_an_update_is_measured_by_its_size_and_its_singular_values():
     run, matrix = OptimizerRun("hand", 1.0, 0), torch.zeros(2, 3)
-    watch = UpdateWatch(run, matrix, every=2)
+    watch = UpdateRecorder(run, matrix, every=2)
     matrix += torch.tensor([[3.0, 0, 0], [0, 0, 0]])  # in place, as optimizers do
     watch.look(matrix)
     matrix += torch.tensor([[0.0, 2, 0], [1, 0, 0]])
@@ -228,7 +228,7 @@ def test_an_update_is_measured_by_its_size_and_its_singular_values():
 def test_a_small_update_of_float16_is_measured():
     run = OptimizerRun("rule", 0.1, 0)
     matrix = torch.zeros(4, 4, dtype=torch.float16)
-    watch = UpdateWatch(run, matrix)
+    watch = UpdateRecorder(run, matrix)
     watch.look(matrix + 1e-4)
     assert run.update_sizes == [pytest.approx(1e-4, rel=1e-2)]
 
@@ -236,7 +236,7 @@ def test_a_small_update_of_float16_is_measured():
 def test_runs_survive_a_file_and_one_that_diverged_is_shown_as_that(tmp_path):
     matrix = torch.zeros(2, 2)
     wild = OptimizerRun("wild", 9.0, 0, losses=[4.0, None])
-    watch = UpdateWatch(wild, matrix, every=1)
+    watch = UpdateRecorder(wild, matrix, every=1)
     for step in (1.0, math.inf):
         matrix += step
         watch.look(matrix)
@@ -733,7 +733,7 @@ def test_curves_keep_the_last_row_and_speed_is_work_over_time():
     curves = monitor_curves(rows)
     assert all(len(x) == 150 and x[-1] == 2000 for x, _ in curves.values())
     assert curves["tokens per second"][1][1:] == pytest.approx([200] * 149)
-    assert keep_points(1, 150).tolist() == [0] and keep_points(3, 150).tolist() == [0, 1, 2]
+    assert downsample(1, 150).tolist() == [0] and downsample(3, 150).tolist() == [0, 1, 2]
     drawn = training_monitor.monitor_html(rows, 3000)  # no finite norm: three charts and a message
     assert (
         "step 2,000 of 3,000" in drawn

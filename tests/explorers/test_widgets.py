@@ -153,22 +153,22 @@ def test_static_forms_are_whole_small_and_fetch_nothing(report):
 
 def test_two_static_forms_on_a_page_share_no_name():
     first, second = (
-        widgets.static_steps([f"<p>{n}</p>", "<p>x</p>"], "Title", ["a", "b"]) for n in (1, 2)
+        widgets.static_frames([f"<p>{n}</p>", "<p>x</p>"], "Title", ["a", "b"]) for n in (1, 2)
     )
     assert not set(Reader(first).ids) & set(Reader(second).ids)
     assert (
-        widgets.static_steps(["<p>1</p>", "<p>x</p>"], "Title", ["a", "b"]) == first
+        widgets.static_frames(["<p>1</p>", "<p>x</p>"], "Title", ["a", "b"]) == first
     )  # the same in each run
 
 
 def test_a_static_form_above_150_kb_is_refused():
     assert widgets.check_size("x" * 150_000)
     with pytest.raises(ValueError, match="150 KB at most, this one 161 KB: give fewer steps"):
-        widgets.static_steps(["x" * 80_000] * 2, "Title", ["a", "b"])
+        widgets.static_frames(["x" * 80_000] * 2, "Title", ["a", "b"])
     with pytest.raises(ValueError, match="150 KB at most"):
         widgets.check_size("é" * 75_001)  # bytes count, not letters
     with pytest.raises(ValueError, match="2 frames and 1 labels"):
-        widgets.static_steps(["a", "b"], "Title", ["one"])
+        widgets.static_frames(["a", "b"], "Title", ["one"])
 
 
 def test_an_explorer_whose_steps_are_too_large_keeps_fewer_and_says_so():
@@ -249,7 +249,7 @@ def test_a_checkpoint_whose_tokenizer_has_no_mask_is_named(tokenizer):
 def test_what_a_user_typed_is_text_and_never_markup():
     evil = "<img src=x onerror=alert(1)>"
     frame = plots.svg_figure([plots.svg_box(0, 0, 9, 9, text=evil, tip=evil)], 9, 9, alt=evil + '"')
-    for text in (widgets.alert(evil), frame, widgets.static_steps(["a"], evil, [evil])):
+    for text in (widgets.alert(evil), frame, widgets.static_frames(["a"], evil, [evil])):
         assert "<img" not in text and "&lt;img" in text
     assert Reader(frame).wrong == []
     assert "<img" not in fill_mask_box.guess_rows([(evil, 0.5)])
@@ -307,7 +307,7 @@ def test_a_step_of_the_static_form_turns_only_what_it_names_and_is_drawn_as_the_
 
 def test_a_typed_number_may_leave_the_slider_behind_and_is_never_pulled_back():
     typed = ipywidgets.FloatText(0.3)
-    slider = widgets.tie_slider(typed, min=0.0, max=1.0, step=0.1, description="p")
+    slider = widgets.link_slider(typed, min=0.0, max=1.0, step=0.1, description="p")
     for value, place in ((0.5, 0.5), (2.0, 0.5), (-1.0, 0.5), (float("nan"), 0.5), (0.0, 0.0)):
         typed.value = value
         assert slider.value == place and (typed.value == value or value != value)
@@ -385,7 +385,7 @@ def test_the_slider_reaches_every_document_however_their_lengths_are_separated(t
 
 def test_a_window_reaches_its_own_document_only_and_padding_reaches_nothing():
     documents = [1, 1, 1, 1, 2, 2, 0]
-    reach = packing_explorers.find_reach
+    reach = packing_explorers.visible_positions
     assert reach(documents, 3).tolist() == [0, 1, 2, 3]
     assert reach(documents, 3, "window", 2).tolist() == [1, 2, 3]  # 4 and 5 are near, and strangers
     assert reach(documents, 4, "window", 0).tolist() == [4]
@@ -427,12 +427,12 @@ def test_observed_rates_of_many_draws_come_close_to_the_requested_ones(tokenizer
     observed, asked = [], []
     for draw in draws:
         inputs, labels = widgets.mask_text(tokenizer, text, 0.3, draw, objective, unit)
-        fates = widgets.token_fates(inputs, labels, tokenizer.mask_token_id)
+        fates = widgets.token_states(inputs, labels, tokenizer.mask_token_id)
         chosen = len(fates) - fates.count("plain")
         observed.append(
             [chosen / (len(fates) - 2), *(fates.count(fate) / chosen for fate in RATES[1:])]
         )
-        rates = widgets.asked_rates(tokenizer, 0.3, draw, objective)
+        rates = widgets.expected_rates(tokenizer, 0.3, draw, objective)
         assert list(rates) == RATES and sum(rates.values()) - rates["chosen"] == pytest.approx(1)
         asked.append(list(rates.values()))
     # 40 draws of 80 tokens or more, half of which may be chosen: four standard errors are 0.03, of whole words 0.05.
