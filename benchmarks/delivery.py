@@ -66,11 +66,11 @@ def forever(loader: Iterable) -> Iterable[dict]:
 def our_stages(case: dict, corpus, tokenizer) -> dict[str, float]:
     "What PretrainingDataModule does, stage by stage."
     from bertlab.data.module import PretrainingDataModule
-    from bertlab.data.packing import PackedDataset, special_ids
+    from bertlab.data.packing import PackedDataset, special_token_ids
     from bertlab.data.cache import tokenize_documents
 
     def pack(documents) -> list:
-        dataset = PackedDataset(documents, LENGTH, **special_ids(tokenizer))
+        dataset = PackedDataset(documents, LENGTH, **special_token_ids(tokenizer))
         places = range(len(dataset))
         return [dataset.__getitems__(places[n : n + ROWS]) for n in places[::ROWS]]
 

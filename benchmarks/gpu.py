@@ -63,7 +63,7 @@ from bertlab.data.tokenizers import train_tokenizer
 from bertlab.core.devices import find_devices, benchmark_matmul, wait_function
 from bertlab.core.files import atomic_write
 from bertlab.model.heads import BertLabForMaskedLM
-from bertlab.data.module import pack_texts
+from bertlab.data.module import build_packed_dataset
 from bertlab.model.losses import LossRule
 from bertlab.train.modules import BATCH_KEYS, compile_model
 from bertlab.optim.groups import parameter_groups
@@ -131,7 +131,7 @@ def make_batches(
 ) -> list[dict]:
     "So many batches of the same documents, or all rows once: packed, grouped or padded (one in a row)."
     padded = kind == "padded"
-    dataset = pack_texts(texts, tokenizer, LENGTH, packing=not padded)
+    dataset = build_packed_dataset(texts, tokenizer, LENGTH, packing=not padded)
     collate = MaskedLanguageModelingCollator.from_tokenizer(
         tokenizer, mlm_probability=MASKED, max_sequence_length=LENGTH,
         pad_to_multiple_of=8 if padded else None)  # fmt: skip

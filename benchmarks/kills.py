@@ -92,9 +92,9 @@ class Tokenizing:
 
     def differences(self, output: Path) -> list[str]:
         "What is not as in the undisturbed directory."
-        from bertlab.data.shards import open_shards
+        from bertlab.data.shards import load_tokens
 
-        ours, theirs = open_shards(output), open_shards(self.calm)
+        ours, theirs = load_tokens(output), load_tokens(self.calm)
         ours.verify()
         left = [path.name for path in output.glob(".*")]
         return [*(["tokens"] * (not np.array_equal(ours.tokens, theirs.tokens))),

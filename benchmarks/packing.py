@@ -24,11 +24,11 @@ from bertlab.data.corpus import embedded_corpus
 from bertlab.data.tokenizers import train_tokenizer
 from bertlab.core.files import atomic_write
 from bertlab.data.packing import (
-    EpochOrder,
+    EpochShuffle,
     PackedDataset,
     TokenizedDocuments,
-    plan_best_fit,
-    split_long,
+    pack_best_fit,
+    split_into_windows,
 )
 from bertlab.core.plots import BLUE, GREEN, GREY, ORANGE, RED, new_axes
 from bertlab.data.streaming import BestFitBuffer, PackedStream, StreamWindow
@@ -107,7 +107,9 @@ def log_normal(mean: float, num: int, seed: int = 0) -> np.ndarray:
 
 def compare(sizes: np.ndarray, capacity: int) -> tuple[dict[str, float], dict[str, int]]:
     "Share of positions in use and tokens placed a second, by packer. `sizes` are in the stream's order."
-    lengths = (split_long(np.append(0, np.cumsum(sizes)), capacity - 2).lengths + 2).tolist()
+    lengths = (
+        split_into_windows(np.append(0, np.cumsum(sizes)), capacity - 2).lengths + 2
+    ).tolist()
     total, shares, rates = sum(lengths), {}, {}
     for name in COLOURS:
         start = time.perf_counter()
@@ -117,7 +119,7 @@ def compare(sizes: np.ndarray, capacity: int) -> tuple[dict[str, float], dict[st
             tokens, rows = total, {
                 "padding": len, "next-fit": lambda n: next_fit(n, capacity),
                 "bertlab, stream": lambda n: stream_rows(n, capacity),
-                "bertlab, plan": lambda n: len(plan_best_fit(n, capacity)),
+                "bertlab, plan": lambda n: len(pack_best_fit(n, capacity)),
             }[name](lengths)  # fmt: skip
         rates[name] = round(total / (time.perf_counter() - start))
         shares[name] = (
@@ -132,8 +134,8 @@ def time_planning(num: int = 1_000_000) -> dict[str, float]:
 
     def plan() -> tuple[float, float]:
         start = time.perf_counter()
-        windows = split_long(offsets, 510)
-        order = EpochOrder(plan_best_fit(windows.lengths + 2, 512), windows.lengths + 2)
+        windows = split_into_windows(offsets, 510)
+        order = EpochShuffle(pack_best_fit(windows.lengths + 2, 512), windows.lengths + 2)
         planned = time.perf_counter()
         order(0)
         return planned - start, time.perf_counter() - planned

@@ -2,10 +2,10 @@
 
     python benchmarks/shards.py [--tokens 1000000000] [--megabytes 40] [--skip-tokenizing | --skip-cache]
 
-Each figure is taken in a process of its own. Open: until `open_shards` returns. First batch: from the start of opening
+Each figure is taken in a process of its own. Open: until `load_tokens` returns. First batch: from the start of opening
 until 32 rows of 128 are there, in a directory where no row was ever counted ("first time") and again ("after that").
 Memory: the largest resident size of that process, and what is its own (not shared pages of files). Tokenizing: the same
-embedded text, repeated to a size, by `tokenize_shards` with 1 and 2 processes in turns, the median of three. One terabyte
+embedded text, repeated to a size, by `tokenize_dataset` with 1 and 2 processes in turns, the median of three. One terabyte
 on paper: from the tokens per second of processor time of one process, which is what a core gives that nobody shares.
 """
 
@@ -24,14 +24,14 @@ from sides import BenchmarkParser, machine, write_result
 
 READ = """
 import json, resource, sys, time
-from bertlab.data.shards import BlockedDataset, open_shards
+from bertlab.data.shards import BlockedDataset, load_tokens
 def own():
     lines = open("/proc/self/smaps_rollup").read().splitlines()[1:]
     found = {line.split(":")[0]: int(line.split()[1]) for line in lines}
     return (found["Private_Clean"] + found["Private_Dirty"]) / 1024
 before = own()
 start = time.perf_counter()
-documents = open_shards(sys.argv[1])
+documents = load_tokens(sys.argv[1])
 opened = time.perf_counter()
 rows = BlockedDataset(documents, 128, pad_token_id=0, cls_token_id=2, sep_token_id=3)
 rows.build([(0, n) for n in range(32)])
@@ -47,10 +47,10 @@ print(json.dumps({"open_s": opened - start, "first_batch_s": batch - start, "row
 
 TOKENIZE = """
 import json, os, sys, time
-from bertlab.data.tokenize import tokenize_shards
+from bertlab.data.tokenize import tokenize_dataset
 processor = lambda: sum(os.times()[:4])  # of this process and of workers that have ended
 start, before = time.perf_counter(), processor()
-manifest = tokenize_shards(sys.argv[1], sys.argv[2], sys.argv[3], workers=int(sys.argv[4]), progress=False)
+manifest = tokenize_dataset(sys.argv[1], sys.argv[2], sys.argv[3], workers=int(sys.argv[4]), progress=False)
 print(json.dumps({"seconds": time.perf_counter() - start, "processor_seconds": processor() - before,
     "tokens": manifest["tokens"]}))
 """

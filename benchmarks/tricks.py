@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 
 from bertlab.data.masking import place_labels
-from bertlab.data.rows import IGNORED
+from bertlab.data.rows import IGNORE_INDEX
 from bertlab.model.heads import BertLabForMaskedLM, MaskedLMHead
 from bertlab.optim.budgets import BatchSizeWarmup
 from bertlab.optim.muon import _SIZES, MuonWithAdamW, BatchedMuon, _rounds_dtype
@@ -192,7 +192,7 @@ class ShortRowsFirst(Callback):
             return
         for name in ("input_ids", "attention_mask", "position_ids", "labels"):
             batch[name] = batch[name].reshape(-1, self.length)
-        labelled_BL = (batch["labels"] != IGNORED).numpy()
+        labelled_BL = (batch["labels"] != IGNORE_INDEX).numpy()
         batch["label_positions"] = torch.from_numpy(
             place_labels(labelled_BL, labelled_BL.sum(1).max())
         )

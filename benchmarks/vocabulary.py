@@ -31,7 +31,7 @@ from sides import Ledger, common_parser, fingerprint, judge, machine, say, write
 from bertlab.core.plots import BLUE, GREEN, GREY, ORANGE, RED
 from bertlab.data.collators import MaskedLanguageModelingCollator
 from bertlab.data.corpus import embedded_corpus
-from bertlab.data.packing import PackedDataset, special_ids
+from bertlab.data.packing import PackedDataset, special_token_ids
 from bertlab.data.tokenizers import train_tokenizer
 from bertlab.data.vocabularies import map_vocabulary, trim_tokenizer
 from bertlab.model.config import modernbert_tiny
@@ -75,7 +75,7 @@ def fresh(tokenizer, seed, quick):
 def batches(tokenizer, texts, seed):
     "Batches without end; a function of the seed."
     rows = PackedDataset(tokenizer(texts, add_special_tokens=False, verbose=False).input_ids, LENGTH, seed=seed,
-                         **special_ids(tokenizer))  # fmt: skip
+                         **special_token_ids(tokenizer))  # fmt: skip
     collate = MaskedLanguageModelingCollator.from_tokenizer(
         tokenizer, seed=seed, max_sequence_length=LENGTH, unit="word"
     )

@@ -10,7 +10,7 @@ __version__ = "0.1.0"
 _os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 # The public face, by chapter: what a user comes for. Everything else is reached by its chapter,
-# for example `bertlab.data.packing.deal_lengths`. `__init__.pyi` is written from this list by `make sync`,
+# for example `bertlab.data.packing.best_fit_decreasing`. `__init__.pyi` is written from this list by `make sync`,
 # so that editors and type checkers know the names too.
 _FACE = {
     # core: whole files and honest devices
@@ -21,22 +21,22 @@ _FACE = {
     # data: from a text on disk to a masked batch
     "data.corpus": "Corpus embedded_corpus load_corpus",
     "data.tokenizers": "load_tokenizer train_tokenizer",
-    "data.masking": "MaskingRule",
-    "data.diffusion": "DiffusionRule",
+    "data.masking": "MaskingConfig",
+    "data.diffusion": "DiffusionConfig",
     "data.rows": "Collator Vocabulary",
     "data.supervised": "QuestionAnsweringCollator SequenceClassificationCollator TokenClassificationCollator",
     "data.collators": """
         EnhancedMaskedLanguageModelingCollator MaskedDiffusionCollator MaskedLanguageModelingCollator
         get_collator_cls""",
     "data.packing": "PackedDataset TokenizedDocuments",
-    "data.shards": "open_shards",
+    "data.shards": "load_tokens",
     "data.cache": "tokenize_documents",
     "data.streaming": "PackedStream",
     "data.mixing": "mix_documents",
     "data.module": "PretrainingDataModule",
     "data.plain_models": "PlainModelCollator",
     "data.tokenizer_measures": "compare_tokenizers",
-    "data.tokenize": "tokenize_shards",
+    "data.tokenize": "tokenize_dataset",
     # model: from ids to a loss, one document at a time
     "model.config": """
         BertLabConfig bert_base bert_large bert_tiny modernbert_base modernbert_large modernbert_tiny neobert

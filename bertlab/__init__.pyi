@@ -21,8 +21,8 @@ from .data.corpus import embedded_corpus as embedded_corpus
 from .data.corpus import load_corpus as load_corpus
 from .data.tokenizers import load_tokenizer as load_tokenizer
 from .data.tokenizers import train_tokenizer as train_tokenizer
-from .data.masking import MaskingRule as MaskingRule
-from .data.diffusion import DiffusionRule as DiffusionRule
+from .data.masking import MaskingConfig as MaskingConfig
+from .data.diffusion import DiffusionConfig as DiffusionConfig
 from .data.rows import Collator as Collator
 from .data.rows import Vocabulary as Vocabulary
 from .data.supervised import QuestionAnsweringCollator as QuestionAnsweringCollator
@@ -34,14 +34,14 @@ from .data.collators import MaskedLanguageModelingCollator as MaskedLanguageMode
 from .data.collators import get_collator_cls as get_collator_cls
 from .data.packing import PackedDataset as PackedDataset
 from .data.packing import TokenizedDocuments as TokenizedDocuments
-from .data.shards import open_shards as open_shards
+from .data.shards import load_tokens as load_tokens
 from .data.cache import tokenize_documents as tokenize_documents
 from .data.streaming import PackedStream as PackedStream
 from .data.mixing import mix_documents as mix_documents
 from .data.module import PretrainingDataModule as PretrainingDataModule
 from .data.plain_models import PlainModelCollator as PlainModelCollator
 from .data.tokenizer_measures import compare_tokenizers as compare_tokenizers
-from .data.tokenize import tokenize_shards as tokenize_shards
+from .data.tokenize import tokenize_dataset as tokenize_dataset
 from .model.config import BertLabConfig as BertLabConfig
 from .model.config import bert_base as bert_base
 from .model.config import bert_large as bert_large

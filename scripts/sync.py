@@ -439,7 +439,7 @@ def sidebar(root: Path) -> str:
 def package_files(root: Path) -> dict[str, str]:
     """The package's files that no notebook makes, but for `bertlab/__init__.py`, from which they follow.
 
-    A chapter's `__init__.py` imports its parts when somebody asks for them, so that `bertlab.data.packing.deal_lengths`
+    A chapter's `__init__.py` imports its parts when somebody asks for them, so that `bertlab.data.packing.best_fit_decreasing`
     works after `import bertlab`; the stubs (`.pyi`) tell editors and type checkers what is there.
     """
     space: dict = {"__name__": "bertlab"}

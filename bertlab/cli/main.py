@@ -233,9 +233,9 @@ def _holds_tokens(name: str) -> bool:
     "Whether a local text is a directory of `bertlab tokenize`, in which there is no text."
     if not os.path.isdir(os.path.expanduser(name)):
         return False
-    from bertlab.data.shards import holds_shards  # numpy: a moment
+    from bertlab.data.shards import is_token_directory  # numpy: a moment
 
-    return holds_shards(name)
+    return is_token_directory(name)
 
 
 def check_text(name: str, text_column: str, lines: str, **how: Any) -> None:  # of `iter_documents`
@@ -375,10 +375,10 @@ def _tokenizer(asked: Asked) -> None:
 
 def _tokenize(asked: Asked) -> None:
     "Tokenize, and say what is there now and how to train on it."
-    from bertlab.data.tokenize import tokenize_shards  # transformers: seconds
+    from bertlab.data.tokenize import tokenize_dataset  # transformers: seconds
 
     quieten()
-    made = tokenize_shards(**{**asked.config, "overwrite": asked.overwrite})
+    made = tokenize_dataset(**{**asked.config, "overwrite": asked.overwrite})
     output = asked.config["output"]
     if "queued" in made:
         print(

@@ -783,7 +783,7 @@ COMMANDS = {
             choices={
                 "mode": ("model/writing.py", "MODES"),
                 "sampler": ("model/samplers.py", "SAMPLERS"),
-                "schedule": ("data/diffusion.py", "NOISE"),
+                "schedule": ("data/diffusion.py", "NOISE_SCHEDULES"),
             },
         ),
         Command(
@@ -852,7 +852,7 @@ COMMANDS = {
         Command(
             "tokenize",
             "turn text into shards of tokens, to train on",
-            {"": ("data/tokenize.py", "tokenize_shards")},
+            {"": ("data/tokenize.py", "tokenize_dataset")},
             ("*source",),
             overwrite="start anew; the tokens that are there are moved into previous-N",
             skip=("overwrite",),

@@ -35,7 +35,7 @@ from ..core.files import atomic_write
 from ..core.names import did_you_mean, look_up
 from ..core.reading import dump_yaml, load_json, load_yaml
 from ..data.corpus import load_corpus
-from ..data.rows import IGNORED
+from ..data.rows import IGNORE_INDEX
 from ..data.tokenizers import load_tokenizer, train_tokenizer
 
 # %% ../../nbs/cli/07_speedrun.ipynb #7c739f4d
@@ -318,7 +318,7 @@ class Judge:
         bytes_V = token_bytes(self.data.tokenizer, len(self.data.tokenizer))
         labels = num_bytes = 0
         for batch in self.data.val_dataloader():
-            hidden = batch["labels"][batch["labels"] != IGNORED]
+            hidden = batch["labels"][batch["labels"] != IGNORE_INDEX]
             labels, num_bytes = labels + len(hidden), num_bytes + bytes_V[hidden].sum().item()
         return bits_per_byte(self.track.target * labels, num_bytes)
 
@@ -1231,7 +1231,7 @@ def _score_rows(judge: Judge, model: Any) -> tuple[np.ndarray, Any]:  # (3, N), 
     for batch in judge.data.val_dataloader():
         names = ("input_ids", "attention_mask", "position_ids", "label_positions")
         labels_BK = batch["labels"].gather(1, batch["label_positions"])  # K: gaps and spares
-        hidden_BK = labels_BK != IGNORED
+        hidden_BK = labels_BK != IGNORE_INDEX
         with torch.no_grad():
             output = model(**{name: batch[name].to(model.device) for name in names})
             logits_MV = output.logits[hidden_BK].float().cpu()

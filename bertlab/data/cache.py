@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['BATCH_CHARS', 'BATCH_TEXTS', 'VERIFIED_BYTES', 'TextDigest', 'serialize_tokenizer', 'hash_tokenizer', 'made_by',
-           'Encoder', 'text_batches', 'encode_batches', 'check_cache_directory', 'tokenize_documents', 'num_ids_of',
-           'id_dtype', 'remove_shards']
+           'BatchEncoder', 'text_batches', 'encode_batches', 'check_cache_directory', 'tokenize_documents',
+           'num_ids_of', 'id_dtype', 'remove_shards']
 
 # %% ../../nbs/data/13_cache.ipynb #c685ff6b
 import errno
@@ -33,8 +33,8 @@ from typing import Any
 import numpy as np
 
 from .packing import TokenizedDocuments
-from .shards import CacheError, StaleCache, StoredDocuments
-from .shards import finish_shards, open_shards, write_part
+from .shards import CacheError, StaleTokens, StoredDocuments
+from .shards import finish_shards, load_tokens, write_part
 from .tokenizers import hide_special_pieces, load_tokenizer
 
 # %% ../../nbs/data/13_cache.ipynb #de13d24d
@@ -93,7 +93,7 @@ def made_by(
         return False
 
 # %% ../../nbs/data/13_cache.ipynb #899bb825
-class Encoder:
+class BatchEncoder:
     "Turns batches of texts into ids; a copy goes to each process as text, so nothing is shared."
 
     def __init__(self, serialized: str):
@@ -141,7 +141,7 @@ def text_batches(texts: Iterable[str]) -> Iterator[list[str]]:
 _process = None  # the encoder of this worker process
 
 
-def _start_process(encoder: Encoder) -> None:
+def _start_process(encoder: BatchEncoder) -> None:
     global _process
     # Threads inside each process would compete for the cores that the processes fill.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -179,9 +179,9 @@ def _forks() -> bool:
 
 def encode_batches(
     batches: Iterable[list[str]],
-    encoder: Encoder,
+    encoder: BatchEncoder,
     num_proc: int,  # 1: in this process, with the threads of tokenizers
-) -> Iterator[tuple[np.ndarray, np.ndarray]]:  # of `Encoder`, in the order of the batches
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:  # of `BatchEncoder`, in the order of the batches
     """Tokenize batches in processes. Only two batches for each process are in memory.
 
     Raises `ValueError` where a process dies. Off Linux, where processes are spawned, each does if
@@ -207,7 +207,7 @@ def encode_batches(
             raise ValueError(
                 f"a process that tokenizes has died ({'' if _forks() else spawned}"
                 "killed, or out of memory); tokenize in one process: num_proc=1 (of a "
-                "data module num_shards=1, of `tokenize_shards` workers=1)"
+                "data module num_shards=1, of `tokenize_dataset` workers=1)"
             ) from None
         finally:
             pool.shutdown(cancel_futures=True)
@@ -326,7 +326,7 @@ def _encoded(
     "Batches of ids, with a bar that counts documents."
     from tqdm import tqdm
 
-    encoder = Encoder(serialize_tokenizer(tokenizer))
+    encoder = BatchEncoder(serialize_tokenizer(tokenizer))
     disable = None if progress is None else not progress  # None: no terminal, no bar
     with tqdm(total=total, unit="doc", desc="tokenizing", disable=disable) as bar:
         for ids, lengths in encode_batches(text_batches(texts), encoder, num_proc):
@@ -338,7 +338,7 @@ VERIFIED_BYTES = 1 << 28  # up to so many, opening compares all checksums: a fra
 
 
 def _open_verified(path: Path, key: str, num_ids: int) -> StoredDocuments:
-    documents = open_shards(path, key, num_ids)
+    documents = load_tokens(path, key, num_ids)
     if documents.tokens.nbytes + documents.offsets.nbytes <= VERIFIED_BYTES:
         documents.verify()
     return documents
@@ -380,7 +380,7 @@ def _find_or_build(
     fingerprint = hash_tokenizer(tokenizer)
     key = f"{digest.hash.hexdigest()}-{fingerprint}"
     path = directory / f"{key}.tokens"
-    with suppress(FileNotFoundError, StaleCache, NotADirectoryError):
+    with suppress(FileNotFoundError, StaleTokens, NotADirectoryError):
         return _open_verified(path, key, num_ids_of(tokenizer))
 
     def encode(first: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
@@ -392,7 +392,7 @@ def _find_or_build(
             return _open_verified(path, key, num_ids_of(tokenizer))
         except FileNotFoundError:
             pass
-        except (StaleCache, NotADirectoryError) as error:
+        except (StaleTokens, NotADirectoryError) as error:
             warnings.warn(f"{error}; it is built anew", stacklevel=3)
             remove_shards(path)
         check_cache_directory(directory, num_bytes)

@@ -15,16 +15,16 @@ import numpy as np
 import torch
 
 from ..core.names import did_you_mean, resolve
-from .diffusion import DiffusionRule, noise_tokens
-from .masking import MaskingRule, find_continuations, find_ordinary, key_rows
+from .diffusion import DiffusionConfig, noise_batch
+from .masking import MaskingConfig, continuation_mask, maskable_tokens, row_rng_keys
 from .masking import mask_tokens, place_labels
-from .rows import IGNORED, Collator, read_addresses
+from .rows import IGNORE_INDEX, Collator, row_addresses
 from .supervised import QuestionAnsweringCollator, SequenceClassificationCollator
 from .supervised import SpanClassificationCollator, TokenClassificationCollator
 
 # %% ../../nbs/data/10_collators.ipynb #30c006e9
 def _read_continuations(
-    unit: str,  # of a `MaskingRule`; single tokens need no words
+    unit: str,  # of a `MaskingConfig`; single tokens need no words
     continues_word: Sequence[bool] | None,  # one for each id; None: ask the tokenizer
     tokenizer: Any,  # of transformers; None if there is none
     vocab_size: int,
@@ -34,7 +34,7 @@ def _read_continuations(
         return None
     if continues_word is None and tokenizer is None:
         raise ValueError("whole words need a tokenizer, or continues_word: one bool for each id")
-    table = find_continuations(tokenizer) if continues_word is None else continues_word
+    table = continuation_mask(tokenizer) if continues_word is None else continues_word
     continues_V = np.asarray(table, dtype=bool)
     if continues_V.shape != (vocab_size,):
         raise ValueError(
@@ -71,8 +71,8 @@ class MaskedLanguageModelingCollator(Collator):
         # words, the head scores all of it): where documents are long, set max_predictions.
         min_labels_per_document: int = 0,
         seed: int = 0,  # of the draws, with epoch and row
-        max_predictions: int | None = None,  # labels a row at most, M; None: `bound_labels`
-        continues_word: Sequence[bool] | None = None,  # per id; None: `find_continuations`
+        max_predictions: int | None = None,  # labels a row at most, M; None: `label_bound`
+        continues_word: Sequence[bool] | None = None,  # per id; None: `continuation_mask`
         span_stop_prob: float = 0.2,  # a span ends after each word with this probability
         max_span_length: int = 10,  # words, at which a span is cut
         **options: Any,  # special_token_ids, tokenizer, pad_to_multiple_of of `Collator`
@@ -87,7 +87,7 @@ class MaskedLanguageModelingCollator(Collator):
             seed=seed,
             **options,
         )
-        self.rule = MaskingRule(
+        self.rule = MaskingConfig(
             mlm_probability,
             mask_replace_prob,
             random_replace_prob,
@@ -106,7 +106,7 @@ class MaskedLanguageModelingCollator(Collator):
     def compute_labels(self, tokenized: dict[str, Any]) -> dict[str, torch.Tensor]:
         "Mask the rows; see `mask_tokens` for what comes back."
         known = self.vocabulary, self.rule, not self.read.pad_to_multiple_of, self.continues_V
-        return _as_tensors(mask_tokens(tokenized, read_addresses(tokenized, self.epoch), *known))
+        return _as_tensors(mask_tokens(tokenized, row_addresses(tokenized, self.epoch), *known))
 
 # %% ../../nbs/data/10_collators.ipynb #ceabc181
 class MaskedDiffusionCollator(Collator):
@@ -130,7 +130,7 @@ class MaskedDiffusionCollator(Collator):
         max_predictions: int | None = None,  # labels a row at most, M; None: of all that is hidden
         seed: int = 0,  # of the draws, with epoch and row
         schedule: str = "linear",  # or "cosine": how the hidden share grows with the time
-        writing: bool = False,  # keep prompts clean and learn ends: rows of `writing_rows`
+        writing: bool = False,  # keep prompts clean and learn ends: rows of `encode_pairs`
         end_token_id: int | None = None,  # for writing; None: the tokenizer's [SEP]
         **options: Any,  # special_token_ids, tokenizer, pad_to_multiple_of of `Collator`
     ):
@@ -156,7 +156,7 @@ class MaskedDiffusionCollator(Collator):
                 f"end_token_id={end_token_id} is read with writing=True alone: set "
                 "it, or leave the id out"
             )
-        self.rule = DiffusionRule(
+        self.rule = DiffusionConfig(
             num_steps,
             sampling_eps,
             noise_eps,
@@ -169,9 +169,9 @@ class MaskedDiffusionCollator(Collator):
         )
 
     def compute_labels(self, tokenized: dict[str, Any]) -> dict[str, torch.Tensor]:
-        "Hide tokens, and weigh them; see `noise_tokens` for what comes back."
-        addresses = read_addresses(tokenized, self.epoch)
-        return _as_tensors(noise_tokens(tokenized, addresses, self.vocabulary, self.rule))
+        "Hide tokens, and weigh them; see `noise_batch` for what comes back."
+        addresses = row_addresses(tokenized, self.epoch)
+        return _as_tensors(noise_batch(tokenized, addresses, self.vocabulary, self.rule))
 
 # %% ../../nbs/data/10_collators.ipynb #37e017e3
 class EnhancedMaskedLanguageModelingCollator(Collator):
@@ -181,12 +181,12 @@ class EnhancedMaskedLanguageModelingCollator(Collator):
 
     def compute_labels(self, tokenized: dict[str, Any]) -> dict[str, torch.Tensor]:
         "Label every ordinary token; row_keys (B,) is what a model may draw its hiding from."
-        ids_BL, ordinary_BL = tokenized["input_ids"], find_ordinary(tokenized, self.vocabulary)
-        keys_B = key_rows(self.seed, *read_addresses(tokenized, self.epoch))
+        ids_BL, ordinary_BL = tokenized["input_ids"], maskable_tokens(tokenized, self.vocabulary)
+        keys_B = row_rng_keys(self.seed, *row_addresses(tokenized, self.epoch))
         return _as_tensors(
             {
                 "row_keys": keys_B.view(np.int64),
-                "labels": np.where(ordinary_BL, ids_BL, IGNORED),
+                "labels": np.where(ordinary_BL, ids_BL, IGNORE_INDEX),
                 "label_positions": place_labels(ordinary_BL, ids_BL.shape[1]),
                 "num_dropped_labels": np.zeros(len(ids_BL), dtype=np.int64),
             }

@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['HELD_OUT_AMONG', 'PACKING_OPTIONS', 'STREAM_MIXING_OPTIONS', 'MIXING_OPTIONS', 'STREAM_OPTIONS', 'MAX_LANES',
-           'TOKENIZER_SAMPLE', 'EpochBatches', 'FilledRows', 'filled_batches', 'pack_texts', 'Source', 'split_pairs',
-           'known_options', 'pair_splits', 'add_ends', 'cut_lone_ends', 'mix_lengths', 'PretrainingDataModule',
-           'training_texts']
+           'TOKENIZER_SAMPLE', 'EpochBatches', 'BlankRows', 'filled_batches', 'build_packed_dataset', 'DataSource',
+           'split_pairs', 'known_options', 'pair_splits', 'add_ends', 'cut_lone_ends', 'mix_lengths',
+           'PretrainingDataModule', 'training_texts']
 
 # %% ../../nbs/data/16_module.ipynb #42449f85
 import hashlib
@@ -35,20 +35,20 @@ from .cache import tokenize_documents
 from .rows import Collator
 from .collators import COLLATORS, check_collator_options, get_collator_cls
 from .corpus import Corpus, check_sizes, load_corpus, make_corpus
-from .diffusion import count_ends, writing_rows
+from .diffusion import count_ends, encode_pairs
 from .documents import CONTENT_VERSION, Document, hash_files
 from .mixing import MixedRows, MixedStream, check_mixture, check_passes
 from .mixing import join_documents, mix_documents
 from .packing import PackedDataset, PaddedDataset, TokenizedDocuments
-from .packing import bare_row, check_overflow, special_ids
+from .packing import strip_padding, check_overflow, special_token_ids
 from .shards import BlockedDataset, StoredDocuments, block_edges
-from .shards import holds_shards, open_shards
+from .shards import is_token_directory, load_tokens
 from .readers import PAIR, check_lines, error_policy, kind_of, text_of
 from .readers import resolve_column
 from .rows import PADDING
 from .sources import TextStream, check_not_inside, list_files
-from .streaming import LanedStream, PackedStream, StreamBatches, TokenStream
-from .streaming import leave_group, text_key
+from .streaming import LanedStream, PackedStream, StreamLoader, TokenStream
+from .streaming import ignore_parent_signals, text_key
 from .tokenizers import resolve_tokenizer, normalization_note
 
 # %% ../../nbs/data/16_module.ipynb #df577d66
@@ -66,7 +66,7 @@ def _read_batches(
         num_workers=num_workers,
         pin_memory=torch.cuda.is_available(),
         generator=torch.Generator().manual_seed(0),
-        worker_init_fn=leave_group,
+        worker_init_fn=ignore_parent_signals,
     )
 
 
@@ -122,7 +122,7 @@ class EpochBatches:
             plan.close()
             numbers = (n % plan.per_iteration if plan.repeat else n for n in count(self.delivered))
             keys = (plan.keys(*divmod(n, len(plan))) for n in numbers)
-            rows = FilledRows(self.dataset)
+            rows = BlankRows(self.dataset)
             batches = iter(_read_batches(rows, keys, self.collator, self.num_workers))
         for _ in range(self.per_iteration - self.delivered % self.per_iteration):
             batch = next(batches)
@@ -176,7 +176,7 @@ class EpochBatches:
         self.delivered = epoch * len(self) + rounds
 
 # %% ../../nbs/data/16_module.ipynb #c2abe7e8
-class FilledRows(Dataset):
+class BlankRows(Dataset):
     "The rows of a dataset; the index -1 is a blank row, all padding."
 
     def __init__(self, dataset: PackedDataset):
@@ -224,7 +224,7 @@ def filled_batches(
     return _DealtBatches(indices[start : start + batch_size] for start in starts)
 
 # %% ../../nbs/data/16_module.ipynb #79d1b1d3
-def pack_texts(
+def build_packed_dataset(
     texts: list[str] | TokenizedDocuments,  # one document each
     tokenizer,  # a transformers fast tokenizer
     max_sequence_length: int,  # positions in a row
@@ -244,7 +244,7 @@ def pack_texts(
     else:
         kind = PackedDataset if packing else PaddedDataset
     dataset = kind(texts, max_sequence_length, shuffle=shuffle, seed=seed,
-                   **special_ids(tokenizer), **options)  # fmt: skip
+                   **special_token_ids(tokenizer), **options)  # fmt: skip
     if not len(dataset):
         raise ValueError(f"the tokenizer finds no token in {len(texts)} documents; is it right?")
     return dataset
@@ -253,7 +253,7 @@ def pack_texts(
 HELD_OUT_AMONG = 10_000  # texts at the beginning of a stream or of shards, to hold some out of
 
 
-class Source:
+class DataSource:
     "Documents of one origin in two parts, `train` and `validation`; read when they are needed."
 
     def __init__(
@@ -274,7 +274,7 @@ class Source:
         "The tokens, where the origin is shards of `bertlab tokenize` or open ones."
         if isinstance(self.origin, StoredDocuments):
             return self.origin
-        return open_shards(self.origin) if holds_shards(self.origin) else None
+        return load_tokens(self.origin) if is_token_directory(self.origin) else None
 
     @cached_property
     def corpus(self) -> Corpus:
@@ -330,7 +330,7 @@ class Source:
         "Prompt, [SEP], text and its ends, for each pair with room for a token of the text."
         joined = (document.text for document in getattr(self.corpus, part))
         prompts, texts = split_pairs(joined, str(self))
-        rows = writing_rows(tokenizer, texts, prompts, max_ends, seed)
+        rows = encode_pairs(tokenizer, texts, prompts, max_ends, seed)
         # Before an empty text a prompt's [SEP] would be an end, and the prompt be learnt as a text.
         end = tokenizer.sep_token_id
         full = [row for row in rows if row[row.index(end) + 1 :][:1] not in ([], [end])]
@@ -486,7 +486,7 @@ def _describe_rows(name: str, dataset: PackedDataset, tokenizer: Any, num_rows: 
 
 # %% ../../nbs/data/16_module.ipynb #1f6623fe
 PACKING_OPTIONS = ("overflow", "overlap")  # how documents longer than a row are cut
-STREAM_MIXING_OPTIONS = ("mixing_rates", "max_repetition")  # of several sources
+STREAM_MIXING_OPTIONS = ("mixture_weights", "max_repetition")  # of several sources
 MIXING_OPTIONS = (*STREAM_MIXING_OPTIONS, "max_source_fraction", "on_shortage", "budget_tokens")
 STREAM_OPTIONS = ("buffer_size", "shuffle_buffer")  # of `PackedStream`
 MAX_LANES = 64  # of a stream of more files, unless another number is asked for
@@ -528,14 +528,14 @@ def _check_options(options: dict[str, Any], streaming: bool, num_sources: int) -
     for name in options:
         if name not in known:
             raise ValueError(f"data_kwargs has no option {name!r}; it has {', '.join(known)}")
-    if set(MIXING_OPTIONS) & set(options) and ("mixing_rates" not in options or num_sources < 2):
+    if set(MIXING_OPTIONS) & set(options) and ("mixture_weights" not in options or num_sources < 2):
         raise ValueError(
-            f"{', '.join(MIXING_OPTIONS)} mix several sources: give mixing_rates, "
+            f"{', '.join(MIXING_OPTIONS)} mix several sources: give mixture_weights, "
             "and a list as train_dataset_name_or_path"
         )
 
 
-def _refuse_unread(sources: list[Source], split: str, has_texts: bool) -> None:
+def _refuse_unread(sources: list[DataSource], split: str, has_texts: bool) -> None:
     "Raise `ValueError` for options of reading that were given for shards, where nothing uses them."
     usual = {name: p.default for name, p in signature(load_corpus).parameters.items()}
     # A text beside the shards may need to be told how its lines and its mistakes are read.
@@ -552,7 +552,7 @@ def _refuse_unread(sources: list[Source], split: str, has_texts: bool) -> None:
             for name in names
             if source.options.get(name, usual[name]) != usual[name]
         }
-        if given and holds_shards(source.origin):
+        if given and is_token_directory(source.origin):
             said = ", ".join(
                 f"{split if name == 'split' else name}={value!r}" for name, value in given.items()
             )
@@ -578,7 +578,7 @@ def _check_values(options: dict, packing: dict, mixing: dict, max_sequence_lengt
 
 
 def _name_rates(
-    rates: dict[str, float] | list[float], sources: list[Source]
+    rates: dict[str, float] | list[float], sources: list[DataSource]
 ) -> tuple[dict[str, float], list[str]]:  # rates by name; the names of the sources, in order
     "Give each source its name and rate. Raises `ValueError` for a source that is named twice."
     names, seen = [], {}
@@ -588,7 +588,7 @@ def _name_rates(
         same = os.path.realpath(path) if source.is_named and os.path.exists(path) else name
         if source.is_named and same in seen:
             raise ValueError(
-                f"mixing_rates: train_dataset_name_or_path names {seen[same]!r} twice "
+                f"mixture_weights: train_dataset_name_or_path names {seen[same]!r} twice "
                 f"({name!r}): name it once, and raise its rate or max_repetition"
             )
         while not source.is_named and name in names:
@@ -597,7 +597,7 @@ def _name_rates(
         seen[same] = name
         names.append(name)
     if not isinstance(rates, dict) and len(rates) != len(names):
-        raise ValueError(f"mixing_rates has {len(rates)} rates for {len(names)} sources")
+        raise ValueError(f"mixture_weights has {len(rates)} rates for {len(names)} sources")
     return rates if isinstance(rates, dict) else dict(zip(names, rates)), names
 
 # %% ../../nbs/data/16_module.ipynb #d2691fd2
@@ -609,7 +609,7 @@ def _leave_out(number: int, fraction: float, among: int = HELD_OUT_AMONG) -> boo
 
 
 def _stream_texts(
-    sources: list[Source], held_out: bool, lane: list[str] | None = None, num_lanes: int = 1
+    sources: list[DataSource], held_out: bool, lane: list[str] | None = None, num_lanes: int = 1
 ) -> TextStream:
     "One stream of the texts of some sources, or of one lane, less a share that is held out."
     options = dict(sources[0].options)
@@ -620,7 +620,7 @@ def _stream_texts(
     return TextStream(names, **options, leave_out=leave_out if held_out else None)
 
 
-def _held_out_texts(streams: list[list[Source]], lanes: list[list[str]]) -> list[str]:
+def _held_out_texts(streams: list[list[DataSource]], lanes: list[list[str]]) -> list[str]:
     """The texts that training streams of these sources, or of these lanes, leave out.
 
     Without those that stand among the first texts that are trained on, too.
@@ -656,7 +656,7 @@ def _in_turns(streams: list[TextStream]) -> Iterator[str]:
 
 def _collate_bare(collator: Callable, rows: list[dict]) -> dict[str, torch.Tensor]:
     "Collate rows of one document each, padded as the collator pads."
-    return collator([bare_row(row) for row in rows])
+    return collator([strip_padding(row) for row in rows])
 
 # %% ../../nbs/data/16_module.ipynb #88c05779
 def add_ends(
@@ -679,11 +679,11 @@ def cut_lone_ends(
     documents: TokenizedDocuments,  # of `add_ends`, as they are packed
     end_token_id: int,
     room: int,  # tokens of a document that fit into a row
-    overflow: str = "split",  # as `split_long` cuts what is longer
+    overflow: str = "split",  # as `split_into_windows` cuts what is longer
     overlap: int = 0,
 ) -> TokenizedDocuments:
     "Leave out the ends that would stand in a window without any text, or behind an empty text."
-    if overflow == "keep_end":  # the one window is the end of the text
+    if overflow == "truncate_left":  # the one window is the end of the text
         return documents
     tokens, offsets = np.asarray(documents.tokens), np.asarray(documents.offsets, np.int64)
     starts, stops = offsets[:-1], offsets[1:]
@@ -947,7 +947,7 @@ class PretrainingDataModule(L.LightningDataModule):
             )
         if streaming and not all(isinstance(name, (str, os.PathLike)) for name in names or [0]):
             raise ValueError("streaming reads files or hub datasets: name one, or set it to False")
-        if streaming and (stored := [name for name in names if holds_shards(name)]):
+        if streaming and (stored := [name for name in names if is_token_directory(name)]):
             raise ValueError(
                 f"{stored[0]} holds tokens of bertlab tokenize, which are read where "
                 "they are needed and never all at once: leave streaming out"
@@ -1013,17 +1013,19 @@ class PretrainingDataModule(L.LightningDataModule):
             pairs = pair_splits(val_names or names, _as_list(val_split))
 
         # Nothing is read yet. Without sets to validate on, a share of each source is held out.
-        def make(name: Any, split: str | None) -> Source:
-            return Source(name, **options, **({"split": split} if split else {}))
+        def make(name: Any, split: str | None) -> DataSource:
+            return DataSource(name, **options, **({"split": split} if split else {}))
 
         self.sources = [make(name, train_split) for name in names or [None]]
         self.val_sources = [make(name, split) for name, split in pairs]
-        has_texts = not all(holds_shards(one.origin) for one in self.sources + self.val_sources)
+        has_texts = not all(
+            is_token_directory(one.origin) for one in self.sources + self.val_sources
+        )
         _refuse_unread(self.sources, "train_split", has_texts)
         _refuse_unread(self.val_sources, "val_split", has_texts)
         self.source_names = list(map(str, self.sources))
         if self.mixing:
-            rates = self.mixing.pop("mixing_rates")
+            rates = self.mixing.pop("mixture_weights")
             self.mixing["rates"], self.source_names = _name_rates(rates, self.sources)
             check_mixture(self.source_names, **self.mixing)
             if streaming:
@@ -1052,12 +1054,14 @@ class PretrainingDataModule(L.LightningDataModule):
         if train is not None:
             rows, fraction = _read_rows(train, self.text_column), self.sources[0].fraction
             self.sources = [
-                Source(rows, validation_fraction=fraction, text_column=self.text_column)
+                DataSource(rows, validation_fraction=fraction, text_column=self.text_column)
             ]
         if val is not None:
             rows = _read_rows(val, self.text_column)
-            self.val_sources = [Source(rows, validation_fraction=0, text_column=self.text_column)]
-            self.sources = [Source(source.origin, **{**source.options, "validation_fraction": 0})
+            self.val_sources = [
+                DataSource(rows, validation_fraction=0, text_column=self.text_column)
+            ]
+            self.sources = [DataSource(source.origin, **{**source.options, "validation_fraction": 0})
                             for source in self.sources]  # fmt: skip
 
     def training_texts(self) -> list[str]:
@@ -1087,7 +1091,7 @@ class PretrainingDataModule(L.LightningDataModule):
         self._begin()
         train, validation = self._tokenize()
         pack = partial(
-            pack_texts,
+            build_packed_dataset,
             tokenizer=self.tokenizer,
             seed=self.seed,
             packing=self.packing,
@@ -1135,7 +1139,7 @@ class PretrainingDataModule(L.LightningDataModule):
         "Tokens to train on, source by source, and tokens to validate on, set by set."
         caching = {"cache_dir": self.cache_dir, "num_proc": self.num_shards}
 
-        def read(source: Source, part: str) -> TokenizedDocuments:
+        def read(source: DataSource, part: str) -> TokenizedDocuments:
             if source.paired:
                 return source.tokenize_pairs(
                     part, self.tokenizer, self.max_ends, self.seed, self.max_sequence_length - 2
@@ -1169,7 +1173,7 @@ class PretrainingDataModule(L.LightningDataModule):
             "world_size": share.get("num_replicas", world_size),
         }
 
-    def train_dataloader(self) -> EpochBatches | StreamBatches:
+    def train_dataloader(self) -> EpochBatches | StreamLoader:
         "A loader whose every iteration is the next epoch; a new one begins where its trainer is."
         if self.streaming:
             return self._stream_batches()
@@ -1181,7 +1185,7 @@ class PretrainingDataModule(L.LightningDataModule):
     def val_dataloader(self) -> DataLoader | list[DataLoader]:
         "One loader, or one for each of several validation sets (none: an empty list)."
         loaders = []
-        for rows in map(FilledRows, self.val_datasets):
+        for rows in map(BlankRows, self.val_datasets):
             batches = filled_batches(len(rows), self.val_batch_size, **self.process())
             loaders.append(_read_batches(rows, batches, self.collator, self.num_workers))
         return loaders[0] if len(loaders) == 1 else loaders
@@ -1197,7 +1201,7 @@ class PretrainingDataModule(L.LightningDataModule):
         if self.mixing:  # rates hold for the mixture, which only a reader of all can keep
             if (self.lanes or 1) > 1:
                 raise ValueError(
-                    f"data_kwargs: lanes={self.lanes} and mixing_rates exclude each "
+                    f"data_kwargs: lanes={self.lanes} and mixture_weights exclude each "
                     "other: leave lanes out, or mix before you tokenize"
                 )
             return []
@@ -1276,7 +1280,7 @@ class PretrainingDataModule(L.LightningDataModule):
             )
         return stream
 
-    def _stream_batches(self) -> StreamBatches:
+    def _stream_batches(self) -> StreamLoader:
         "Batches, from the beginning. Raises `ValueError` for a run that only epochs would end."
         if self.trainer is not None and self.trainer.max_steps < 0:
             raise ValueError("a stream has no length, so no epoch ends a run: give max_steps")
@@ -1287,7 +1291,7 @@ class PretrainingDataModule(L.LightningDataModule):
         options |= {
             "seed": self.seed,
             "block_size": self.train_batch_size,
-            **special_ids(self.tokenizer),
+            **special_token_ids(self.tokenizer),
         }
         if self.stream_lanes:
             stream = self._laned_stream(**options)
@@ -1296,7 +1300,7 @@ class PretrainingDataModule(L.LightningDataModule):
                 self.stream_tokens(), self.max_sequence_length, **options, **self.process()
             )
         collator = self.collator if self.packing else partial(_collate_bare, self.collator)
-        return StreamBatches(stream, collator, self.num_workers, endless=True)
+        return StreamLoader(stream, collator, self.num_workers, endless=True)
 
     @property
     def val_dataset(self) -> PackedDataset | None:  # the first one
@@ -1306,7 +1310,7 @@ class PretrainingDataModule(L.LightningDataModule):
         "Say what is trained on and what is held out, with the lengths and a few rows."
         if self.streaming:
             first = TokenizedDocuments.from_sequences(islice(self.stream_tokens(), 1000))
-            train = pack_texts(first, self.tokenizer, self.max_sequence_length,
+            train = build_packed_dataset(first, self.tokenizer, self.max_sequence_length,
                                packing=self.packing, **self.packing_options)  # fmt: skip
             parts = [("train, the first documents of the stream", train)]
         else:

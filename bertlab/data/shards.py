@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['BLOCK_TOKENS', 'BLOCK_DOCUMENTS', 'SHARD_TOKENS', 'MAGIC', 'HEADER_BYTES', 'MANIFEST', 'TOKEN_TYPES', 'MIXED_BLOCKS',
-           'cut_blocks', 'CacheError', 'StaleCache', 'check_shard_facts', 'write_shard', 'read_header', 'read_table',
+           'iter_blocks', 'CacheError', 'StaleTokens', 'check_shard_facts', 'write_shard', 'read_header', 'read_table',
            'part_record', 'write_part', 'finish_shards', 'read_manifest', 'StoredArray', 'StoredDocuments',
-           'open_shards', 'holds_shards', 'block_edges', 'count_block', 'BlockedDataset']
+           'load_tokens', 'is_token_directory', 'block_edges', 'count_block', 'BlockedDataset']
 
 # %% ../../nbs/data/12_shards.ipynb #ba0becd1
 import hashlib
@@ -25,7 +25,7 @@ import numpy as np
 from ..core.files import atomic_write
 from ..core.reading import check_beside, parse_json
 from .packing import PackedDataset, PaddedDataset, TokenizedDocuments
-from .packing import account_rows, deal_lengths, split_long
+from .packing import account_rows, best_fit_decreasing, split_into_windows
 from .rows import RowBlock
 
 # %% ../../nbs/data/12_shards.ipynb #dd06fc78
@@ -34,7 +34,7 @@ BLOCK_DOCUMENTS = 1 << 16  # or with so many documents
 SHARD_TOKENS = 1 << 27  # a shard ends with the block that brings it to so many: 256 MB
 
 
-def cut_blocks(
+def iter_blocks(
     encoded: Iterable[tuple[np.ndarray, np.ndarray]],  # batches: ids end to end, ids per document
     block_tokens: int = BLOCK_TOKENS,
     block_documents: int = BLOCK_DOCUMENTS,
@@ -71,7 +71,7 @@ class CacheError(ValueError, OSError):
     "The cache directory cannot be used: no permission, no space, or no directory."
 
 
-class StaleCache(ValueError):
+class StaleTokens(ValueError):
     "Stored tokens are not what their name says: cut, changed, or of another text or tokenizer."
 
 
@@ -79,7 +79,7 @@ TOKEN_TYPES = ("uint16", "int32")  # of stored ids
 
 
 def check_shard_facts(facts: Any, where: Any) -> None:
-    """Raise `StaleCache` for what cannot be said of a shard.
+    """Raise `StaleTokens` for what cannot be said of a shard.
 
     A checksum stops chance, and not a stranger who writes the one that fits.
     """
@@ -90,7 +90,7 @@ def check_shard_facts(facts: Any, where: Any) -> None:
         if not fits or any(type(one) is not int or not 0 <= one < 1 << 48 for one in counts):
             raise ValueError
     except (ValueError, TypeError, KeyError):
-        raise StaleCache(f"{where} describes no shard of tokens") from None
+        raise StaleTokens(f"{where} describes no shard of tokens") from None
 
 
 def _sum(array: np.ndarray) -> int:
@@ -103,7 +103,7 @@ def _padded(num_bytes: int) -> int:
 
 def write_shard(
     path: Path,
-    blocks: Iterable[tuple[np.ndarray, np.ndarray]],  # of `cut_blocks`; there may be none
+    blocks: Iterable[tuple[np.ndarray, np.ndarray]],  # of `iter_blocks`; there may be none
     key: str,  # what the tokens are made from
     dtype: str,  # "uint16" holds ids up to 65,535, "int32" the others
 ) -> dict:  # what a manifest says of it
@@ -140,21 +140,21 @@ def write_shard(
 
 # %% ../../nbs/data/12_shards.ipynb #724e4b06
 def read_header(path: Path) -> dict:
-    "What a shard says of itself. Raises `StaleCache` for no shard, a cut or a changed one."
+    "What a shard says of itself. Raises `StaleTokens` for no shard, a cut or a changed one."
     with open(path, "rb") as file:
         head = file.read(HEADER_BYTES)
     body = head[len(MAGIC) + 8 :]
     if head[: len(MAGIC) + 8] != MAGIC + b"%08x" % zlib.crc32(body):
-        raise StaleCache(f"{path} has no header of a shard, or a changed one")
+        raise StaleTokens(f"{path} has no header of a shard, or a changed one")
     try:
         said = parse_json(body.decode("utf-8").rstrip(), path)
     except ValueError as error:
-        raise StaleCache(f"{path} has a header that cannot be read ({error})") from None
+        raise StaleTokens(f"{path} has a header that cannot be read ({error})") from None
     facts = {**(said if isinstance(said, dict) else {}), "file": path.name}
     check_shard_facts(facts, path)
     wanted, there = _places(facts)[-1], path.stat().st_size
     if there != wanted:
-        raise StaleCache(f"{path} has {there:,} bytes, and should have {wanted:,}")
+        raise StaleTokens(f"{path} has {there:,} bytes, and should have {wanted:,}")
     return facts
 
 
@@ -177,16 +177,16 @@ def _map_shard(path: Path, facts: dict) -> tuple[np.ndarray, np.ndarray]:
             for kind, begin, size in zip(kinds, begins, sizes)
         )
     except (OSError, ValueError) as error:
-        raise StaleCache(f"{path} cannot be mapped ({error}); tokenize again") from None
+        raise StaleTokens(f"{path} cannot be mapped ({error}); tokenize again") from None
 
 
 def read_table(path: Path, facts: dict) -> np.ndarray:  # (blocks, 4) int64
-    "The table of a shard's blocks. Raises `StaleCache` where its checksum differs."
+    "The table of a shard's blocks. Raises `StaleTokens` where its checksum differs."
     with open(path, "rb") as file:
         file.seek(_places(facts)[1])
         table = np.frombuffer(file.read(32 * facts["blocks"]), np.int64).reshape(-1, 4)
     if _sum(table) != facts["crc32"]:
-        raise StaleCache(f"{path} was changed after it was written (its table's checksum differs)")
+        raise StaleTokens(f"{path} was changed after it was written (its table's checksum differs)")
     return table
 
 # %% ../../nbs/data/12_shards.ipynb #bb0b64e2
@@ -197,7 +197,7 @@ def _shards_there(directory: Path, part: int, key: str) -> list[dict]:
         try:
             facts = read_header(path)
             read_table(path, facts)
-        except StaleCache:
+        except StaleTokens:
             break
         if facts["key"] != key:
             break
@@ -248,7 +248,7 @@ def write_part(
         if stale.name not in {facts["file"] for facts in shards}:
             stale.unlink(missing_ok=True)
     whole = sum(facts["documents"] for facts in shards)
-    blocks = cut_blocks(encode(whole), min(block_tokens, shard_tokens))
+    blocks = iter_blocks(encode(whole), min(block_tokens, shard_tokens))
     for first in blocks:
         path = directory / f"part-{part:05d}-{len(shards):04d}.shard"
         shards.append(
@@ -318,7 +318,7 @@ def finish_shards(
 
 
 def read_manifest(directory: str | os.PathLike) -> dict:
-    "Read the manifest. Raises `StaleCache` for a changed one, `FileNotFoundError` for none."
+    "Read the manifest. Raises `StaleTokens` for a changed one, `FileNotFoundError` for none."
     path = Path(directory) / MANIFEST
     if not path.exists() and any(Path(directory).glob("part-*")):
         raise FileNotFoundError(
@@ -332,13 +332,13 @@ def read_manifest(directory: str | os.PathLike) -> dict:
     except (ValueError, KeyError, TypeError):
         whole = False
     if not whole:
-        raise StaleCache(f"{path} is no manifest, or was changed after it was written")
+        raise StaleTokens(f"{path} is no manifest, or was changed after it was written")
     _check_manifest(manifest, path)
     return manifest
 
 
 def _check_manifest(manifest: dict, path: Path) -> None:
-    "Raise `StaleCache` for a manifest that names other places, or whose counts cannot be."
+    "Raise `StaleTokens` for a manifest that names other places, or whose counts cannot be."
     try:
         check_beside(manifest["blocks"]["file"], path)
         shards, count = manifest["shards"], manifest["blocks"]["count"]
@@ -351,7 +351,7 @@ def _check_manifest(manifest: dict, path: Path) -> None:
             raise ValueError
     except (ValueError, TypeError, KeyError) as error:
         reason = f": {error}" if str(error) else ""
-        raise StaleCache(f"{path} is no manifest of shards{reason}") from None
+        raise StaleTokens(f"{path} is no manifest of shards{reason}") from None
 
 # %% ../../nbs/data/12_shards.ipynb #7a57191e
 class _Store:
@@ -366,13 +366,13 @@ class _Store:
             self.blocks = np.load(path, mmap_mode="r" if facts["count"] > 100_000 else None)
         except Exception as error:  # numpy reads the header as Python text: any error
             said = " ".join(str(error).split())[:200]
-            raise StaleCache(f"{path} cannot be read ({said}); tokenize again") from None
+            raise StaleTokens(f"{path} cannot be read ({said}); tokenize again") from None
         if (
             self.blocks.shape != (facts["count"] + 1, _BLOCK_COLUMNS)
             or self.blocks.dtype != np.int64
             or _sum(self.blocks) != facts["crc32"]
         ):
-            raise StaleCache(f"{path} was changed after it was written (its checksum differs)")
+            raise StaleTokens(f"{path} was changed after it was written (its checksum differs)")
         self.first_tokens, self.first_documents = self.blocks[:, 0], self.blocks[:, 1]
         # First token and first document of each shard, counted over all shards.
         sizes = [[shard["tokens"], shard["documents"]] for shard in self.shards]
@@ -382,7 +382,7 @@ class _Store:
         self.checked = np.zeros((2, facts["count"]), bool)  # tokens, offsets
 
     def _check_blocks(self, path: Path) -> None:
-        "Raise `StaleCache` for blocks that leave their shards, or do not follow each other."
+        "Raise `StaleTokens` for blocks that leave their shards, or do not follow each other."
         of = self.blocks[:, _SHARD]
         ends = [0, 0, 0], [*self.begins[-1], len(self.shards)]
         corners = self.blocks[[0, -1]][:, [0, 1, _SHARD]]
@@ -391,10 +391,10 @@ class _Store:
         steps = np.diff(self.blocks[:, [0, 1, _SHARD]], axis=0)
         fits = (corners == ends).all() and (steps >= 0).all()
         if not fits or any((self.blocks[b, :2] != self.begins[of[b]]).any() for b in first):
-            raise StaleCache(f"{path} describes blocks that are not those of its shards")
+            raise StaleTokens(f"{path} describes blocks that are not those of its shards")
 
     def _check_values(self, found: np.ndarray, kind: int, shard: int, tokens: slice) -> None:
-        "Raise `StaleCache` for offsets that leave their block, and for ids that nothing has."
+        "Raise `StaleTokens` for offsets that leave their block, and for ids that nothing has."
         if kind and (
             found[0] != tokens.start or found[-1] != tokens.stop or (np.diff(found) < 0).any()
         ):
@@ -408,18 +408,18 @@ class _Store:
         else:
             return
         path = self.directory / self.shards[shard]["file"]
-        raise StaleCache(f"{path} holds {problem}; delete the file, and tokenize again")
+        raise StaleTokens(f"{path} holds {problem}; delete the file, and tokenize again")
 
     def arrays(self, shard: int) -> tuple[np.ndarray, np.ndarray]:
-        "Tokens and offsets of a shard. Raises `StaleCache` where the file is another one."
+        "Tokens and offsets of a shard. Raises `StaleTokens` where the file is another one."
         if shard not in self.maps:
             path, facts = self.directory / self.shards[shard]["file"], self.shards[shard]
             try:
                 there = read_header(path)
             except FileNotFoundError:
-                raise StaleCache(f"{path} is missing; tokenize again") from None
+                raise StaleTokens(f"{path} is missing; tokenize again") from None
             if there != facts:
-                raise StaleCache(f"{path} is not the shard that {MANIFEST} names; tokenize again")
+                raise StaleTokens(f"{path} is not the shard that {MANIFEST} names; tokenize again")
             self.maps[shard] = _map_shard(path, facts)
         return self.maps[shard]
 
@@ -434,13 +434,13 @@ class _Store:
         return shard, slice(int(token), int(end)), slice(int(document), int(last) + 1)
 
     def read(self, block: int, kind: int) -> np.ndarray:  # kind 0: tokens, 1: offsets
-        "One array of a block, checked. Raises `StaleCache` that names the shard."
+        "One array of a block, checked. Raises `StaleTokens` that names the shard."
         shard, *parts = self.bounds(block)
         found = self.arrays(shard)[kind][parts[kind]]
         if not self.checked[kind, block]:
             if _sum(found) != self.blocks[block, (_TOKEN_SUM, _OFFSET_SUM)[kind]]:
                 path = self.directory / self.shards[shard]["file"]
-                raise StaleCache(
+                raise StaleTokens(
                     f"{path} was changed after it was written (block {block} has "
                     "another checksum); delete the file, and tokenize again"
                 )
@@ -582,7 +582,7 @@ class StoredDocuments(TokenizedDocuments):
         self.store.release(number)
 
     def verify(self) -> int:  # bytes that were read
-        "Compare every checksum there is. Raises `StaleCache` that names the first bad shard."
+        "Compare every checksum there is. Raises `StaleTokens` that names the first bad shard."
         read = 0
         for number in range(self.num_blocks):
             read += sum(self.store.read(number, kind).nbytes for kind in (0, 1))
@@ -609,20 +609,20 @@ def _nothing(size: int) -> np.ndarray:
     return np.broadcast_to(np.uint16(0), size)  # as long as the tokens, in two bytes
 
 
-def open_shards(
+def load_tokens(
     directory: str | os.PathLike,  # with a manifest
     key: str | None = None,  # what it must be made from; None: from anything
     num_ids: int | None = None,  # that its tokenizer may give; None: any
 ) -> StoredDocuments:
-    "Open a directory of shards; tokens are checked when they are read. Raises `StaleCache`."
+    "Open a directory of shards; tokens are checked when they are read. Raises `StaleTokens`."
     directory = Path(directory).expanduser()
     manifest = read_manifest(directory)
     if key is not None and manifest["key"] != key:
-        raise StaleCache(f"{directory} holds other text or another tokenizer's tokens")
+        raise StaleTokens(f"{directory} holds other text or another tokenizer's tokens")
     return StoredDocuments(directory, manifest, num_ids=num_ids)
 
 # %% ../../nbs/data/12_shards.ipynb #b599861b
-def holds_shards(
+def is_token_directory(
     place: Any,  # a path, a hub name, or what has none
 ) -> bool:
     "Whether a directory holds shards, finished or not."
@@ -645,7 +645,7 @@ def block_edges(
     block_tokens: int = BLOCK_TOKENS,
     block_documents: int = BLOCK_DOCUMENTS,
 ) -> np.ndarray:  # the first document of each block, and the number of documents
-    "Where `cut_blocks` would cut documents that lie in memory."
+    "Where `iter_blocks` would cut documents that lie in memory."
     ends, edges = np.asarray(documents.offsets)[1:], [0]
     while edges[-1] < len(ends):
         begin = documents.offsets[edges[-1]]
@@ -681,9 +681,13 @@ def count_block(
     packing: bool,
 ) -> tuple[int, ...]:  # in the order of _COUNTS
     "Count what a plan of these documents would hold, without making it."
-    windows = split_long(documents.offsets, capacity - num_special, overflow, overlap)
+    windows = split_into_windows(documents.offsets, capacity - num_special, overflow, overlap)
     lengths = windows.lengths + num_special
-    deals = deal_lengths(np.bincount(lengths, minlength=capacity + 1).tolist()) if packing else []
+    deals = (
+        best_fit_decreasing(np.bincount(lengths, minlength=capacity + 1).tolist())
+        if packing
+        else []
+    )
     rows = max((first + used for _, first, used in deals), default=0) if packing else len(lengths)
     repeated = int(windows.contexts.sum()) if overlap else 0
     return (windows.num_documents, windows.num_empty, windows.num_long, len(lengths),

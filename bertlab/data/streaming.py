@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['open_source', 'write_ids', 'read_written_ids', 'ShuffledReader', 'StreamWindow', 'cut_document', 'BestFitBuffer',
-           'RowPacker', 'PackedStream', 'StreamBatches', 'leave_group', 'text_key', 'TokenStream', 'LanedStream']
+           'RowPacker', 'PackedStream', 'StreamLoader', 'ignore_parent_signals', 'text_key', 'TokenStream',
+           'LanedStream']
 
 # %% ../../nbs/data/14_streaming.ipynb #061752d6
 import base64
@@ -22,9 +23,9 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from .cache import Encoder, encode_batches, serialize_tokenizer, text_batches
+from .cache import BatchEncoder, encode_batches, serialize_tokenizer, text_batches
 from .packing import PackingReport, SharedNumber, TokenizedDocuments, account_rows
-from .packing import build_rows, check_overflow, mark_repeated, plan_best_fit
+from .packing import build_rows, check_overflow, mark_context, pack_best_fit
 from .packing import read_ids
 from .sources import TextStream
 
@@ -173,7 +174,7 @@ def cut_document(
     room: int,  # ordinary tokens that fit into a row
     overflow: str = "split",  # one of OVERFLOWS in `packing`
     overlap: int = 0,  # tokens that a window repeats from the one before it
-) -> Iterator[StreamWindow]:  # what `split_long` makes of many documents at once
+) -> Iterator[StreamWindow]:  # what `split_into_windows` makes of many documents at once
     "Cut one document into windows; an empty one gives none."
     if overflow != "split":
         ids = ids[:room] if overflow == "truncate" else ids[-room:]
@@ -245,7 +246,7 @@ class BestFitBuffer:
     def plan_rest(self) -> list[list[StreamWindow]]:
         "Plan the rows of all that waits, when nothing more comes. The buffer stays as it is."
         windows = list(self.windows.values())
-        plan = plan_best_fit([len(w.ids) + self.num_special for w in windows], self.capacity)
+        plan = pack_best_fit([len(w.ids) + self.num_special for w in windows], self.capacity)
         return [[windows[member] for member in plan[row]] for row in range(len(plan))]
 
 # %% ../../nbs/data/14_streaming.ipynb #e3b71d5b
@@ -354,7 +355,7 @@ class PackedStream(PackingReport, IterableDataset):
         pad_token_id: int,  # fills rows up
         cls_token_id: int | None = None,  # before each window; None for nothing
         sep_token_id: int | None = None,  # after each window; None for nothing
-        overflow: str = "split",  # or "truncate", "keep_end": documents longer than a row
+        overflow: str = "split",  # or "truncate", "truncate_left": documents longer than a row
         overlap: int = 0,  # tokens that windows of a long document share; labels only once
         buffer_size: int = 1000,  # windows that wait for a row
         shuffle_buffer: int = 1000,  # documents to draw the next from; 0: in the source's order
@@ -443,7 +444,7 @@ class PackedStream(PackingReport, IterableDataset):
         block = build_rows(laid.tokens, ends, [len(windows)], self.capacity, **self.special)
         if self.overlap:
             contexts = [(window.left, window.right) for window in windows]
-            block = mark_repeated(block, contexts, *self.around)
+            block = mark_context(block, contexts, *self.around)
         return {**block[0], "epoch": self.epoch, "index": index}
 
     def state_dict(self) -> dict:  # numbers, strings, lists and dicts only
@@ -522,7 +523,7 @@ def _check_stream(source: Any, rank: int, world_size: int, **counts: tuple[int, 
         raise ValueError(f"rank must be below world_size {world_size}, got {rank}")
 
 # %% ../../nbs/data/14_streaming.ipynb #bc70453a
-class StreamBatches(PackingReport):
+class StreamLoader(PackingReport):
     """Batches of a `PackedStream`; resumes at the very next one with any number of workers.
 
     An iteration is an epoch. Where the batches are endless, it is pass after pass, `len` is a bound
@@ -564,7 +565,7 @@ class StreamBatches(PackingReport):
             self.stream, self.stream.block_size, num_workers=self.num_workers,
             collate_fn=partial(_collate_with_state, self.collator),
             pin_memory=torch.cuda.is_available(), generator=torch.Generator().manual_seed(0),
-            worker_init_fn=leave_group,
+            worker_init_fn=ignore_parent_signals,
         )  # fmt: skip
         for batch, state in loader:
             if self.latest:
@@ -591,7 +592,7 @@ class StreamBatches(PackingReport):
         return self.stream.describe()
 
 
-def leave_group(worker: int) -> None:  # number of a loader's worker
+def ignore_parent_signals(worker: int) -> None:  # number of a loader's worker
     """Take a worker out of the process group, to which launchers send their signals.
 
     A run saves itself at a SIGTERM, which it cannot do when its workers die of the same signal.
@@ -624,7 +625,7 @@ class TokenStream:
         left_out: frozenset[bytes] = frozenset(),  # of `text_key`: texts that never come
     ):
         self.texts, self.num_proc, self.left_out = texts, num_proc, left_out
-        self.encoder = Encoder(serialize_tokenizer(tokenizer))
+        self.encoder = BatchEncoder(serialize_tokenizer(tokenizer))
         self.position = None, 0  # state before the batch of texts at hand; documents given of it
 
     def state_dict(self) -> dict:

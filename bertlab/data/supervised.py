@@ -24,7 +24,7 @@ import torch
 
 from ..core.reading import check_utf8
 from .documents import UNSPACED, has_unspaced
-from .rows import IGNORED, PADDING, Collator, RowReader, read_column
+from .rows import IGNORE_INDEX, PADDING, Collator, RowReader, read_column
 from .tokenizers import tokenize_plain
 
 # %% ../../nbs/data/09_supervised.ipynb #49a92362
@@ -38,7 +38,7 @@ def align_labels(
     aligned, previous, instead = [], None, continued or {}
     for word in word_ids:
         labelled = word is not None and (all_subwords or word != previous)
-        label = labels[word] if labelled else IGNORED
+        label = labels[word] if labelled else IGNORE_INDEX
         aligned.append(instead.get(label, label) if word == previous else label)
         previous = word
     return aligned
@@ -246,10 +246,10 @@ def _check_label_ids(
 ) -> np.ndarray:  # the labels
     "Raise `ValueError` with row and column where a label is neither an id nor -100."
     end = np.inf if num_labels is None else num_labels
-    for row, *rest in np.argwhere((labels != IGNORED) & ((labels < 0) | (labels >= end)))[:1]:
+    for row, *rest in np.argwhere((labels != IGNORE_INDEX) & ((labels < 0) | (labels >= end)))[:1]:
         raise ValueError(
             f"row {row}: the column {column!r} has the label {labels[(row, *rest)]}; "
-            f"labels are 0 or more and below {end} (num_labels), or {IGNORED}"
+            f"labels are 0 or more and below {end} (num_labels), or {IGNORE_INDEX}"
         )
     return labels
 
@@ -258,7 +258,7 @@ class TokenClassificationCollator(SupervisedCollator):
     "Labels (B, L) of words with a label each, or of ids with one each, padded or packed."
 
     objective = "token_classification"
-    sequences = {**SupervisedCollator.sequences, "labels": IGNORED, "begins_word": 0}
+    sequences = {**SupervisedCollator.sequences, "labels": IGNORE_INDEX, "begins_word": 0}
     scalars = {"num_dropped_labels": 0}  # labels of words that have no token in their row
 
     def __init__(
@@ -307,7 +307,7 @@ class TokenClassificationCollator(SupervisedCollator):
                     for before, word in zip([None, *word_ids], word_ids)
                 ]
             lost = set(range(len(given))) - set(word_ids)  # cut, or of characters without a token
-            row["num_dropped_labels"] = sum(given[word] != IGNORED for word in lost)
+            row["num_dropped_labels"] = sum(given[word] != IGNORE_INDEX for word in lost)
         return encoded
 
     def compute_labels(self, tokenized: dict[str, Any]) -> dict[str, torch.Tensor]:
@@ -315,7 +315,7 @@ class TokenClassificationCollator(SupervisedCollator):
         if tokenized["labels"] is None:
             return {}
         silent_BL = (tokenized["attention_mask"] == 0) | (tokenized["special_tokens_mask"] == 1)
-        labels_BL = np.where(silent_BL, IGNORED, tokenized["labels"])
+        labels_BL = np.where(silent_BL, IGNORE_INDEX, tokenized["labels"])
         _check_label_ids(labels_BL, self.num_labels, self.label_column)
         return {"labels": torch.from_numpy(labels_BL)}
 
@@ -396,7 +396,7 @@ class SequenceClassificationCollator(SupervisedCollator):
             raise ValueError(f"row {last_B.argmax()} packs {last_B.max()} texts: give one a row")
         how = self.problem_type, self.num_labels, self.label_column
         targets = stack_targets(tokenized["labels"], *how)
-        targets[last_B == 0] = IGNORED
+        targets[last_B == 0] = IGNORE_INDEX
         return {"labels": torch.from_numpy(targets)}
 
 # %% ../../nbs/data/09_supervised.ipynb #833f0b4b
@@ -487,7 +487,7 @@ def _label_windows(
     for place, window in enumerate(windows):
         ids = list(window["input_ids"])
         nowhere = (ids.index(cls_token_id),) * 2 if cls_token_id in ids else (0, 0)
-        spans_A2 = np.full((max_answers, 2), IGNORED)
+        spans_A2 = np.full((max_answers, 2), IGNORE_INDEX)
         spans_A2[: max(1, len(located))] = [spans[place] or nowhere for spans in located] or nowhere
         window["answer_spans"] = spans_A2
         # An answer longer than what windows share may be whole in none: counted, once.
@@ -500,7 +500,7 @@ class QuestionAnsweringCollator(SupervisedCollator):
 
     objective = "question_answering"
     sequences = {**SupervisedCollator.sequences, "offsets": -1}
-    scalars = {"example_index": -1, "answer_spans": IGNORED, "num_dropped_labels": 0}
+    scalars = {"example_index": -1, "answer_spans": IGNORE_INDEX, "num_dropped_labels": 0}
 
     def __init__(
         self,
@@ -786,7 +786,7 @@ class SpanClassificationCollator(SupervisedCollator):
                 f"row {max(range(len(given)), key=lambda n: len(given[n]))} has "
                 f"{most} spans, and max_spans is {room}: raise it"
             )
-        labels_BS3 = np.full((len(given), room, 3), IGNORED)
+        labels_BS3 = np.full((len(given), room, 3), IGNORE_INDEX)
         for number, spans in enumerate(given):
             labels_BS3[number, : len(spans)] = spans
             _check_places(spans, silent_BL[number], number, self.label_column)

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['PART_BYTES', 'PART_ROWS', 'FILTERS', 'EXECUTORS', 'SourcePart', 'Reading', 'find_parts', 'read_part',
            'need_datatrove', 'make_filter', 'hash_filter', 'kept_documents', 'Job', 'tokenize_part', 'run_locally',
-           'run_stages', 'finish_job', 'tokenize_shards']
+           'run_stages', 'finish_job', 'tokenize_dataset']
 
 # %% ../../nbs/data/18_tokenize.ipynb #fe91f592
 import hashlib
@@ -33,14 +33,14 @@ import numpy as np
 
 from ..core.files import move_aside, atomic_directory
 from ..core.names import import_object, look_up
-from .cache import Encoder, check_cache_directory, encode_batches, hash_tokenizer
+from .cache import BatchEncoder, check_cache_directory, encode_batches, hash_tokenizer
 from .cache import made_by
 from .cache import id_dtype, num_ids_of, serialize_tokenizer, text_batches
 from .documents import split_words
 from .packing import read_ids
 from .readers import TABLES, check_format, check_lines, error_policy, kind_of
 from .readers import text_of, resolve_column
-from .shards import SHARD_TOKENS, finish_shards, holds_shards, part_record
+from .shards import SHARD_TOKENS, finish_shards, is_token_directory, part_record
 from .shards import read_manifest, write_part
 from .sources import check_not_inside, directory_files, expand_sources, is_local
 from .sources import load_hub_dataset, refuse_hub_options, rows_of
@@ -97,7 +97,7 @@ def find_parts(
     parts: list[SourcePart] = []
     for name in expand_sources(source):
         path = Path(name).expanduser()
-        if holds_shards(path):
+        if is_token_directory(path):
             raise ValueError(f"source {name} holds tokens already; train on it, or name text")
         if (path / "index.json").is_file():
             refuse_hub_options(name, reading.split, reading.config_name, False)
@@ -443,7 +443,7 @@ def tokenize_part(
 ) -> dict:  # the part's record
     "Write the shards of one part, or what is lacking of them."
     notes, met = Counter(), Counter()
-    encoder = Encoder(job.tokenizer)
+    encoder = BatchEncoder(job.tokenizer)
 
     def encode(first: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         documents = _checked(read_part(job.parts[number], job.reading, met), job, number)
@@ -700,7 +700,11 @@ def _check_place(
             f"output {output} holds other files ({', '.join(sorted(foreign)[:3])}); "
             "choose an empty or new directory"
         )
-    if overwrite and (parts or (output / "manifest.json").exists()) and not holds_shards(output):
+    if (
+        overwrite
+        and (parts or (output / "manifest.json").exists())
+        and not is_token_directory(output)
+    ):
         raise ValueError(f"output {output} holds no shards, so nothing is overwritten")
     if overwrite and any(not name.startswith("previous-") for name in held):
         move_aside(output)
@@ -750,7 +754,7 @@ def _check_place(
     return job
 
 
-def tokenize_shards(
+def tokenize_dataset(
     source: Sequence[Any] | str | os.PathLike[str],  # files, directories, patterns, hub datasets
     tokenizer: Any,  # hub name or directory of a tokenizer
     output: str | os.PathLike = "bertlab-tokens",  # directory of the shards

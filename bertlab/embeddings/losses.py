@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..core.names import look_up
-from ..data.rows import IGNORED
+from ..data.rows import IGNORE_INDEX
 from ..model.losses import LossParts
 
 # %% ../../nbs/embeddings/02_losses.ipynb #5bfe7467
@@ -26,7 +26,7 @@ def info_nce(
     "Cross-entropy of picking the right document of a batch (van den Oord et al. 2018, eq. 4)."
     if forbidden_QN is not None:
         scores_QN = scores_QN.masked_fill(forbidden_QN, torch.finfo(scores_QN.dtype).min)
-    loss_sum = F.cross_entropy(scores_QN, targets_Q, ignore_index=IGNORED, reduction="sum")
+    loss_sum = F.cross_entropy(scores_QN, targets_Q, ignore_index=IGNORE_INDEX, reduction="sum")
     return loss_sum, (scores_QN.argmax(1) == targets_Q).sum()
 
 # %% ../../nbs/embeddings/02_losses.ipynb #b5987b9b
@@ -107,13 +107,15 @@ class ContrastiveLoss:
                     documents.groups_N[mine],
                     F.normalize(all_q.vectors_ND[:, :width], dim=1),
                     all_q.groups_N,
-                    torch.where(targets_Q == IGNORED, IGNORED, own_Q),
+                    torch.where(targets_Q == IGNORE_INDEX, IGNORE_INDEX, own_Q),
                     temperature,
                 )
                 loss_sum = (loss_sum + back) / 2
             losses.append(loss_sum)
         total = torch.stack(losses).mean()
-        return LossParts(total, (targets_Q != IGNORED).sum(), torch.zeros_like(total), num_right)
+        return LossParts(
+            total, (targets_Q != IGNORE_INDEX).sum(), torch.zeros_like(total), num_right
+        )
 
     def _pick(
         self,

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..core.names import import_object, look_up
-from ..data.rows import IGNORED
+from ..data.rows import IGNORE_INDEX
 from ..data.tokenizers import check_same_vocabulary, load_tokenizer
 from .bi_encoder import BiEncoder, read_st_config, reading_length
 from .gradcache import all_gather, all_gather_with_grad, rank_and_world_size
@@ -491,7 +491,7 @@ class EmbeddingModule(TrainingModule):
                 every = self._gather(queries)
             own_Q = torch.arange(num_queries, device=targets_Q.device) + rank * num_queries
             own_Q = own_Q if self.rule.symmetric else None
-        shifted_Q = torch.where(targets_Q == IGNORED, IGNORED, targets_Q + shift)
+        shifted_Q = torch.where(targets_Q == IGNORE_INDEX, IGNORE_INDEX, targets_Q + shift)
         parts = self.rule(queries, all_documents, shifted_Q, self.temperature(), every, own_Q)
         self._distilled = self._distill(queries, documents, batch)
         return parts
@@ -516,7 +516,7 @@ class EmbeddingModule(TrainingModule):
         own_QCD = torch.cat(
             [d_ND[:num_pairs, None], d_ND[num_pairs:].unflatten(0, (num_pairs, -1))], 1
         )
-        blank_Q1 = (batch["labels"] == IGNORED)[:, None]
+        blank_Q1 = (batch["labels"] == IGNORE_INDEX)[:, None]
         teacher_QC = batch["teacher_scores"].masked_fill(blank_Q1, -torch.inf)
         with torch.autocast(q_QD.device.type, enabled=False):  # as in `ContrastiveLoss`
             student_QC = torch.einsum("qd,qcd->qc", q_QD, own_QCD)
@@ -540,7 +540,7 @@ class EmbeddingModule(TrainingModule):
         "Add a batch to the sums, and keep its vectors for ranks over the whole split."
         queries, documents = self.embed(batch)
         parts, num_pairs = self.score_pairs(queries, documents, batch), len(batch["labels"])
-        count = (batch["labels"] != IGNORED).sum()
+        count = (batch["labels"] != IGNORE_INDEX).sum()
         sums = [parts.loss_sum, count, parts.num_right, *(p for _, p in self.penalties().values())]
         self._sums[set_number] = self._sums.get(set_number, 0) + torch.stack(
             [

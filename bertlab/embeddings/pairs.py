@@ -28,10 +28,10 @@ from torch.utils.data import DataLoader, Dataset
 from ..core.names import did_you_mean
 from ..core.reading import check_utf8
 from ..data.module import EpochBatches, filled_batches
-from ..data.streaming import leave_group
+from ..data.streaming import ignore_parent_signals
 from ..data.readers import TABLES, check_format, error_policy, kind_of, parse_json
 from ..data.readers import resolve_column
-from ..data.rows import IGNORED
+from ..data.rows import IGNORE_INDEX
 from ..data.sources import directory_files, expand_sources, is_local, load_hub_dataset
 from ..data.sources import refuse_hub_options
 from ..data.tokenizers import resolve_tokenizer
@@ -457,7 +457,7 @@ class PairCollator:
         for name, values in (("groups", "groups"), ("text_numbers", "numbers")):
             batch[name] = torch.tensor([int(rows[p][values][c]) for p, c in order])
         targets = torch.arange(num_pairs)
-        batch["labels"] = torch.where(batch["groups"][:num_pairs] < 0, IGNORED, targets)
+        batch["labels"] = torch.where(batch["groups"][:num_pairs] < 0, IGNORE_INDEX, targets)
         if "scores" in rows[0]:
             batch["teacher_scores"] = torch.tensor([row["scores"] for row in rows])
         return batch
@@ -662,7 +662,7 @@ class EmbeddingDataModule(L.LightningDataModule):
             num_workers=self.num_workers,
             pin_memory=torch.cuda.is_available(),
             generator=torch.Generator().manual_seed(0),
-            worker_init_fn=leave_group,
+            worker_init_fn=ignore_parent_signals,
         )
 
     def teardown(self, stage: str | None = None) -> None:

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..data.packing import plan_best_fit
-from ..data.rows import count_positions
+from ..data.packing import pack_best_fit
+from ..data.rows import document_positions
 
 # %% ../../nbs/embeddings/01_pooling.ipynb #15070e3f
 def document_index(
@@ -70,7 +70,7 @@ def pack_for_encoder(
     for number in np.flatnonzero(lengths_N < 1)[:1]:
         raise ValueError(f"text {number} has no token; leave it out, or add special tokens")
     if packing:
-        plan = plan_best_fit(lengths_N, row_length)
+        plan = pack_best_fit(lengths_N, row_length)
         members_N, counts_B = plan.members, np.diff(plan.offsets)
     else:
         for number in np.flatnonzero(lengths_N > row_length)[:1]:
@@ -95,6 +95,6 @@ def pack_for_encoder(
     return {
         "input_ids": input_ids.reshape(shape),
         "attention_mask": documents_BL,
-        "position_ids": count_positions(documents_BL),
+        "position_ids": document_positions(documents_BL),
         "text_order": np.argsort(members_N),
     }

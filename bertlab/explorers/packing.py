@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from ..model.attention import document_mask
-from ..data.packing import plan_best_fit
+from ..data.packing import pack_best_fit
 from ..core.plots import BLUE, ORANGE, RED, svg_box, svg_figure, svg_line, svg_text
 from .widgets import CONTROL_LOOK, Explorer, explore
 
@@ -62,8 +62,8 @@ def place_next_fit(lengths: Sequence[int], capacity: int) -> list[Placement]:
 
 
 def place_best_fit(lengths: Sequence[int], capacity: int) -> list[Placement]:
-    "Longest first, each into the fullest row with room: the rows of `plan_best_fit`."
-    plan = plan_best_fit(lengths, capacity)
+    "Longest first, each into the fullest row with room: the rows of `pack_best_fit`."
+    plan = pack_best_fit(lengths, capacity)
     row_of = dict(zip(plan.members.tolist(), np.repeat(range(len(plan)), np.diff(plan.offsets))))
     order = np.argsort(-np.asarray(lengths), kind="stable").tolist()
     return [(document, int(row_of[document])) for document in order if document in row_of]
@@ -84,7 +84,7 @@ def deal_documents(
     "Say step by step which document goes into which row. Raises `ValueError` for nonsense."
     if packer not in PACKERS:
         raise ValueError(f"packer must be one of {list(PACKERS)}, got {packer!r}")
-    plan_best_fit(lengths, capacity)  # refuses lengths and capacities that no packer can use
+    pack_best_fit(lengths, capacity)  # refuses lengths and capacities that no packer can use
     kept = [document for document, length in enumerate(lengths) if length]
     deals = PACKERS[packer]([lengths[document] for document in kept], capacity)
     return [(kept[document], row) for document, row in deals]

@@ -19,8 +19,8 @@ import ipywidgets
 import numpy as np
 
 from ..data.collators import get_collator_cls
-from ..data.diffusion import draw_times, hidden_share
-from ..data.masking import find_ordinary
+from ..data.diffusion import sample_times, mask_probability
+from ..data.masking import maskable_tokens
 from ..data.tokenizers import tokenize_plain
 from ..core.plots import BLUE, GREEN, GREY, ORANGE, PURPLE, RED, svg_box, svg_figure, svg_line
 from ..core.plots import svg_text
@@ -92,8 +92,8 @@ def expected_rates(
     if objective == "mlm":
         chosen, hidden, replaced = probability, rule.mask_replace_prob, rule.random_replace_prob
     elif objective == "diffusion":
-        time_B = draw_times(([draw], [0]), np.array([[1]]), rule)
-        chosen, hidden = hidden_share(time_B, rule.noise_eps).item(), 1.0
+        time_B = sample_times(([draw], [0]), np.array([[1]]), rule)
+        chosen, hidden = mask_probability(time_B, rule.noise_eps).item(), 1.0
     return {"chosen": chosen, "hidden": hidden, "replaced": replaced, "kept": 1 - hidden - replaced}
 
 # %% ../../nbs/explorers/01_widgets.ipynb #8f9df58a
@@ -167,7 +167,7 @@ def masked_html(
     chosen = len(fates) - fates.count("plain")
     row = {"input_ids": original[None], "attention_mask": np.ones((1, len(original)), int)}
     vocabulary = _dial_collator(tokenizer, objective, probability, unit).vocabulary
-    counts = {"chosen": (chosen, int(find_ordinary(row, vocabulary).sum()))}  # without [UNK]
+    counts = {"chosen": (chosen, int(maskable_tokens(row, vocabulary).sum()))}  # without [UNK]
     counts |= {fate: (fates.count(fate), chosen) for fate in ("hidden", "replaced", "kept")}
     asked = expected_rates(tokenizer, probability, draw, objective)
     shown = f'<p dir="auto" style="line-height:2">{" ".join(words)}</p>'

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from ..data.documents import split_words, word_pattern
-from ..data.rows import IGNORED
+from ..data.rows import IGNORE_INDEX
 from ..data.supervised import read_spans
 from .data import FinetuningDataModule
 from .metrics import ANSWER_SCORES, get_metrics_for_task, gold_texts
@@ -67,7 +67,7 @@ def score_predictions(task: BuiltinDataset, predictions: list) -> dict[str, floa
             torch.nn.utils.rnn.pad_sequence(
                 [torch.tensor([ids[label] for label in row], dtype=torch.int64) for row in values],
                 True,
-                IGNORED,
+                IGNORE_INDEX,
             )
             for values in rows
         )
@@ -76,7 +76,7 @@ def score_predictions(task: BuiltinDataset, predictions: list) -> dict[str, floa
     metrics = get_metrics_for_task(task.kind, num_labels, problem, names if entities else None)
     predicted, right = pair
     if task.kind == "token_classification":  # padding names no label
-        predicted = torch.where(right == IGNORED, 0, predicted)
+        predicted = torch.where(right == IGNORE_INDEX, 0, predicted)
     for metric in metrics.values():
         metric.update(predicted, right)
     scores = {name: float(metric.compute()) for name, metric in metrics.items()}
@@ -430,7 +430,7 @@ def own_task(
         [numbered] = data.labels.number_rows([label], several, "row {}")
         if several:
             return [name for name, on in zip(data.labels.names, numbered) if on]
-        one = lambda number: IGNORED if number == IGNORED else data.labels.names[number]
+        one = lambda number: IGNORE_INDEX if number == IGNORE_INDEX else data.labels.names[number]
         return list(map(one, numbered)) if isinstance(numbered, list) else one(numbered)
 
     def read(row: Any) -> dict:
@@ -449,7 +449,7 @@ def own_task(
                     {"start": start, "end": end, "label": name(one)} for start, end, one in spans
                 ],
             }
-        pairs = [pair for pair in zip(texts[0], name_of(label)) if pair[1] != IGNORED]
+        pairs = [pair for pair in zip(texts[0], name_of(label)) if pair[1] != IGNORE_INDEX]
         return {"text": [word for word, _ in pairs], "label": [kind for _, kind in pairs]}
 
     def read_split(split: str) -> list[dict]:
@@ -468,7 +468,7 @@ def own_task(
     rows = [read_split(split) for split in ("train", "validation", _scored_split(data))]
     # -100: no label to learn, and none to be judged by. As an amount it is one like any other.
     if data.task == "classification" and problem != "regression":
-        rows = [[row for row in some if row["label"] != IGNORED] for some in rows]
+        rows = [[row for row in some if row["label"] != IGNORE_INDEX] for some in rows]
     names = tuple(data.label2id) or tuple(map(str, range(data.num_labels or 0)))
     return BuiltinDataset(
         "own rows", data.task, "", *columns, names, "", *rows, problem_type=problem

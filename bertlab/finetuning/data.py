@@ -32,10 +32,10 @@ from ..core.files import atomic_write
 from ..core.names import look_up
 from ..core.reading import check_utf8
 from ..data.module import EpochBatches, filled_batches
-from ..data.streaming import leave_group
-from ..data.packing import plan_best_fit
+from ..data.streaming import ignore_parent_signals
+from ..data.packing import pack_best_fit
 from ..data.readers import parse_json, resolve_column
-from ..data.rows import IGNORED, count_positions, read_column
+from ..data.rows import IGNORE_INDEX, document_positions, read_column
 from ..data.supervised import QuestionAnsweringCollator, SequenceClassificationCollator
 from ..data.supervised import SpanClassificationCollator, SupervisedCollator
 from ..data.supervised import TokenClassificationCollator, continue_entities, encode_words
@@ -296,7 +296,7 @@ class LabelNames:
         names = tuple(map(str, names))
         if any(isinstance(one, str) for one in values):  # beside them "_" may be no tag at all
             return cls(names, names, "label_names")
-        found = sorted({one for one in values if not isinstance(one, str)} - {IGNORED})
+        found = sorted({one for one in values if not isinstance(one, str)} - {IGNORE_INDEX})
         if set(found) <= set(range(len(names))):
             if found and found[0] > 0:  # stars without a 5, or ids without a 0?
                 raise ValueError(
@@ -323,7 +323,7 @@ class LabelNames:
         """
         if names := feature_names(feature):
             return cls(tuple(range(len(names))), tuple(names))
-        found = set(values) - {IGNORED}
+        found = set(values) - {IGNORE_INDEX}
         kinds = sorted({type(value).__name__ for value in found})
         if len(kinds) > 1:
             raise ValueError(f"labels are {' and '.join(kinds)}: make all names, or all numbers")
@@ -336,8 +336,8 @@ class LabelNames:
 
     def number(self, value: Any, where: str) -> int:
         "The id of a label, -100 for none. Raises `ValueError` for one that is not among them."
-        if value == IGNORED:
-            return IGNORED
+        if value == IGNORE_INDEX:
+            return IGNORE_INDEX
         if value not in self.values:
             known = ", ".join(map(repr, self.values[:20]))
             twin = next((one for one in self.values if _bare(one) == _bare(value)), None)
@@ -488,8 +488,13 @@ def pack_token_rows(
     pad_token_id: int,
 ) -> list[dict]:  # arrays of `capacity`; attention_mask numbers the rows that went in
     "Put several short rows into one of fixed length, best fit first (Johnson 1973)."
-    fillers = {"input_ids": pad_token_id, "token_type_ids": 0, "labels": IGNORED, "begins_word": 0}
-    plan, packed = plan_best_fit([len(row["input_ids"]) for row in rows], capacity), []
+    fillers = {
+        "input_ids": pad_token_id,
+        "token_type_ids": 0,
+        "labels": IGNORE_INDEX,
+        "begins_word": 0,
+    }
+    plan, packed = pack_best_fit([len(row["input_ids"]) for row in rows], capacity), []
     for number in range(len(plan)):
         parts = [rows[member] for member in plan[number]]
         numbers = [np.full(len(part["input_ids"]), n) for n, part in enumerate(parts, 1)]
@@ -499,7 +504,7 @@ def pack_token_rows(
         for name, values in made.items():
             joined = np.concatenate(values)
             row[name][: len(joined)] = joined
-        row["position_ids"] = count_positions(row["attention_mask"][None])[0]
+        row["position_ids"] = document_positions(row["attention_mask"][None])[0]
         dropped = sum(int(part.get("num_dropped_labels", 0)) for part in parts)
         packed.append(row | {"num_dropped_labels": np.asarray(dropped)})
     return packed
@@ -1089,7 +1094,7 @@ class FinetuningDataModule(L.LightningDataModule):
             num_workers=self.num_workers,
             pin_memory=torch.cuda.is_available(),
             generator=torch.Generator().manual_seed(0),
-            worker_init_fn=leave_group,
+            worker_init_fn=ignore_parent_signals,
         )
 
     def teardown(self, stage: str | None = None) -> None:

@@ -21,7 +21,7 @@ from ..data.documents import parse_split, slice_bounds
 from ..data.readers import PACKED, Line, OnError, TableRows, kind_of, open_unpacked
 from ..data.readers import parse_json, raise_error, read_arrow, read_csv, read_json
 from ..data.readers import read_lines, read_parquet
-from ..data.rows import IGNORED
+from ..data.rows import IGNORE_INDEX
 from ..data.sources import SourceNotFound, in_hub_form, looks_like_hub_name
 from ..data.sources import offline_if_unreachable, saved_to_disk
 
@@ -178,7 +178,9 @@ def read_conllu(
             continue
         words = _join_words(words, ranges) if multiword == "join" else words
         row = dict(zip(CONLLU, map(list, zip(*words))))
-        row |= {name: [IGNORED if cell == "_" else cell for cell in row[name]] for name in _OPEN}
+        row |= {
+            name: [IGNORE_INDEX if cell == "_" else cell for cell in row[name]] for name in _OPEN
+        }
         row["lines"] = [line.text for line in block]  # with comments, ranges and empty nodes
         yield f"line {block[0].number}", row | dict(m.groups() for m in marks if m)
 

@@ -40,7 +40,7 @@ from torchmetrics.wrappers.abstract import WrapperMetric
 
 from ..core.names import look_up
 from ..data.documents import has_unspaced, marks_in, split_words
-from ..data.rows import IGNORED
+from ..data.rows import IGNORE_INDEX
 from ..data.supervised import IOB2, fit_offsets, whole_letters
 from .data import PROBLEM_OF, TASKS
 
@@ -54,7 +54,7 @@ def _check_labels(
     if ids.numel() and not 0 <= ids.min() <= ids.max() < num_labels:
         raise ValueError(
             f"{name} must lie in 0 ... {num_labels - 1} (num_labels={num_labels}) or be "
-            f"{IGNORED}, got {ids.min()} ... {ids.max()}: give num_labels as the data has them"
+            f"{IGNORE_INDEX}, got {ids.min()} ... {ids.max()}: give num_labels as the data has them"
         )
 
 # %% ../../nbs/finetuning/05_metrics.ipynb #1f194fdc
@@ -80,7 +80,7 @@ def select_labels(
     num_labels: int,
 ) -> tuple[Tensor, Tensor]:  # predicted and true labels, (N,) each
     "Keep what has a label, as two flat rows. Raises `ValueError` for what is no label."
-    kept = target != IGNORED
+    kept = target != IGNORE_INDEX
     preds, target = _choose_labels(preds, target, num_labels)[kept], target[kept]
     _check_labels(preds, num_labels, "preds")
     _check_labels(target, num_labels, "target")
@@ -160,11 +160,11 @@ def select_decisions(
         )
     decisions = preds > 0 if preds.is_floating_point() else preds
     decisions, target = decisions.reshape(-1, num_labels), target.reshape(-1, num_labels)
-    asked = target != IGNORED
+    asked = target != IGNORE_INDEX
     for name, values in (("preds", decisions[asked]), ("target", target[asked])):
         if not ((values == 0) | (values == 1)).all():
             raise ValueError(
-                f"{name} must hold 0, 1 or {IGNORED} for each label of a text, got "
+                f"{name} must hold 0, 1 or {IGNORE_INDEX} for each label of a text, got "
                 f"{values.min()} ... {values.max()}"
             )
     kept = asked if flat else asked.any(-1)
@@ -175,7 +175,7 @@ def score_decisions(
     num_labels: int,
 ) -> dict[str, Metric]:
     "Scores of a yes or no for each label. Accuracy: all of a text's labels are right."
-    options = {"num_labels": num_labels, "ignore_index": IGNORED, "validate_args": False}
+    options = {"num_labels": num_labels, "ignore_index": IGNORE_INDEX, "validate_args": False}
     metrics = {
         "accuracy": MultilabelExactMatch(**options),
         "f1_macro": MultilabelF1Score(average="macro", **options),
@@ -286,9 +286,9 @@ def count_entities(
 ) -> Tensor:  # (3, T): correct, predicted and true entities of each type
     "Count entities; one is correct where type, start and end agree."
     # Ignored places (padding, the pieces after a word's first) move to the end, as if absent.
-    order = (target == IGNORED).byte().argsort(dim=1, stable=True)
+    order = (target == IGNORE_INDEX).byte().argsort(dim=1, stable=True)
     preds, target = preds.gather(1, order), target.gather(1, order)
-    kept, found = target != IGNORED, []
+    kept, found = target != IGNORE_INDEX, []
     for name, ids in (("preds", preds), ("target", target)):
         _check_labels(ids[kept], len(kind_V), name)
         ids = torch.where(kept, ids, 0)
@@ -716,7 +716,7 @@ def labels_of_words(batch: Mapping[str, Tensor]) -> Tensor:  # (B, L), -100 but 
     "The labels to judge by: later sub-words may learn, but a prediction is the first one's."
     begins_BL = batch.get("begins_word")  # None: nothing else has a label
     labels_BL = batch["labels"]
-    return labels_BL if begins_BL is None else labels_BL.masked_fill(begins_BL == 0, IGNORED)
+    return labels_BL if begins_BL is None else labels_BL.masked_fill(begins_BL == 0, IGNORE_INDEX)
 
 
 class TokenScores(TaskScores):
@@ -726,7 +726,7 @@ class TokenScores(TaskScores):
         documents_BL, preds_BL = batch["attention_mask"], output.logits.argmax(-1)
         self.score(
             _split_documents(preds_BL, documents_BL, 0),
-            _split_documents(labels_of_words(batch), documents_BL, IGNORED),
+            _split_documents(labels_of_words(batch), documents_BL, IGNORE_INDEX),
         )
 
 # %% ../../nbs/finetuning/05_metrics.ipynb #602f277a

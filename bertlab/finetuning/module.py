@@ -23,7 +23,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
 from ..core.names import import_object, look_up
-from ..data.rows import BOOKKEEPING
+from ..data.rows import NON_MODEL_KEYS
 from .data import TASKS
 from .metrics import AnswerScores, SpanScores, TaskScores, TokenScores
 from .metrics import get_metrics_for_task, gold_texts, names_entities
@@ -416,7 +416,7 @@ class FinetuningModule(TrainingModule):
     def run_model(self, batch: dict[str, Tensor], names: Sequence[str] = INPUTS + TARGETS) -> Any:
         "Run the model on a batch. Raises `ValueError` for a key that no model for a task takes."
         own = SPAN_INPUTS if self.hparams.task == "span_classification" else ()
-        if unknown := sorted(batch.keys() - {*INPUTS, *TARGETS, *own, *BOOKKEEPING}):
+        if unknown := sorted(batch.keys() - {*INPUTS, *TARGETS, *own, *NON_MODEL_KEYS}):
             raise ValueError(
                 f"the batch has {unknown[0]!r}, which the model does not take; it "
                 f"takes {', '.join(INPUTS + TARGETS + own)}"

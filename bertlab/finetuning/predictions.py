@@ -35,7 +35,7 @@ from ..core.reading import check_utf8
 from ..data.documents import has_unspaced, split_words
 from ..data.plain_models import FAMILIES
 from ..data.readers import read_lines, resolve_column
-from ..data.rows import IGNORED
+from ..data.rows import IGNORE_INDEX
 from ..data.supervised import SupervisedCollator
 from ..data.tokenizers import load_tokenizer
 from .data import COLUMNS, TASKS, split_into_pieces, load_reading, split_cell
@@ -652,7 +652,7 @@ def as_conllu(rows: Sequence[Mapping]) -> str:
         if (lines := row.get("lines")) is None:
             lines = [f"# {name} = {row[name]}" for name in ("sent_id", "text") if name in row]
             lines += [
-                "\t".join("_" if cell == IGNORED else cell for cell in cells)
+                "\t".join("_" if cell == IGNORE_INDEX else cell for cell in cells)
                 for cells in zip(*(row[name] for name in CONLLU))
             ]
         tags = dict(zip(map(_line_of, row["ID"]), row["predicted_tags"], strict=True))
@@ -776,7 +776,8 @@ def predict_file(
         for row in told:
             del row["lines"]  # the columns say the same
             row |= {
-                name: ["_" if cell == IGNORED else cell for cell in row[name]] for name in CONLLU
+                name: ["_" if cell == IGNORE_INDEX else cell for cell in row[name]]
+                for name in CONLLU
             }
     if output is not None:
         write_predictions(told, output)

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers.modeling_outputs import BaseModelOutput
 
-from ..data.masking import draw_uniforms, key_rows
-from ..data.rows import IGNORED, Vocabulary
+from ..data.masking import counter_uniform, row_rng_keys
+from ..data.rows import IGNORE_INDEX, Vocabulary
 from .attention import Scoring, attention_weights, document_mask
 from .config import BertLabConfig
 from .encoder import BertLabModel, Block, add_to_stream, make_rows, split_heads
@@ -160,7 +160,7 @@ class BertLabForCausalLM(BertLabTokenPredictor):
             documents = torch.ones_like(input_ids) if attention_mask is None else attention_mask
             first_BL = torch.ones_like(labels, dtype=torch.bool)  # nothing stands before it
             first_BL[:, 1:] = documents[:, 1:] != documents[:, :-1]
-            labels = labels.masked_fill(first_BL, IGNORED)
+            labels = labels.masked_fill(first_BL, IGNORE_INDEX)
         scored = self.score(before_BLD, labels, label_positions, loss_rule)
         return make_output(BaseModelOutput(x_BLD), *scored)
 
@@ -200,8 +200,8 @@ def continue_ids(
             stands_BV = torch.zeros_like(special_V).repeat(len(ids_BL), 1)
             stands_BV.scatter_(1, ids_BL, True)
             law_BV = word_law(logp_BV, rule, stands_BV & ~special_V)
-            keys_B = key_rows(rule.seed, [0] * len(numbers), numbers)
-            draws_B = draw_uniforms(keys_B, np.array([ids_BL.shape[1]]), WORD)
+            keys_B = row_rng_keys(rule.seed, [0] * len(numbers), numbers)
+            draws_B = counter_uniform(keys_B, np.array([ids_BL.shape[1]]), WORD)
             fresh = draw_from(law_BV, torch.from_numpy(draws_B).to(law_BV))[:, None]
             ids_BL = torch.cat([ids_BL, fresh], dim=1)
     return ids_BL

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..core.names import look_up
-from ..data.rows import IGNORED
+from ..data.rows import IGNORE_INDEX
 from .config import BertLabConfig
 from .encoder import BertLabPreTrainedModel
 from .generate import evaluating
@@ -48,13 +48,13 @@ def loss_by_position(
         loss_BL = F.cross_entropy(
             logits_BLV.float().flatten(0, 1),
             labels_BL.flatten(),
-            ignore_index=IGNORED,
+            ignore_index=IGNORE_INDEX,
             reduction="none",
         ).view(labels_BL.shape)
         same_BLL = (mask_BL[:, :, None] == mask_BL[:, None]) & (mask_BL[:, None] != 0)
         length_BL = same_BLL.sum(-1)
         positions_BL = same_BLL.tril(-1).sum(-1)
-        kept_BL = labels_BL != IGNORED
+        kept_BL = labels_BL != IGNORE_INDEX
         for name, key_BL in (("position", positions_BL), ("length", length_BL)):
             key = key_BL[kept_BL].cpu()
             sums[f"{name}_loss"].index_add_(0, key, loss_BL[kept_BL].cpu().double())

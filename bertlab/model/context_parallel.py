@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..data.rows import IGNORED
+from ..data.rows import IGNORE_INDEX
 from .causal import BertLabForCausalLM
 from .heads import BertLabTokenPredictor
 
@@ -89,13 +89,15 @@ def deal_labels(
     place_L = torch.arange(labels_BL.shape[1], device=labels_BL.device)
     slots_BM = batch.get("label_positions", place_L.expand(labels_BL.shape))
     own_BM = slots_BM[:, rank::size]  # equally many for each, wherever they stand
-    kept_BL = torch.full_like(labels_BL, IGNORED)
+    kept_BL = torch.full_like(labels_BL, IGNORE_INDEX)
     kept_BL = kept_BL.scatter(1, own_BM, labels_BL.gather(1, own_BM))
     if own_BM.shape[1] < -(-slots_BM.shape[1] // size):  # another's slot: it has no label here
         own_BM = torch.cat((own_BM, slots_BM[:, :1]), 1)
     dealt = {"labels": kept_BL, "label_positions": own_BM}
     if "loss_weights" in batch:  # what divides such a loss is a count of tokens
-        own_BL = torch.where(labels_BL == IGNORED, place_L % size == rank, kept_BL != IGNORED)
+        own_BL = torch.where(
+            labels_BL == IGNORE_INDEX, place_L % size == rank, kept_BL != IGNORE_INDEX
+        )
         shares_BL = batch.get("token_shares")
         if shares_BL is None:
             special = torch.tensor(special_ids, device=labels_BL.device)

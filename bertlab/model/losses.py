@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import is_fake
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from ..data.rows import IGNORED
+from ..data.rows import IGNORE_INDEX
 
 # %% ../../nbs/model/05_losses.ipynb #2cacd011
 def unigram_counts(
@@ -30,7 +30,7 @@ def unigram_counts(
 ) -> torch.Tensor:  # counts_V, int64; add them up over batches
     "Count how often each token occurs."
     excluded = list(excluded_ids)
-    seen = ids[ids != IGNORED]
+    seen = ids[ids != IGNORE_INDEX]
     for name, numbers in (("ids", seen), ("excluded_ids", torch.tensor(excluded))):
         if numbers.numel() and not 0 <= numbers.min() <= numbers.max() < vocab_size:
             raise ValueError(
@@ -120,18 +120,18 @@ def masked_lm_loss(
     labels, in_one = labels.flatten(), weights is None and not label_smoothing
     if not label_smoothing:
         losses = F.cross_entropy(
-            logits, labels, ignore_index=IGNORED, reduction="sum" if in_one else "none"
+            logits, labels, ignore_index=IGNORE_INDEX, reduction="sum" if in_one else "none"
         )
     else:
         # Both terms are made of these, the one thing as large as the scores that is kept for later.
         logs = logits.log_softmax(-1)
-        losses = F.nll_loss(logs, labels, ignore_index=IGNORED, reduction="none")
+        losses = F.nll_loss(logs, labels, ignore_index=IGNORE_INDEX, reduction="none")
         entries_V = (logits > UNREACHABLE / 2).any(0)  # others would each add thousands of nats
         even = -logs.masked_fill(~entries_V, 0.0).sum(-1) / entries_V.sum()
-        even = even.masked_fill(labels == IGNORED, 0.0)
+        even = even.masked_fill(labels == IGNORE_INDEX, 0.0)
         losses = (1 - label_smoothing) * losses + label_smoothing * even
     losses = losses if weights is None else losses * weights.flatten()
-    return losses if in_one else losses.sum(), (labels != IGNORED).sum()
+    return losses if in_one else losses.sum(), (labels != IGNORE_INDEX).sum()
 
 
 def mean_loss(
@@ -155,7 +155,7 @@ def labelled_alone(
     weights: Tensor | None = None,  # (...)
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # (N, D), (N,), (N,): N labels, which may be 0
     "Leave out every position without a label."
-    kept = labels != IGNORED
+    kept = labels != IGNORE_INDEX
     return values[kept], labels[kept], None if weights is None else weights[kept]
 
 # %% ../../nbs/model/05_losses.ipynb #975ca2e4
@@ -165,7 +165,7 @@ def z_loss(
 ) -> Tensor:  # a sum over labels, nats squared
     "How far scores have drifted: the squared log of the softmax's denominator (Chowdhery et al.)."
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return logits.logsumexp(-1).square().masked_fill(labels == IGNORED, 0.0).sum()
+    return logits.logsumexp(-1).square().masked_fill(labels == IGNORE_INDEX, 0.0).sum()
 
 # %% ../../nbs/model/05_losses.ipynb #0df91cdb
 @dataclass(frozen=True)

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from ..core.names import look_up
-from ..data.diffusion import NOISE
-from ..data.masking import draw_uniforms, key_rows
+from ..data.diffusion import NOISE_SCHEDULES
+from ..data.masking import counter_uniform, row_rng_keys
 from ..data.rows import Vocabulary
 from .generate import evaluating
 from .encoder import make_rows, run_layers
@@ -93,13 +93,15 @@ class SamplingRule:
     cache_blocks: bool = False  # read a block's gaps alone again, all else once a block: faster,
     # and not the same text
     remask: float = 0.2  # of samplers that take back: share of the most that they could
-    schedule: str = "linear"  # a key of NOISE: which share of the gaps is open after a step
+    schedule: str = (
+        "linear"  # a key of NOISE_SCHEDULES: which share of the gaps is open after a step
+    )
     late_ends: bool = True  # ordered samplers settle the end of a text after its words
     seed: int = 0  # of the draws, with step, prompt and position
 
     def __post_init__(self):
         look_up(self.sampler, SAMPLERS, "sampler")
-        look_up(self.schedule, NOISE, "schedule")
+        look_up(self.schedule, NOISE_SCHEDULES, "schedule")
         for name, least in (("num_steps", 1), ("seed", 0), ("block_size", 1)):
             value = getattr(self, name)
             if (
@@ -182,7 +184,7 @@ def plan_row(
             f"block_size={rule.block_size} in {num_gaps} gaps; take more steps, or "
             "larger blocks"
         )
-    share, plans = NOISE[rule.schedule].share, []
+    share, plans = NOISE_SCHEDULES[rule.schedule].share, []
     for block in range(blocks):
         steps = (block + 1) * rule.num_steps // blocks - block * rule.num_steps // blocks
         first, stop = block * size, min((block + 1) * size, num_gaps)
@@ -397,10 +399,10 @@ def sampling_steps(
     nothing_BL, asks = torch.zeros_like(gaps_BL), (None, None)
     yield Step(ids_BL.clone(), nothing_BL, nothing_BL, confidence_BL.clone(), False)
     for number in range(rule.num_steps):
-        keys_B = key_rows(rule.seed, [number] * len(numbers), numbers)
+        keys_B = row_rng_keys(rule.seed, [number] * len(numbers), numbers)
         columns_L = np.arange(ids_BL.shape[1])
         draw = lambda purpose: torch.from_numpy(
-            draw_uniforms(keys_B[:, None], columns_L, purpose)
+            counter_uniform(keys_B[:, None], columns_L, purpose)
         ).to(confidence_BL)
         plans = [plans[number] for plans in plans_B]
         bounds_B2 = torch.tensor([plan[:2] for plan in plans], device=ids_BL.device)

@@ -28,7 +28,7 @@ from .config import TOKEN_IDS, BertLabConfig
 from .encoder import BertLabModel, BertLabPreTrainedModel, make_norm
 from .heads import all_one_document
 from .layers import BitDropout, build_activation, rotary_table, rotate
-from ..data.rows import IGNORED
+from ..data.rows import IGNORE_INDEX
 from .layers import gather_positions
 from .losses import masked_lm_loss, mean_loss
 
@@ -83,12 +83,12 @@ class TaskHead(nn.Module):
 # %% ../../nbs/model/07_task_heads.ipynb #3973220f
 def class_loss(logits_BC: Tensor, labels_B: Tensor, real_B: Tensor) -> tuple[Tensor, Tensor]:
     "Cross-entropy of the one right class, summed over rows, and their number."
-    return masked_lm_loss(logits_BC, labels_B.masked_fill(~real_B, IGNORED))
+    return masked_lm_loss(logits_BC, labels_B.masked_fill(~real_B, IGNORE_INDEX))
 
 
 def tags_loss(logits_BC: Tensor, labels_BC: Tensor, real_B: Tensor) -> tuple[Tensor, Tensor]:
     "Cross-entropy of each tag by itself, summed over rows and tags, and their number."
-    counted_BC = real_B[:, None] & (labels_BC != IGNORED)
+    counted_BC = real_B[:, None] & (labels_BC != IGNORE_INDEX)
     target_BC = labels_BC.masked_fill(~counted_BC, 0).float()
     losses_BC = F.binary_cross_entropy_with_logits(logits_BC.float(), target_BC, reduction="none")
     return losses_BC.masked_fill(~counted_BC, 0.0).sum(), counted_BC.sum()
@@ -167,7 +167,7 @@ def weighted_loss(
     weights_C: Tensor,
 ) -> tuple[Tensor, Tensor]:  # summed loss; what to divide it by
     "As torch has it: a class weighs in sum and count; a yes to one of several in the sum alone."
-    known = labels != IGNORED
+    known = labels != IGNORE_INDEX
     if labels.shape == logits.shape:
         truth = labels.masked_fill(~known, 0).float()
         losses = F.binary_cross_entropy_with_logits(
@@ -289,8 +289,8 @@ def answer_loss(
     starts_B, ends_B = starts.flatten(), ends.flatten()
     inside = lambda places_B: (places_B >= 0) & (places_B < start_BL.shape[1])
     missing_B = ~(inside(starts_B) & inside(ends_B))
-    from_sum, count = masked_lm_loss(start_BL, starts_B.masked_fill(missing_B, IGNORED))
-    to_sum, _ = masked_lm_loss(end_BL, ends_B.masked_fill(missing_B, IGNORED))
+    from_sum, count = masked_lm_loss(start_BL, starts_B.masked_fill(missing_B, IGNORE_INDEX))
+    to_sum, _ = masked_lm_loss(end_BL, ends_B.masked_fill(missing_B, IGNORE_INDEX))
     return (from_sum + to_sum) / 2, count
 
 # %% ../../nbs/model/07_task_heads.ipynb #98961e11
@@ -395,7 +395,7 @@ def span_loss(
     (B, C, L, _), lowest = scores.shape, torch.finfo(scores.dtype).min
     first_BS, last_BS, label_BS = labels_BS3.unbind(-1)
     cell_BS = (label_BS * L + first_BS) * L + last_BS  # where there is no span: one past the table
-    cell_BS = cell_BS.masked_fill(first_BS == IGNORED, C * L * L)
+    cell_BS = cell_BS.masked_fill(first_BS == IGNORE_INDEX, C * L * L)
     marked = torch.zeros(B, C * L * L + 1, dtype=torch.bool, device=scores.device)
     right = marked.scatter(1, cell_BS, True)[:, :-1].view(B, C, L, L) & allowed_BLL[:, None]
     wrong = allowed_BLL[:, None] & ~right

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..data.rows import IGNORED
+from ..data.rows import IGNORE_INDEX
 from .causal import BertLabForCausalLM
 from .config import BertLabConfig
 from .encoder import SelfAttention
@@ -214,7 +214,7 @@ class VocabularySplit:
         dist.all_reduce(highest_N, dist.ReduceOp.MAX, group=self.group)
         shifted = logits - highest_N[:, None]
         own_N = labels - self.first
-        here_N = (labels != IGNORED) & (own_N >= 0) & (own_N < logits.shape[-1])
+        here_N = (labels != IGNORE_INDEX) & (own_N >= 0) & (own_N < logits.shape[-1])
         of_label_N = shifted.gather(1, own_N.masked_fill(~here_N, 0)[:, None])[:, 0]
         sums = [shifted.exp().sum(-1), of_label_N.masked_fill(~here_N, 0.0)]
         if smoothing:
@@ -226,7 +226,7 @@ class VocabularySplit:
         if smoothing:
             even_N = log_total_N - all_N[0] / all_N[1]
             losses_N = (1 - smoothing) * losses_N + smoothing * even_N
-        scored_N = labels != IGNORED
+        scored_N = labels != IGNORE_INDEX
         losses_N = losses_N.masked_fill(~scored_N, 0.0)
         loss_sum = (losses_N if weights is None else losses_N * weights.flatten()).sum()
         z = torch.zeros_like(loss_sum)

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..data.masking import draw_uniforms, find_ordinary, key_rows
+from ..data.masking import counter_uniform, maskable_tokens, row_rng_keys
 from ..data.rows import Vocabulary
 from .causal import BertLabForCausalLM
 from .generate import evaluating
@@ -105,7 +105,7 @@ def diffusion_bound(
     mask_BL = torch.ones_like(input_ids) if attention_mask is None else attention_mask
     if scored is None:
         both = {"input_ids": input_ids.cpu().numpy(), "attention_mask": mask_BL.cpu().numpy()}
-        scored = torch.from_numpy(find_ordinary(both, vocabulary)).to(input_ids.device)
+        scored = torch.from_numpy(maskable_tokens(both, vocabulary)).to(input_ids.device)
     lengths_B = scored.sum(1).cpu().numpy()
     if (lengths_B == 0).any():
         raise ValueError(f"text {int((lengths_B == 0).argmax())} has no token to score")
@@ -170,11 +170,13 @@ def _drawn_sets(
     "Estimates and their variance: the time of every second draw mirrors the one before."
     (B, L), estimates = ids_BL.shape, []
     for draw in range(num_draws):
-        keys_B = key_rows(seed, [draw // 2] * B, range(B))
-        u_B = draw_uniforms(keys_B, np.zeros(1, dtype=int), 3)
+        keys_B = row_rng_keys(seed, [draw // 2] * B, range(B))
+        u_B = counter_uniform(keys_B, np.zeros(1, dtype=int), 3)
         u_B = 1 - u_B if draw % 2 else u_B
         counts_B = np.clip(np.ceil(u_B * lengths_B), 1, lengths_B).astype(int)
-        coins_BL = draw_uniforms(key_rows(seed, [draw] * B, range(B))[:, None], np.arange(L), 0)
+        coins_BL = counter_uniform(
+            row_rng_keys(seed, [draw] * B, range(B))[:, None], np.arange(L), 0
+        )
         coins_BL = np.where(may_BL.cpu().numpy(), coins_BL, 2.0)
         ranks_BL = coins_BL.argsort(1).argsort(1)
         hidden_BL = torch.from_numpy(ranks_BL < counts_B[:, None]).to(ids_BL.device)
@@ -197,7 +199,7 @@ def causal_score(
     "What texts cost under an autoregressive model, exactly; special tokens are not counted."
     mask_BL = torch.ones_like(input_ids) if attention_mask is None else attention_mask
     both = {"input_ids": input_ids.cpu().numpy(), "attention_mask": mask_BL.cpu().numpy()}
-    scored_BL = torch.from_numpy(find_ordinary(both, vocabulary)).to(input_ids.device)
+    scored_BL = torch.from_numpy(maskable_tokens(both, vocabulary)).to(input_ids.device)
     scored_BL[:, 0] = False  # nothing stands before it
     if not scored_BL.any():
         raise ValueError(
@@ -294,8 +296,8 @@ def library_expressions(
             f"count={count}: only {len(every)} expressions were found; ask for fewer, "
             "or allow more tokens"
         )
-    keys = key_rows(0, [0] * len(every), range(len(every)))
-    return [every[i] for i in np.argsort(draw_uniforms(keys, np.zeros(1, dtype=int), 0))[:count]]
+    keys = row_rng_keys(0, [0] * len(every), range(len(every)))
+    return [every[i] for i in np.argsort(counter_uniform(keys, np.zeros(1, dtype=int), 0))[:count]]
 
 
 def hide_share(
@@ -317,7 +319,9 @@ def hide_share(
         words = [i for i, token in enumerate(ids) if token not in special]
         if not words:
             raise ValueError(f"text {number}, {text!r}, has no token to hide: leave it out")
-        coins = draw_uniforms(key_rows(seed, [0], [number])[:, None], np.arange(len(ids)), 1)[0]
+        coins = counter_uniform(row_rng_keys(seed, [0], [number])[:, None], np.arange(len(ids)), 1)[
+            0
+        ]
         first = sorted(words, key=coins.__getitem__)  # by coin
         chosen = set(first[: max(1, round(share * len(words)))])
         gapped.append([tokenizer.mask_token_id if i in chosen else t for i, t in enumerate(ids)])

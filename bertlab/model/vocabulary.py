@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..core.names import look_up
 from ..data.collators import MaskedLanguageModelingCollator
-from ..data.packing import PackedDataset, special_ids
+from ..data.packing import PackedDataset, special_token_ids
 from ..data.tokenizers import num_token_ids, unused_token_ids, iter_texts
 from ..data.vocabularies import VocabularyMap, extend_tokenizer, map_vocabulary
 from ..data.vocabularies import trim_tokenizer
@@ -41,7 +41,7 @@ def masked_bits_per_byte(
     "Score whole hidden words, so that models compare whose tokenizers keep the same letters."
     ids = tokenizer(iter_texts(texts), add_special_tokens=False, verbose=False).input_ids
     max_length = min(max_length, model.config.max_position_embeddings)
-    rows = PackedDataset(ids, max_length, shuffle=False, **special_ids(tokenizer))
+    rows = PackedDataset(ids, max_length, shuffle=False, **special_token_ids(tokenizer))
     collate = MaskedLanguageModelingCollator.from_tokenizer(
         tokenizer,
         mlm_probability=mlm_probability,
@@ -277,7 +277,7 @@ def match_frequencies(
     )[entries_V]
     target_V = torch.from_numpy((counts_V + 0.5) / (counts_V + 0.5).sum()).log()
     entries_V = torch.from_numpy(entries_V).to(model.device)
-    rows = PackedDataset(ids, max_length, seed=seed, **special_ids(tokenizer))
+    rows = PackedDataset(ids, max_length, seed=seed, **special_token_ids(tokenizer))
     collate = MaskedLanguageModelingCollator.from_tokenizer(
         tokenizer, unit="word", seed=seed, max_sequence_length=max_length
     )

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..core.names import did_you_mean, look_up
 from ..core.reading import check_utf8
-from ..data.masking import draw_uniforms, key_rows
+from ..data.masking import counter_uniform, row_rng_keys
 from ..data.rows import Vocabulary
 from ..data.tokenizers import num_token_ids, unused_token_ids
 from .generate import evaluating, longest_row
@@ -88,8 +88,8 @@ def read_prompt(
         ordinary_L = ~vocabulary_of(tokenizer).is_special_V[np.array(ids, int)]
         if not ordinary_L.any():  # nobody may write an [UNK], so nobody is asked for one
             raise ValueError(f"prompt {prompt!r} has no words to rewrite")
-        coins_L = draw_uniforms(
-            key_rows(address[0], [0], [address[1]])[:, None], np.arange(len(ids)), 5
+        coins_L = counter_uniform(
+            row_rng_keys(address[0], [0], [address[1]])[:, None], np.arange(len(ids)), 5
         )[0]
         count = max(1, round(rewrite_share * int(ordinary_L.sum())))
         hidden = np.argsort(np.where(ordinary_L, coins_L, 2.0))[:count]

@@ -19,7 +19,7 @@ from .checkpoints import isolate_rng
 from ..data.tokenizers import check_same_vocabulary, load_tokenizer
 from ..model.encoder import BertLabModel
 from ..model.heads import BertLabTokenPredictor
-from ..data.rows import IGNORED
+from ..data.rows import IGNORE_INDEX
 from ..model.layers import gather_positions
 from ..model.losses import LossParts
 from .modules import OBJECTIVES, PretrainingModule
@@ -41,7 +41,7 @@ def kl_divergence(
     divergence = (theirs.exp() * (theirs - ours)).sum(-1)
     divergence = divergence if weights is None else divergence * weights
     # Softer targets have gradients that are smaller by the square (Hinton et al. 2015, sec. 2).
-    return divergence.masked_fill(labels == IGNORED, 0.0).sum() * temperature**2
+    return divergence.masked_fill(labels == IGNORE_INDEX, 0.0).sum() * temperature**2
 
 # %% ../../nbs/train/14_distill.ipynb #7d431768
 def state_dict_hash(model: nn.Module) -> str:  # 16 hexadecimal digits

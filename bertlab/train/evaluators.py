@@ -24,9 +24,9 @@ from torch.distributed.fsdp import FSDPModule
 
 from ..core.durations import parse_amount
 from ..core.names import resolve
-from ..data.module import FilledRows, Source, filled_batches, pack_texts
+from ..data.module import BlankRows, DataSource, filled_batches, build_packed_dataset
 from ..data.readers import TABLES, kind_of, read_lines
-from ..data.rows import IGNORED
+from ..data.rows import IGNORE_INDEX
 from ..model.generate import encode_masked, fill_each_mask
 from ..model.losses import LossRule
 from .history import History, print_line, paused
@@ -119,9 +119,9 @@ class LossEvaluator(Evaluator):
     def prepare(self, tokenizer: Any, collator: Any, length: int) -> None:
         super().prepare(tokenizer, collator, length)
         self.collator = collator
-        tokens = Source(self.source, validation_fraction=0).tokenize("train", tokenizer)
-        self.rows = FilledRows(
-            pack_texts(tokens, tokenizer, length, shuffle=False, packing=self.packing)
+        tokens = DataSource(self.source, validation_fraction=0).tokenize("train", tokenizer)
+        self.rows = BlankRows(
+            build_packed_dataset(tokens, tokenizer, length, shuffle=False, packing=self.packing)
         )
 
     def batches(self) -> Iterator[dict[str, torch.Tensor]]:
@@ -219,7 +219,7 @@ class ProbeEvaluator(Evaluator):
         "The encoder's last vectors; FSDP2 puts weights together only where the model is called."
         if not isinstance(model, FSDPModule):
             return model.base_model(ids_BL, attention_mask=mask_BL).last_hidden_state
-        caught, labels_BL = [], torch.full_like(ids_BL, IGNORED)
+        caught, labels_BL = [], torch.full_like(ids_BL, IGNORE_INDEX)
         keep = lambda _module, _inputs, out: caught.append(out[0])  # noqa: E731
         hook = model.base_model.register_forward_hook(keep)
         try:  # nobody wants the scores, so few exist at once

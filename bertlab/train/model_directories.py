@@ -24,7 +24,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..core.files import recover_directory, atomic_directory, atomic_write
 from ..core.reading import check_beside, load_json
-from ..data.diffusion import DiffusionRule
+from ..data.diffusion import DiffusionConfig
 from ..data.packing import PackedDataset
 from ..model.adapters import save_adapter
 from ..model.huggingface import check_tokenizer, has_adapter, plain_copy, save_model
@@ -305,7 +305,7 @@ def _validation_identity(
     texts = "-".join(dataset_fingerprint(rows.documents) for rows in held)
     rule = getattr(getattr(data, "collator", None), "rule", None)
     is_plain = getattr(pl_module, "hparams", {}).get("plain_mean", False)
-    if isinstance(rule, DiffusionRule) and rule.schedule != "linear" and not is_plain:
+    if isinstance(rule, DiffusionConfig) and rule.schedule != "linear" and not is_plain:
         texts += "-mean1"  # older versions gave these losses weights that were not 1 on average
     rows_read = limit * getattr(data, "val_batch_size", 1) * data_parallel_size(trainer)
     if isinstance(limit, float):

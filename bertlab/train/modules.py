@@ -40,7 +40,7 @@ from ..model.deferred import build_deferred, fill_weights, read_deferred
 from ..core.durations import parse_amount
 from ..core.names import import_object, resolve
 from ..data.collators import COLLATORS
-from ..data.rows import BOOKKEEPING, IGNORED
+from ..data.rows import NON_MODEL_KEYS, IGNORE_INDEX
 from ..model.huggingface import bertlab_config, from_huggingface, load_pretrained
 from ..model.huggingface import plain_copy, read_shape, save_model, stored_head
 from ..data.tokenizers import check_same_vocabulary, num_token_ids, load_tokenizer
@@ -145,7 +145,7 @@ def check_batch(
             takes |= {p.name for p in taken}
             if all(p.kind is not p.VAR_KEYWORD for p in taken):
                 break
-    if unread := sorted(batch.keys() - {*takes, *BOOKKEEPING}):
+    if unread := sorted(batch.keys() - {*takes, *NON_MODEL_KEYS}):
         raise ValueError(
             f"the batch has {', '.join(unread)}, which {type(model).__name__} does "
             "not take; leave it out in the collator"
@@ -696,10 +696,10 @@ class PretrainingModule(TrainingModule):
         if not self._checked:  # the collator makes all batches alike
             check_batch(batch, self.model, h.objective, h.plain_mean)
             self._checked = True
-        left_out = {*BOOKKEEPING, "loss_weights" if h.plain_mean else None}
+        left_out = {*NON_MODEL_KEYS, "loss_weights" if h.plain_mean else None}
         inputs = {name: value for name, value in batch.items() if name not in left_out}
         if h.plain_mean and "token_shares" in batch:  # a mean of words; ends count for one together
-            shares_BL = batch["token_shares"].masked_fill(batch["labels"] == IGNORED, 0.0)
+            shares_BL = batch["token_shares"].masked_fill(batch["labels"] == IGNORE_INDEX, 0.0)
             inputs |= {"loss_weights": shares_BL, "token_shares": shares_BL}
         return inputs
 

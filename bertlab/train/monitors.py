@@ -32,7 +32,7 @@ from .history import Clock, History, RunProgress
 from ..core.devices import describe_device, device_memory_peaks, benchmark_matmul
 from ..core.devices import peak_flops, peak_memory_bytes, resident_memory_bytes
 from ..core.files import atomic_write
-from ..data.rows import IGNORED
+from ..data.rows import IGNORE_INDEX
 from .steps import num_devices, gathered_labels
 
 # %% ../../nbs/train/09_monitors.ipynb #41dc6546
@@ -194,7 +194,7 @@ class Throughput(PeriodicCallback, Clock):
         length = mask_BL.shape[1]
         self._counts[length] = self._counts.get(length, 0) + document_length_counts(mask_BL)
         if "labels" in batch:
-            self._num_labels = self._num_labels + (gathered_labels(batch) != IGNORED).sum()
+            self._num_labels = self._num_labels + (gathered_labels(batch) != IGNORE_INDEX).sum()
         step, seen = trainer.global_step, self._seen
         self._seen = step
         if step == seen:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
 from ..core.names import look_up
-from ..data.rows import IGNORED
+from ..data.rows import IGNORE_INDEX
 from ..model.encoder import layer_context
 from ..model.heads import BertLabForMaskedLM
 from ..model.layers import gather_positions
@@ -110,7 +110,7 @@ def pipeline_step(
     given = (batch["input_ids"],) if stage.first else ()
     last = {"target": labels, "losses": losses} if stage.last else {}
     schedule.step(*given, **rest, **last)
-    count = (labels != IGNORED).sum().clamp(min=1)  # no label: no loss, and no gradient
+    count = (labels != IGNORE_INDEX).sum().clamp(min=1)  # no label: no loss, and no gradient
     for p in stage.parameters():
         p.grad /= count
     return (sum(losses) / count).item() if stage.last else None

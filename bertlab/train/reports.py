@@ -28,7 +28,7 @@ from ..core.files import atomic_write
 from ..core.plots import GREY, ORANGE, new_axes, plot_loss
 from ..data.packing import PackedDataset
 from ..model.config import count_weights
-from ..data.rows import IGNORED
+from ..data.rows import IGNORE_INDEX
 from .checkpoints import TrainingInterrupted
 from .history import History, RunRecord, format_seconds
 from .monitors import Throughput
@@ -111,7 +111,9 @@ def cost_facts(
     "What a token costs, forward and backward, from the documents' lengths and a batch's labels."
     lengths = (rows.windows.lengths + rows.num_special).astype(float)
     context = float((lengths**2).sum() / lengths.sum())
-    rate = float((gathered_labels(batch) != IGNORED).sum() / (batch["attention_mask"] > 0).sum())
+    rate = float(
+        (gathered_labels(batch) != IGNORE_INDEX).sum() / (batch["attention_mask"] > 0).sum()
+    )
     return {"mean_context": context, "label_rate": rate,
             "flops_per_token": module.num_flops_per_token(context, rate)}  # fmt: skip
 

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
-from ..data.rows import IGNORED
+from ..data.rows import IGNORE_INDEX
 from ..model.layers import gather_positions
 from ..model.losses import LossParts, shapes_are_free
 from ..model.losses import perplexity
@@ -203,10 +203,10 @@ def label_bytes(
     "Bytes of the text that a loss is about: of the labels, or of all where the loss is a bound."
     if "loss_weights" not in batch:
         labels = gathered_labels(batch)
-        scored = bytes_V[labels.clamp_min(0)].mul(labels != IGNORED)
+        scored = bytes_V[labels.clamp_min(0)].mul(labels != IGNORE_INDEX)
         return scored.sum(dtype=torch.float32)  # the run may keep its numbers in 16 bits
     labels = batch["labels"]  # weighed labels bound the likelihood of the whole text
-    ids_BL = torch.where(labels == IGNORED, batch["input_ids"], labels)
+    ids_BL = torch.where(labels == IGNORE_INDEX, batch["input_ids"], labels)
     bytes_BL = bytes_V[batch.get("original_ids", ids_BL)]  # not all that is hidden has a label
     if "token_shares" in batch:  # what is given is not part of it
         bytes_BL = bytes_BL * (batch["token_shares"] > 0)
@@ -219,7 +219,7 @@ def validation_sums(
     bytes_V: Tensor | None,  # UTF-8 bytes of each token of the vocabulary
 ) -> Tensor:  # (5,) float64 where there is such: loss, its divisor, right, labels, bytes
     "What validation adds up over batches."
-    scored = (gathered_labels(batch) != IGNORED).sum()
+    scored = (gathered_labels(batch) != IGNORE_INDEX).sum()
     num_bytes = torch.zeros_like(scored) if bytes_V is None else label_bytes(batch, bytes_V)
     sums = (parts.loss_sum, parts.num_labels, parts.num_right, scored, num_bytes)
     exact = torch.float32 if scored.device.type in ("xla", "mps") else torch.float64

@@ -15,14 +15,14 @@ from torch.utils.data import DataLoader
 import bertlab
 from bertlab.data.collators import COLLATORS, MaskedLanguageModelingCollator, get_collator_cls
 from bertlab.data.rows import Collator
-from bertlab.data.masking import bound_labels
+from bertlab.data.masking import label_bound
 from bertlab.data.packing import PackedDataset
-from bertlab.data.rows import RowBlock, RowReader, Vocabulary, count_positions
+from bertlab.data.rows import RowBlock, RowReader, Vocabulary, document_positions
 from bertlab.data.tokenizers import load_tokenizer, train_tokenizer
 from bertlab.data.vocabularies import tokenizer_state, with_tokenizer_state
 
 many = settings(max_examples=250, deadline=None, derandomize=True)
-IGNORED = -100
+IGNORE_INDEX = -100
 
 
 @st.composite
@@ -110,7 +110,7 @@ def test_special_and_padding_tokens_are_never_masked_and_never_drawn(case, rule)
     batch = MaskedLanguageModelingCollator(**vocabulary, **rule)(rows)
     before, may = stack(rows, "input_ids"), ordinary(rows, vocabulary)
     assert (batch["input_ids"][~may] == before[~may]).all()
-    assert (batch["labels"][~may] == IGNORED).all()
+    assert (batch["labels"][~may] == IGNORE_INDEX).all()
     changed = batch["input_ids"] != before
     drawn = batch["input_ids"][changed & (batch["input_ids"] != vocabulary["mask_token_id"])]
     assert not set(drawn.tolist()) & set(vocabulary["special_token_ids"])
@@ -121,7 +121,7 @@ def test_special_and_padding_tokens_are_never_masked_and_never_drawn(case, rule)
 def test_labels_are_the_original_ids_where_chosen_and_ignored_elsewhere(case, rule):
     rows, vocabulary = case
     batch = MaskedLanguageModelingCollator(**vocabulary, **rule)(rows)
-    before, chosen = stack(rows, "input_ids"), batch["labels"] != IGNORED
+    before, chosen = stack(rows, "input_ids"), batch["labels"] != IGNORE_INDEX
     assert (batch["labels"][chosen] == before[chosen]).all()
     assert (batch["input_ids"][~chosen] == before[~chosen]).all()
     for name in ("attention_mask", "position_ids"):
@@ -136,9 +136,9 @@ def test_label_positions_list_every_label_in_order_and_then_positions_without_on
     batch = MaskedLanguageModelingCollator(**vocabulary, **rule)(rows)
     assert batch["label_positions"].shape[0] == len(rows)
     for labels, positions in zip(batch["labels"], batch["label_positions"]):
-        chosen = (labels != IGNORED).nonzero().flatten().tolist()
+        chosen = (labels != IGNORE_INDEX).nonzero().flatten().tolist()
         assert positions[: len(chosen)].tolist() == chosen
-        assert (labels[positions[len(chosen) :]] == IGNORED).all()
+        assert (labels[positions[len(chosen) :]] == IGNORE_INDEX).all()
         assert len(set(positions.tolist())) == len(positions)
 
 
@@ -189,7 +189,7 @@ def test_labels_beyond_the_bound_are_dropped_unmasked_and_counted(case, rule, bo
         for m in (100, bound)
     )
     all_of_them, kept = wide(rows), narrow(rows)
-    had, has = ((batch["labels"] != IGNORED) for batch in (all_of_them, kept))
+    had, has = ((batch["labels"] != IGNORE_INDEX) for batch in (all_of_them, kept))
     assert (has <= had).all() and (has.sum(1) <= bound).all()
     assert (kept["num_dropped_labels"] == had.sum(1) - has.sum(1)).all()
     excess = (had.sum(1) - bound).clamp(min=0)
@@ -205,7 +205,7 @@ def test_labels_beyond_the_bound_are_dropped_unmasked_and_counted(case, rule, bo
 def test_what_is_dropped_does_not_depend_on_the_place_in_the_row():
     collate = plain(mlm_probability=1.0, max_predictions=10)
     rows = [dict(built([7] * 40), epoch=0, index=i) for i in range(4000)]
-    rates = (collate(rows)["labels"] != IGNORED).double().mean(0)
+    rates = (collate(rows)["labels"] != IGNORE_INDEX).double().mean(0)
     # 4,000 coins of 1/4: five standard deviations are 0.034.
     assert (rates - 0.25).abs().max() < 0.035
 
@@ -215,7 +215,7 @@ def test_promised_labels_are_dropped_last():
     numbers = [1] * 20 + [2] * 20 + [3]
     rows = [dict(built([7] * 41, numbers), epoch=0, index=i) for i in range(50)]
     collate = plain(mlm_probability=1.0, max_predictions=3, min_labels_per_document=1)
-    chosen = collate(rows)["labels"] != IGNORED
+    chosen = collate(rows)["labels"] != IGNORE_INDEX
     assert all(sorted(np.array(numbers)[row].tolist()) == [1, 2, 3] for row in chosen.numpy())
 
 
@@ -228,7 +228,7 @@ def built(ids, numbers=None):
     return {
         "input_ids": np.array(ids),
         "attention_mask": numbers,
-        "position_ids": count_positions(numbers[None])[0],
+        "position_ids": document_positions(numbers[None])[0],
     }
 
 
@@ -256,7 +256,7 @@ def in_band(count, trials, probability):
 @pytest.mark.parametrize("probability", [0.02, 0.15, 0.3, 0.85])
 def test_the_share_of_chosen_words_is_the_one_asked_for(selection, probability):
     batch, _, words = big_batch(mlm_probability=probability, selection=selection)
-    assert in_band(int((batch["labels"] != IGNORED).sum()), int(words.sum()), probability)
+    assert in_band(int((batch["labels"] != IGNORE_INDEX).sum()), int(words.sum()), probability)
 
 
 @pytest.mark.parametrize(
@@ -264,7 +264,7 @@ def test_the_share_of_chosen_words_is_the_one_asked_for(selection, probability):
 )
 def test_the_chosen_are_masked_replaced_and_kept_in_the_shares_asked_for(mask, random):
     batch, before, _ = big_batch(mask_replace_prob=mask, random_replace_prob=random)
-    chosen = batch["labels"] != IGNORED
+    chosen = batch["labels"] != IGNORE_INDEX
     now, then = batch["input_ids"][chosen], before[chosen]
     total = len(now)
     assert in_band(int((now == 1).sum()), total, mask)
@@ -274,7 +274,7 @@ def test_the_chosen_are_masked_replaced_and_kept_in_the_shares_asked_for(mask, r
 
 def test_random_words_are_uniform_over_the_ordinary_vocabulary():
     batch, _, _ = big_batch(mask_replace_prob=0.0, random_replace_prob=1.0)
-    drawn = batch["input_ids"][batch["labels"] != IGNORED]
+    drawn = batch["input_ids"][batch["labels"] != IGNORE_INDEX]
     counts = torch.bincount(drawn, minlength=30)
     assert counts[:4].sum() == 0
     assert all(in_band(int(n), len(drawn), 1 / 26) for n in counts[4:])
@@ -283,7 +283,7 @@ def test_random_words_are_uniform_over_the_ordinary_vocabulary():
 def test_exact_selection_rounds_so_that_the_mean_is_exact():
     rows = [dict(built([7]), epoch=0, index=i) for i in range(20_000)]
     collate = plain(mlm_probability=0.3, selection="exact")
-    assert in_band(int((collate(rows)["labels"] != IGNORED).sum()), 20_000, 0.3)
+    assert in_band(int((collate(rows)["labels"] != IGNORE_INDEX).sum()), 20_000, 0.3)
 
 
 def test_equal_addresses_repeat_and_other_seeds_and_epochs_differ():
@@ -319,7 +319,7 @@ def test_rows_without_an_index_are_keyed_by_their_tokens():
     together, alone = collate(rows), collate(rows[2:])
     assert torch.equal(together["labels"][2], alone["labels"][0])
     positions = [
-        (labels != IGNORED).nonzero().flatten().tolist() for labels in together["labels"][:2]
+        (labels != IGNORE_INDEX).nonzero().flatten().tolist() for labels in together["labels"][:2]
     ]
     assert positions[0] != positions[1]
     collate.epoch = 1
@@ -362,7 +362,7 @@ def test_padding_to_a_multiple_rounds_up_and_stops_at_the_maximum(longest, width
 def test_with_dynamic_shapes_no_label_is_dropped_and_positions_are_as_many_as_needed():
     collate = plain(mlm_probability=0.5, max_sequence_length=512, pad_to_multiple_of=8)
     batch = collate([[5] * n for n in (100, 60, 3)])
-    most = int((batch["labels"] != IGNORED).sum(1).max())
+    most = int((batch["labels"] != IGNORE_INDEX).sum(1).max())
     assert batch["label_positions"].shape == (3, 8 * math.ceil(most / 8))
     assert batch["num_dropped_labels"].sum() == 0
 
@@ -382,14 +382,14 @@ def test_a_row_of_padding_alone_has_no_label():
     }
     for selection in ("bernoulli", "exact"):
         batch = plain(mlm_probability=1.0, selection=selection, min_labels_per_document=1)([blank])
-        assert (batch["labels"] == IGNORED).all() and (batch["input_ids"] == 0).all()
+        assert (batch["labels"] == IGNORE_INDEX).all() and (batch["input_ids"] == 0).all()
 
 
 def test_padding_is_known_by_its_number_and_not_by_its_id():
     row = {"input_ids": [9, 9, 9, 9], "attention_mask": [1, 0, 2, 0]}
     for selection in ("bernoulli", "exact"):
         batch = plain(mlm_probability=1.0, max_sequence_length=4, selection=selection)([row])
-        assert batch["labels"].tolist() == [[9, IGNORED, 9, IGNORED]]
+        assert batch["labels"].tolist() == [[9, IGNORE_INDEX, 9, IGNORE_INDEX]]
         assert batch["input_ids"][0, [1, 3]].tolist() == [9, 9]
 
 
@@ -433,13 +433,13 @@ def test_rows_built_together_are_checked_like_any_others():
 def test_special_tokens_mask_of_a_row_protects_its_tokens():
     row = {"input_ids": [9, 9, 9, 9], "special_tokens_mask": [1, 0, 0, 1]}
     labels = plain(mlm_probability=1.0, max_sequence_length=5)([row])["labels"]
-    assert labels.tolist() == [[IGNORED, 9, 9, IGNORED, IGNORED]]
+    assert labels.tolist() == [[IGNORE_INDEX, 9, 9, IGNORE_INDEX, IGNORE_INDEX]]
 
 
 def test_the_default_bound_is_rarely_exceeded_and_never_longer_than_the_row():
-    assert bound_labels(0.3, 512) == 200  # 153.6 + 4 x 10.37, rounded up to eights
-    assert bound_labels(0.3, 512, "exact") == 168  # 153.6 + 4 x 2.83
-    assert bound_labels(1.0, 512) == 512 and bound_labels(0.3, 4) == 4
+    assert label_bound(0.3, 512) == 200  # 153.6 + 4 x 10.37, rounded up to eights
+    assert label_bound(0.3, 512, "exact") == 168  # 153.6 + 4 x 2.83
+    assert label_bound(1.0, 512) == 512 and label_bound(0.3, 4) == 4
     for selection in ("bernoulli", "exact"):
         rows = [
             dict(built([7] * 512, np.repeat(range(1, 9), 64).tolist()), epoch=0, index=i)
@@ -485,7 +485,7 @@ def test_text_is_tokenized_truncated_and_masked_without_its_special_tokens():
         [2, 4, 4, 4, 4, 3],
         [2, 1, 4, 3, 0, 0],
     ]
-    assert batch["labels"][1].tolist() == [IGNORED, 5, 6, 7, 8, IGNORED]
+    assert batch["labels"][1].tolist() == [IGNORE_INDEX, 5, 6, 7, 8, IGNORE_INDEX]
     assert torch.equal(pickle.loads(pickle.dumps(collate))(rows)["labels"], batch["labels"])
 
 
@@ -498,7 +498,7 @@ def test_a_text_that_says_a_special_token_means_the_word():
     assert (
         ids[-1] == 3 and 3 not in ids[1:-1]
     )  # one document to its end, "[", "SEP", "]" among its words
-    assert [one for one in labels if one != IGNORED] == [5, 7, 8]  # what this vocabulary knows
+    assert [one for one in labels if one != IGNORE_INDEX] == [5, 7, 8]  # what this vocabulary knows
 
 
 def test_ids_text_and_keys_may_be_mixed_with_other_columns():

@@ -15,17 +15,17 @@ from bertlab.data.corpus import load_corpus
 from bertlab.data.documents import CONTENT_VERSION
 from bertlab.data.module import (
     EpochBatches,
-    FilledRows,
+    BlankRows,
     PretrainingDataModule,
     mix_lengths,
-    pack_texts,
+    build_packed_dataset,
     pair_splits,
 )
 from bertlab.data.packing import PackedDataset, PaddedDataset, TokenizedDocuments
 from bertlab.data.rows import Collator
-from bertlab.data.shards import finish_shards, open_shards, write_part
+from bertlab.data.shards import finish_shards, load_tokens, write_part
 from bertlab.data.sources import TextStream
-from bertlab.data.streaming import PackedStream, StreamBatches, TokenStream
+from bertlab.data.streaming import PackedStream, StreamLoader, TokenStream
 from bertlab.data.tokenizers import train_tokenizer
 from bertlab.train.checkpoints import dataset_fingerprint
 
@@ -192,7 +192,7 @@ def test_token_ids_with_special_tokens_are_refused_and_not_given_them_twice():
 
 
 def test_shards_of_rows_with_special_tokens_are_refused_too(tmp_path):
-    from bertlab.data.tokenize import tokenize_shards
+    from bertlab.data.tokenize import tokenize_dataset
 
     cls, sep = TOKENIZER.cls_token_id, TOKENIZER.sep_token_id
     rows = [
@@ -201,7 +201,7 @@ def test_shards_of_rows_with_special_tokens_are_refused_too(tmp_path):
     ]
     (tmp_path / "ids.jsonl").write_text("\n".join(json.dumps({"input_ids": ids}) for ids in rows))
     TOKENIZER.save_pretrained(tmp_path / "tok")
-    tokenize_shards(
+    tokenize_dataset(
         str(tmp_path / "ids.jsonl"),
         str(tmp_path / "tok"),
         tmp_path / "shards",
@@ -258,19 +258,19 @@ def test_what_one_source_trains_on_is_not_held_out_of_another(tmp_path):
 def test_rates_decide_the_share_of_each_source_and_repetition_is_capped(tmp_path):
     a, b = write_lines(tmp_path / "a.txt", make_texts(300)), write_lines(tmp_path / "b.txt", [
         text.upper().replace("W", "w") + " w1 w1" for text in make_texts(300, seed=3)])  # fmt: skip
-    options = {"mixing_rates": {a: 3, b: 1}}
+    options = {"mixture_weights": {a: 3, b: 1}}
     data = set_up([a, b], val_dataset_name_or_path=a, data_kwargs=options)
     shares = data.train_dataset.first.documents.describe()
     assert abs(shares[a]["obtained"] - 0.75) < 0.02 and shares[a]["repetitions"] <= 1
     twice = set_up([a, b], val_dataset_name_or_path=a,
-                   data_kwargs={"mixing_rates": [9, 1], "max_repetition": 2})  # fmt: skip
+                   data_kwargs={"mixture_weights": [9, 1], "max_repetition": 2})  # fmt: skip
     assert 1.9 < twice.train_dataset.first.documents.describe()[a]["repetitions"] <= 2
     rows = data.train_dataset
     epochs = [{tuple(rows[e, i]["input_ids"]) for i in range(len(rows))} for e in (0, 1, 0)]
     assert epochs[0] == epochs[2] != epochs[1]
 
 
-@pytest.mark.parametrize("overflow", ["truncate", "keep_end"])
+@pytest.mark.parametrize("overflow", ["truncate", "truncate_left"])
 @pytest.mark.parametrize("streaming", [False, True])
 def test_rates_are_of_the_tokens_that_come_to_rows_where_long_documents_are_cut_off(
     tmp_path, overflow, streaming
@@ -280,7 +280,7 @@ def test_rates_are_of_the_tokens_that_come_to_rows_where_long_documents_are_cut_
     a, b = write_lines(tmp_path / "a.txt", long), write_lines(tmp_path / "b.txt", short)
     small = {"shuffle_buffer": 0, "buffer_size": 8} if streaming else {}
     data = set_up([a, b], val_dataset_name_or_path=a, streaming=streaming, max_sequence_length=32,
-                  data_kwargs={"mixing_rates": [1, 1], "overflow": overflow, "max_repetition": 3, **small})  # fmt: skip
+                  data_kwargs={"mixture_weights": [1, 1], "overflow": overflow, "max_repetition": 3, **small})  # fmt: skip
     ids = torch.cat([original_ids(batch).flatten() for batch in take(data.train_dataloader(), 25)])
     first, last = (TOKENIZER.convert_tokens_to_ids(word) for word in (WORDS[45], WORDS[-1]))
     posts = ((ids >= first) & (ids <= last)).sum() / (
@@ -291,7 +291,7 @@ def test_rates_are_of_the_tokens_that_come_to_rows_where_long_documents_are_cut_
         [a, b],
         val_dataset_name_or_path=a,
         streaming=streaming,
-        data_kwargs={"mixing_rates": [1, 1]},
+        data_kwargs={"mixture_weights": [1, 1]},
     )
     assert whole.room is None
 
@@ -384,7 +384,7 @@ def test_windows_of_a_long_document_are_padded_too(tmp_path):
     documents = [np.arange(5, 75), np.arange(5, 8)]
     rows = PaddedDataset(documents, 32, **SPECIAL, shuffle=False)
     assert [len(rows[i]["input_ids"]) for i in range(len(rows))] == [32, 32, 12, 5]
-    assert isinstance(pack_texts(["w1"], TOKENIZER, 32, packing=False), PaddedDataset)
+    assert isinstance(build_packed_dataset(["w1"], TOKENIZER, 32, packing=False), PaddedDataset)
 
 
 def test_shuffle_off_repeats_one_order_and_on_changes_it_each_epoch(tmp_path):
@@ -430,10 +430,10 @@ class RowByRow:
 @pytest.mark.parametrize("seen_as", [lambda rows: rows, RowByRow])
 def test_rows_asked_for_at_once_come_with_blank_ones_in_their_places(seen_as):
     dataset = PackedDataset([range(5, 9 + n) for n in range(9)], 16, **SPECIAL)
-    rows = FilledRows(seen_as(dataset)).__getitems__([(0, 1), (0, -1), (1, 0), (1, -1)])
+    rows = BlankRows(seen_as(dataset)).__getitems__([(0, 1), (0, -1), (1, 0), (1, -1)])
     for row, wanted in zip(rows[::2], (dataset[0, 1], dataset[1, 0]), strict=True):
         assert all(np.array_equal(row[name], wanted[name]) for name in wanted)
-    for blank in (*rows[1::2], FilledRows(seen_as(dataset))[0, -1]):
+    for blank in (*rows[1::2], BlankRows(seen_as(dataset))[0, -1]):
         assert (
             not blank["attention_mask"].any()
             and (blank["input_ids"] == SPECIAL["pad_token_id"]).all()
@@ -537,7 +537,9 @@ def test_a_token_stream_resumes_at_the_very_next_document_anywhere(tmp_path):
 def test_streams_are_mixed_by_rates(tmp_path):
     a = write_lines(tmp_path / "a.txt", ["w1 w2 w3"] * 400)
     b = write_lines(tmp_path / "b.txt", ["w4 w5 w6"] * 400)
-    data = set_up([a, b], streaming=True, data_kwargs={"mixing_rates": [3, 1], "shuffle_buffer": 0})
+    data = set_up(
+        [a, b], streaming=True, data_kwargs={"mixture_weights": [3, 1], "shuffle_buffer": 0}
+    )
     ids = torch.cat([original_ids(batch).flatten() for batch in take(data.train_dataloader(), 5)])
     share = (ids == TOKENIZER.convert_tokens_to_ids("w1")).sum() / (
         (ids == TOKENIZER.convert_tokens_to_ids("w1")).sum()
@@ -576,7 +578,7 @@ def test_a_mixture_of_streams_trains_on_nothing_that_it_validates_on(tmp_path):
         for k, (name, size) in enumerate(sizes.items())
     }
     paths = [write_lines(tmp_path / f"{name}.txt", texts[name]) for name in texts]
-    data = set_up(paths, streaming=True, data_kwargs={"mixing_rates": [103, 87, 45]})
+    data = set_up(paths, streaming=True, data_kwargs={"mixture_weights": [103, 87, 45]})
     held = texts_of(data.val_dataset)
     read = [
         TOKENIZER.decode(ids) for stream in data.stream_tokens().streams.values() for ids in stream
@@ -607,7 +609,7 @@ def texts_in(rows):
 
 
 @pytest.mark.parametrize("sizes, options", [
-    ([103], {}), ([103, 87, 45], {}), ([103, 87], {"data_kwargs": {"mixing_rates": [1, 1]}}),
+    ([103], {}), ([103, 87, 45], {}), ([103, 87], {"data_kwargs": {"mixture_weights": [1, 1]}}),
     ([23], {"objective": "diffusion", "max_ends": 4}), ([103, 87], {"objective": "diffusion", "max_ends": 4}),
 ])  # fmt: skip
 def test_shards_train_on_nothing_that_they_validate_on(tmp_path, sizes, options):
@@ -660,7 +662,7 @@ def test_what_a_source_of_many_blocks_trains_on_is_not_held_out_of_another(tmp_p
     other = write_lines(tmp_path / "one.txt", make_texts(300, seed=3) + shared)
     with pytest.warns(UserWarning, match="held-out documents stand in the training text, too"):
         data = set_up([shards, other], **options)
-    assert open_shards(shards).num_blocks > 1
+    assert load_tokens(shards).num_blocks > 1
     read, held = texts_in(data.train_dataset), texts_in(data.val_dataset)
     assert any(held) and not set(filter(None, held)) & set(
         read
@@ -694,7 +696,7 @@ def test_a_stream_trains_on_no_copy_of_what_it_validates_on(tmp_path, monkeypatc
                 tmp_path / "b.txt", [f"w3 w{n % 90} w{n // 90}" for n in range(60)] + [texts[39]]
             )
         )
-        options = {"data_kwargs": {"mixing_rates": [255, 60], "max_repetition": 9}}
+        options = {"data_kwargs": {"mixture_weights": [255, 60], "max_repetition": 9}}
     with pytest.warns(
         UserWarning,
         match=f"1 of {10 if mixed else 5} held-out documents stand in the training text",
@@ -759,7 +761,7 @@ def test_a_stream_that_passes_copies_over_resumes_and_is_shared_out_as_any(
 def test_what_a_user_leaves_out_of_shards_is_in_no_part(tmp_path):
     texts = [f"w1 w{n}" for n in range(60)]
     data = make_module(None)
-    data.set_datasets(open_shards(write_shards(tmp_path, texts)).without([0, 9, 30]))
+    data.set_datasets(load_tokens(write_shards(tmp_path, texts)).without([0, 9, 30]))
     data.setup()
     kept = [text for n, text in enumerate(texts) if n not in (0, 9, 30)]
     assert sorted(texts_in(data.train_dataset) + texts_in(data.val_dataset)) == sorted(kept)
@@ -810,7 +812,7 @@ MISTAKES = {
         {"data_kwargs": {"max_document": 3}},
         "no option 'max_document'; it has.*max_documents",
     ),
-    "rates": ({"data_kwargs": {"mixing_rates": [1]}}, "mix several sources"),
+    "rates": ({"data_kwargs": {"mixture_weights": [1]}}, "mix several sources"),
     "shards": ({"streaming": True, "num_shards": 2, "num_workers": 2}, "set num_workers=0"),
     "fraction": (
         {"data_kwargs": {"validation_fraction": 5}},
@@ -835,7 +837,7 @@ MISTAKES = {
     "shortage": (
         {
             "train_dataset_name_or_path": ["a.txt", "b.txt"],
-            "data_kwargs": {"mixing_rates": [1, 1], "on_shortage": "x"},
+            "data_kwargs": {"mixture_weights": [1, 1], "on_shortage": "x"},
         },
         "on_shortage must be .*got 'x'",
     ),
@@ -844,7 +846,7 @@ MISTAKES = {
             {
                 "train_dataset_name_or_path": ["a.txt", "b.txt"],
                 "streaming": True,
-                "data_kwargs": {"mixing_rates": [1, 1], "max_repetition": part},
+                "data_kwargs": {"mixture_weights": [1, 1], "max_repetition": part},
             },
             f"max_repetition of a stream must be a whole number.*got {part}",
         )
@@ -858,18 +860,18 @@ MISTAKES = {
         name: (
             {
                 "train_dataset_name_or_path": ["a.txt", "b.txt"],
-                "data_kwargs": {"mixing_rates": [1, 1], **option},
+                "data_kwargs": {"mixture_weights": [1, 1], **option},
             },
             words,
         )
         for name, option, words in (
             (
                 "a rate's name",
-                {"mixing_rates": {"a.txt": 1, "c.txt": 1}},
+                {"mixture_weights": {"a.txt": 1, "c.txt": 1}},
                 "only one of them has .*'b.txt', 'c.txt'",
             ),
-            ("a rate below 0", {"mixing_rates": [1, -1]}, "rates.*must be 0 or more, got -1"),
-            ("no rate", {"mixing_rates": [0, 0]}, "all rates are 0"),
+            ("a rate below 0", {"mixture_weights": [1, -1]}, "rates.*must be 0 or more, got -1"),
+            ("no rate", {"mixture_weights": [0, 0]}, "all rates are 0"),
             ("no budget", {"budget_tokens": 0}, "budget_tokens must be 1 or more"),
             ("no repetition", {"max_repetition": 0}, "max_repetition of 'a.txt' must be above 0"),
             (
@@ -942,7 +944,7 @@ def test_a_document_that_is_too_long_may_keep_its_end(tmp_path, streaming):
     options = {
         "train_batch_size": 1,
         "val_dataset_name_or_path": path,
-        "data_kwargs": {"overflow": "keep_end"},
+        "data_kwargs": {"overflow": "truncate_left"},
     }
     (batch,) = take(set_up(path, streaming=streaming, **options).train_dataloader(), 1)
     assert TOKENIZER.decode(original_ids(batch)[0][1:-1]) == " ".join(WORDS[30:60])
@@ -955,15 +957,15 @@ def test_a_mixture_with_the_same_file_twice_is_refused_before_it_is_read(
     monkeypatch.chdir(tmp_path)
     write_lines(tmp_path / "a.txt", make_texts(20))
     (tmp_path / "the same by a link").symlink_to(tmp_path / "a.txt")
-    with pytest.raises(ValueError, match="mixing_rates.*'a.txt' twice"):
-        make_module(["a.txt", second], data_kwargs={"mixing_rates": [1, 2]})
+    with pytest.raises(ValueError, match="mixture_weights.*'a.txt' twice"):
+        make_module(["a.txt", second], data_kwargs={"mixture_weights": [1, 2]})
 
 
 def test_two_corpora_in_memory_are_mixed_and_kept_apart(tmp_path):
     corpora = [
         load_corpus(write_lines(tmp_path / f"{n}.txt", make_texts(60, seed=n))) for n in range(2)
     ]
-    data = set_up(corpora, data_kwargs={"mixing_rates": [1, 1]})
+    data = set_up(corpora, data_kwargs={"mixture_weights": [1, 1]})
     shares = data.train_dataset.first.documents.describe()
     assert list(shares) == ["given texts", "given texts 2"]
     assert all(abs(share["obtained"] - 0.5) < 0.05 for share in shares.values())
@@ -971,7 +973,7 @@ def test_two_corpora_in_memory_are_mixed_and_kept_apart(tmp_path):
 
 def test_a_part_of_a_source_a_budget_and_a_shortage_are_reached_by_data_kwargs(tmp_path):
     a, b = (write_lines(tmp_path / f"{n}.txt", make_texts(200, seed=n)) for n in range(2))
-    options = {"mixing_rates": [1, 1], "max_source_fraction": {a: 0.5}, "budget_tokens": 3000}
+    options = {"mixture_weights": [1, 1], "max_source_fraction": {a: 0.5}, "budget_tokens": 3000}
     with pytest.raises(ValueError, match="on_shortage='scale'"):
         set_up([a, b], val_dataset_name_or_path=a, data_kwargs={**options, "budget_tokens": 10**6})
     whole = set_up(
@@ -982,14 +984,17 @@ def test_a_part_of_a_source_a_budget_and_a_shortage_are_reached_by_data_kwargs(t
     assert mixture.describe()[a]["available"] < 0.6 * mixture.describe()[b]["available"]
     with pytest.raises(ValueError, match="no option 'on_shortage'"):
         make_module(
-            [a, b], streaming=True, data_kwargs={"mixing_rates": [1, 1], "on_shortage": "scale"}
+            [a, b], streaming=True, data_kwargs={"mixture_weights": [1, 1], "on_shortage": "scale"}
         )
 
 
 def test_blank_rows_complete_an_epoch_of_a_mixture(tmp_path):
     paths = [write_lines(tmp_path / f"{n}.txt", make_texts(60, seed=n)) for n in range(2)]
     data = set_up(
-        paths, packing_pad_to_budget=True, train_batch_size=99, data_kwargs={"mixing_rates": [1, 1]}
+        paths,
+        packing_pad_to_budget=True,
+        train_batch_size=99,
+        data_kwargs={"mixture_weights": [1, 1]},
     )
     (batch,) = list(data.train_dataloader())
     blank = (batch["attention_mask"] == 0).all(1)
@@ -1067,11 +1072,11 @@ def test_a_collator_with_an_objective_of_its_own_is_for_the_models_of_the_one_it
 def test_endless_batches_have_a_length_that_no_run_reaches_and_an_epoch_of_a_stream_has_none():
     stream = PackedStream([[5, 6, 7]] * 10, 8, **SPECIAL, block_size=2)
     with pytest.raises(TypeError, match="no length"):
-        len(StreamBatches(stream, list))
-    endless = StreamBatches(stream, list, endless=True)
+        len(StreamLoader(stream, list))
+    endless = StreamLoader(stream, list, endless=True)
     assert len(endless) == 10**12 and len(take(endless, 50)) == 50
     with pytest.raises(ValueError, match="no document"):
-        next(iter(StreamBatches(PackedStream([], 8, **SPECIAL), list, endless=True)))
+        next(iter(StreamLoader(PackedStream([], 8, **SPECIAL), list, endless=True)))
 
 
 def test_the_module_tells_the_texts_that_a_tokenizer_is_trained_on(tmp_path):
@@ -1090,7 +1095,7 @@ def test_a_tokenizer_hears_every_source_of_a_mixture_and_nothing_that_is_held_ou
     parts = [make_texts(103, seed=1), make_texts(57, seed=2)]
     paths = [write_lines(tmp_path / f"{n}.txt", part) for n, part in enumerate(parts)]
     heard = make_module(
-        paths, streaming=True, data_kwargs={"mixing_rates": [1, 1]}
+        paths, streaming=True, data_kwargs={"mixture_weights": [1, 1]}
     ).training_texts()
     assert sorted(heard) == sorted(
         text for part in parts for text in [t for n, t in enumerate(part) if n % 10 != 9][:30]

@@ -13,13 +13,13 @@ from bertlab.data.collators import (
     MaskedDiffusionCollator,
     get_collator_cls,
 )
-from bertlab.data.diffusion import DiffusionRule, draw_times, hidden_share, noise_tokens
+from bertlab.data.diffusion import DiffusionConfig, sample_times, mask_probability, noise_batch
 from bertlab.data.packing import PackedDataset
 from bertlab.data.rows import Vocabulary
 from bertlab.train.steps import label_bytes
 
 many = settings(max_examples=200, deadline=None, derandomize=True)
-IGNORED = -100
+IGNORE_INDEX = -100
 
 
 @st.composite
@@ -75,7 +75,7 @@ def test_only_ordinary_tokens_are_hidden_labelled_and_weighed(case, rule):
     before, may, chosen = (
         stack(rows, "input_ids"),
         ordinary(rows, vocabulary),
-        batch["labels"] != IGNORED,
+        batch["labels"] != IGNORE_INDEX,
     )
     assert not (chosen & ~may).any()
     assert (batch["labels"][chosen] == before[chosen]).all()
@@ -90,7 +90,7 @@ def test_only_ordinary_tokens_are_hidden_labelled_and_weighed(case, rule):
     assert (batch["loss_weights"][~chosen] == 0).all() and (
         batch["loss_weights"][chosen] >= 1
     ).all()
-    found = batch["labels"].gather(1, batch["label_positions"]) != IGNORED
+    found = batch["labels"].gather(1, batch["label_positions"]) != IGNORE_INDEX
     assert (found.sum(1) == chosen.sum(1)).all()
 
 
@@ -100,7 +100,7 @@ def test_a_document_has_one_time_and_stays_within_its_least_and_most(case, rule)
     rows, vocabulary = case
     rule = {**rule, "max_predictions": None}
     batch, may = MaskedDiffusionCollator(**vocabulary, **rule)(rows), ordinary(rows, vocabulary)
-    documents, chosen = stack(rows, "attention_mask"), batch["labels"] != IGNORED
+    documents, chosen = stack(rows, "attention_mask"), batch["labels"] != IGNORE_INDEX
     for row in range(len(rows)):
         for document in range(1, int(documents[row].max()) + 1):
             mine = may[row] & (documents[row] == document)
@@ -140,8 +140,8 @@ def test_limits_are_obeyed_by_hand():
     assert int((batch["labels"] >= 0).sum()) == 3
 
 
-def times_of(rows, documents=1, rule=DiffusionRule(sampling_eps=0.0, num_steps=2**40), epoch=0):
-    return draw_times(([epoch] * len(rows), rows), np.arange(1, documents + 1)[None], rule)
+def times_of(rows, documents=1, rule=DiffusionConfig(sampling_eps=0.0, num_steps=2**40), epoch=0):
+    return sample_times(([epoch] * len(rows), rows), np.arange(1, documents + 1)[None], rule)
 
 
 @pytest.mark.parametrize("first", [0, 7, 10**9, 2**64 - 300])
@@ -162,8 +162,8 @@ def test_the_documents_of_a_row_and_of_a_batch_are_spread_too():
 
 
 def test_the_times_of_one_document_are_uniform_over_epochs_and_seeds():
-    rule = DiffusionRule(num_steps=2**40)
-    times = [draw_times(([epoch], [3]), np.array([[2]]), rule)[0, 0] for epoch in range(4000)]
+    rule = DiffusionConfig(num_steps=2**40)
+    times = [sample_times(([epoch], [3]), np.array([[2]]), rule)[0, 0] for epoch in range(4000)]
     counts = np.histogram(times, 20, (0.1, 1.0))[0]
     assert counts.sum() == 4000
     assert ((counts - 200) ** 2 / 200).sum() < 19 + 5 * math.sqrt(2 * 19)  # chi-square, 19 degrees
@@ -171,10 +171,10 @@ def test_the_times_of_one_document_are_uniform_over_epochs_and_seeds():
 
 
 def test_times_stand_on_the_grid_of_steps():
-    assert set(times_of(range(500), rule=DiffusionRule(4, 0.0)).ravel()) == {0.25, 0.5, 0.75, 1.0}
-    assert set(times_of(range(500), rule=DiffusionRule(4, 0.5)).ravel()) == {0.75, 1.0}
-    assert set(times_of(range(50), rule=DiffusionRule(1)).ravel()) == {1.0}
-    every = times_of(range(100_000), rule=DiffusionRule(10, 0.0)).ravel()
+    assert set(times_of(range(500), rule=DiffusionConfig(4, 0.0)).ravel()) == {0.25, 0.5, 0.75, 1.0}
+    assert set(times_of(range(500), rule=DiffusionConfig(4, 0.5)).ravel()) == {0.75, 1.0}
+    assert set(times_of(range(50), rule=DiffusionConfig(1)).ravel()) == {1.0}
+    every = times_of(range(100_000), rule=DiffusionConfig(10, 0.0)).ravel()
     np.testing.assert_allclose(
         np.bincount((every * 10).round().astype(int))[1:] / 1e5, 0.1, atol=1e-4
     )
@@ -188,15 +188,15 @@ def noised(rule, num_rows=4000, length=32):
     documents = np.tile(np.repeat(np.arange(1, 5), length // 4), (num_rows, 1))
     ids = np.where(np.arange(length) % (length // 4) == 0, 2, 9) * np.ones((num_rows, 1), int)
     addresses = [0] * num_rows, range(num_rows)
-    batch = noise_tokens({"input_ids": ids, "attention_mask": documents}, addresses, V, rule)
-    return batch, draw_times(addresses, documents, rule), ids == 9
+    batch = noise_batch({"input_ids": ids, "attention_mask": documents}, addresses, V, rule)
+    return batch, sample_times(addresses, documents, rule), ids == 9
 
 
 def test_as_much_is_hidden_as_the_schedule_says():
-    rule = DiffusionRule(noise_eps=0.2)
+    rule = DiffusionConfig(noise_eps=0.2)
     batch, times, words = noised(rule)
     share = 0.8 * times[words]
-    np.testing.assert_allclose(share, hidden_share(times[words], 0.2))
+    np.testing.assert_allclose(share, mask_probability(times[words], 0.2))
     hidden = (batch["labels"] >= 0)[words]
     for low in np.arange(0.1, 0.9, 0.1):
         near = (share >= low) & (share < low + 0.1)
@@ -209,9 +209,9 @@ def test_as_much_is_hidden_as_the_schedule_says():
 @pytest.mark.parametrize(
     "rule",
     [
-        DiffusionRule(sampling_eps=0.0),
-        DiffusionRule(noise_eps=0.3),
-        DiffusionRule(num_steps=5, sampling_eps=0.001),
+        DiffusionConfig(sampling_eps=0.0),
+        DiffusionConfig(noise_eps=0.3),
+        DiffusionConfig(num_steps=5, sampling_eps=0.001),
     ],
 )
 def test_weights_add_up_to_the_ordinary_tokens(rule):
@@ -225,7 +225,7 @@ def test_weights_add_up_to_the_ordinary_tokens(rule):
 @pytest.mark.parametrize("sampling_eps", [0.0, 0.1, 0.5])
 def test_a_token_weighs_one_on_average_from_whatever_time_on(schedule, sampling_eps):
     batch, _, words = noised(
-        DiffusionRule(noise_eps=0.0, sampling_eps=sampling_eps, schedule=schedule)
+        DiffusionConfig(noise_eps=0.0, sampling_eps=sampling_eps, schedule=schedule)
     )
     sums = batch["loss_weights"].sum(1) / words.sum(1)
     # The grid of 1,000 times rounds them up: less than 0.002 of the sum.
@@ -238,11 +238,11 @@ def test_integers_of_any_width_are_noised_alike():
         "input_ids": np.where(np.arange(40) % 10 > 7, 3, 9)[None].repeat(6, 0),
         "attention_mask": documents,
     }
-    for rule in (DiffusionRule(min_masked=2, max_masked=4), DiffusionRule(end_token_id=3)):
-        wide = noise_tokens(rows, ([0] * 6, range(6)), V, rule)
+    for rule in (DiffusionConfig(min_masked=2, max_masked=4), DiffusionConfig(end_token_id=3)):
+        wide = noise_batch(rows, ([0] * 6, range(6)), V, rule)
         for kind in (np.int8, np.uint8, np.int16, np.uint16, np.int32, np.uint32):
             narrow = {name: values.astype(kind) for name, values in rows.items()}
-            found = noise_tokens(narrow, ([0] * 6, range(6)), V, rule)
+            found = noise_batch(narrow, ([0] * 6, range(6)), V, rule)
             assert all(np.array_equal(found[name], values) for name, values in wide.items()), kind
 
 
@@ -251,11 +251,11 @@ def test_the_bound_of_letters_without_order_is_their_entropy():
     rng = np.random.default_rng(0)
     law = np.array([0.5, 0.25, 0.125, 0.125])
     ids = 4 + rng.choice(4, (4000, 64), p=law)
-    batch = noise_tokens(
+    batch = noise_batch(
         {"input_ids": ids, "attention_mask": np.ones_like(ids)},
         ([0] * 4000, range(4000)),
         V,
-        DiffusionRule(noise_eps=0.0, sampling_eps=0.001),
+        DiffusionConfig(noise_eps=0.0, sampling_eps=0.001),
     )
     losses = -np.log2(law[np.maximum(batch["labels"] - 4, 0)])  # bits; of no weight off the labels
     bound = (batch["loss_weights"] * losses).sum(1) / 64
@@ -270,7 +270,7 @@ def test_a_limit_on_labels_leaves_the_bound_where_it_is(limit, options):
     "A hidden token costs more, the more of its row is hidden, and the further right it stands: so it must stay hidden."
     sums, hidden = [], []
     for most in (None, limit):
-        batch, _, words = noised(DiffusionRule(**options, max_predictions=most))
+        batch, _, words = noised(DiffusionConfig(**options, max_predictions=most))
         hidden.append(batch["input_ids"] == V.mask_token_id)
         costs = 1 + hidden[-1].sum(1, keepdims=True) / 8 + np.arange(32) / 16
         sums.append((batch["loss_weights"] * costs).sum(1) / words.sum(1))
@@ -282,7 +282,7 @@ def test_a_limit_on_labels_leaves_the_bound_where_it_is(limit, options):
 
 def test_a_limit_that_no_row_reaches_changes_nothing():
     without, with_limit = (
-        noised(DiffusionRule(max_predictions=most), 50)[0] for most in (None, 32)
+        noised(DiffusionConfig(max_predictions=most), 50)[0] for most in (None, 32)
     )
     assert all(np.array_equal(values, with_limit[name]) for name, values in without.items())
 
@@ -330,7 +330,7 @@ def test_enhanced_masking_hides_nothing_and_asks_for_every_word():
     )
     batch = collate([[2, 9, 1, 10], {"input_ids": [11, 12], "special_tokens_mask": [0, 1]}])
     assert batch["input_ids"].tolist() == [[2, 9, 1, 10, 0, 0], [11, 12, 0, 0, 0, 0]]
-    none = IGNORED
+    none = IGNORE_INDEX
     assert batch["labels"].tolist() == [[none, 9, none, 10, none, none], [11] + [none] * 5]
     assert batch["label_positions"].shape == (2, 6)
     assert batch["label_positions"][:, :2].tolist() == [[1, 3], [0, 1]]

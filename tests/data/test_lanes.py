@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bertlab.data.module import PretrainingDataModule, _even_lanes
-from bertlab.data.streaming import LanedStream, PackedStream, StreamBatches
+from bertlab.data.streaming import LanedStream, PackedStream, StreamLoader
 from bertlab.data.tokenizers import train_tokenizer
 from bertlab.train.checkpoints import check_same_run, run_fingerprint
 from bertlab.train.modules import PretrainingModule
@@ -52,7 +52,7 @@ def collate(rows):
 
 def batches(lanes, number, block, state=None, workers=0, **who):
     stream = LanedStream(lanes, 16, **SPECIAL, block_size=block, **who)
-    loader = StreamBatches(stream, collate, workers, snapshot_every=2, endless=True)
+    loader = StreamLoader(stream, collate, workers, snapshot_every=2, endless=True)
     if state is not None:
         loader.load_state_dict(json.loads(json.dumps(state)))
     return list(islice(iter(loader), number)), loader

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from bertlab.data.collators import MaskedLanguageModelingCollator
-from bertlab.data.masking import find_continuations, find_words
-from bertlab.data.packing import PackedDataset, special_ids
+from bertlab.data.masking import continuation_mask, word_starts
+from bertlab.data.packing import PackedDataset, special_token_ids
 from bertlab.data.supervised import QuestionAnsweringCollator, TokenClassificationCollator
 from bertlab.data.tokenizers import TOKENIZER_TRAINERS, train_tokenizer
 
@@ -101,10 +101,10 @@ def test_words_are_hidden_whole_or_not_at_all(script, kind):
 def test_without_spaces_no_word_is_a_whole_clause(script, kind):
     tokenizer = TOKENIZERS[script, kind]
     ids = tokenizer(TEXTS[script], add_special_tokens=False).input_ids
-    continues_V = find_continuations(tokenizer)
+    continues_V = continuation_mask(tokenizer)
     for row in ids:
         row_1L = np.array([row])
-        words_1L = find_words(
+        words_1L = word_starts(
             row_1L, np.ones_like(row_1L), np.ones(row_1L.shape, bool), continues_V
         )
         sizes = np.unique(words_1L, return_counts=True)[1]
@@ -131,7 +131,7 @@ def test_no_half_of_a_character_is_left_to_betray_the_other(script):
 @pytest.mark.parametrize("script, kind", CASES)
 def test_spans_begin_and_end_with_words(script, kind):
     batch, _ = batch_of(script, kind, mlm_probability=0.3, unit="span", selection="exact")
-    continues_V, labels_BL = find_continuations(TOKENIZERS[script, kind]), batch["labels"].numpy()
+    continues_V, labels_BL = continuation_mask(TOKENIZERS[script, kind]), batch["labels"].numpy()
     ids_BL = np.where(labels_BL >= 0, labels_BL, batch["input_ids"].numpy())
     special = np.isin(ids_BL, TOKENIZERS[script, kind].all_special_ids)
     inner_BL = continues_V[ids_BL] & ~special
@@ -145,7 +145,7 @@ def test_spans_begin_and_end_with_words(script, kind):
 def test_packed_rows_give_every_text_back(script):
     tokenizer = TOKENIZERS[script, "bpe"]
     ids = tokenizer(TEXTS[script], add_special_tokens=False).input_ids
-    rows, found = PackedDataset(ids, 256, shuffle=False, **special_ids(tokenizer)), []
+    rows, found = PackedDataset(ids, 256, shuffle=False, **special_token_ids(tokenizer)), []
     for n in range(len(rows)):
         row = rows[n]
         for document in range(1, row["attention_mask"].max() + 1):

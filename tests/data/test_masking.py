@@ -17,13 +17,13 @@ from bertlab.data.masking import (
     REPLACE,
     ROUND,
     SPAN,
-    MaskingRule,
-    bound_labels,
+    MaskingConfig,
+    label_bound,
     draw_span_lengths,
-    draw_uniforms,
-    find_continuations,
-    find_words,
-    key_rows,
+    counter_uniform,
+    continuation_mask,
+    word_starts,
+    row_rng_keys,
     mask_tokens,
     rank_in_documents,
 )
@@ -94,17 +94,17 @@ def test_words_are_found_as_by_reading_token_by_token(rows):
     ordinary = np.array(
         [[is_ordinary(rows, r, c) for c in range(ids.shape[1])] for r in range(len(ids))]
     )
-    starts = find_words(ids, documents, ordinary, CONTINUES)
+    starts = word_starts(ids, documents, ordinary, CONTINUES)
     for row in range(len(ids)):
         for _, _, columns in words_of(rows, row):
             assert (starts[row, columns] == columns[0]).all()
-    alone = find_words(ids, documents, ordinary, None)
+    alone = word_starts(ids, documents, ordinary, None)
     assert (alone == np.arange(ids.shape[1])).all()
 
 
 def simulate(rows, row, key, p, unit):
     "What is chosen in a row, drawn word by word and span by span until the budget is spent."
-    draw = lambda counter, purpose: float(draw_uniforms(key, np.array([counter]), purpose)[0])
+    draw = lambda counter, purpose: float(counter_uniform(key, np.array([counter]), purpose)[0])
     words, chosen = words_of(rows, row), set()
     for document in {word[0] for word in words}:
         mine = [word for word in words if word[0] == document]
@@ -129,9 +129,9 @@ def simulate(rows, row, key, p, unit):
     rows_of_documents(), st.sampled_from(["word", "span"]), st.sampled_from([0.1, 0.3, 0.7, 1.0])
 )
 def test_words_and_spans_are_chosen_in_random_order_until_the_budget_is_spent(rows, unit, p):
-    rule = MaskingRule(p, selection="exact", unit=unit, seed=3, max_predictions=1000)
+    rule = MaskingConfig(p, selection="exact", unit=unit, seed=3, max_predictions=1000)
     labels = mask_tokens(rows, addresses_of(rows), V, rule, True, CONTINUES)["labels"]
-    keys = key_rows(3, *addresses_of(rows))
+    keys = row_rng_keys(3, *addresses_of(rows))
     for row in range(len(labels)):
         assert set(np.flatnonzero(labels[row] >= 0)) == simulate(
             rows, row, keys[row : row + 1], p, unit
@@ -144,7 +144,7 @@ def test_a_word_is_hidden_whole_or_not_at_all(rows, way, bound, promise):
     selection, unit = way
     if unit == "token":
         return
-    rule = MaskingRule(
+    rule = MaskingConfig(
         0.4,
         selection=selection,
         unit=unit,
@@ -160,7 +160,7 @@ def test_a_word_is_hidden_whole_or_not_at_all(rows, way, bound, promise):
 @many
 @given(rows_of_documents(), st.sampled_from(WAYS), st.integers(1, 3), st.integers(1, 20))
 def test_every_document_has_its_promised_labels_also_where_they_are_few(rows, way, promise, bound):
-    rule = MaskingRule(
+    rule = MaskingConfig(
         0.05, selection=way[0], unit=way[1], min_labels_per_document=promise, max_predictions=bound
     )
     labels = mask_tokens(rows, addresses_of(rows), V, rule, True, CONTINUES)["labels"]
@@ -184,7 +184,7 @@ def test_every_document_has_its_promised_labels_also_where_they_are_few(rows, wa
     rows_of_documents(), st.sampled_from(WAYS), st.sampled_from([0.15, 0.5, 1.0]), st.integers(0, 9)
 )
 def test_special_tokens_and_padding_are_left_alone_and_replacements_are_words(rows, way, p, seed):
-    rule = MaskingRule(p, 0.2, 0.8, way[0], unit=way[1], seed=seed)
+    rule = MaskingConfig(p, 0.2, 0.8, way[0], unit=way[1], seed=seed)
     out = mask_tokens(rows, addresses_of(rows), V, rule, True, CONTINUES)
     for (row, column), now in np.ndenumerate(out["input_ids"]):
         before = rows["input_ids"][row, column]
@@ -212,20 +212,20 @@ def test_a_promise_is_kept_at_the_default_bound_which_is_one_number(sizes, way, 
         name: np.array([(values + [0] * 96)[:96]])
         for name, values in (("input_ids", ids), ("attention_mask", documents))
     }
-    rule = MaskingRule(0.05, selection=way[0], unit=way[1], min_labels_per_document=promise)
+    rule = MaskingConfig(0.05, selection=way[0], unit=way[1], min_labels_per_document=promise)
     out = mask_tokens(rows, ([0], [len(ids)]), V, rule, True, CONTINUES)
     for number in range(1, len(sizes) + 1):
         words = (rows["attention_mask"] == number) & np.isin(rows["input_ids"], (9, 10))
         assert (out["labels"][words] >= 0).sum() >= min(promise, words.sum())
-    assert out["label_positions"].shape[1] == bound_labels(0.05, 96, *way, promise)
+    assert out["label_positions"].shape[1] == label_bound(0.05, 96, *way, promise)
 
 
 def test_a_promise_of_one_label_leaves_the_bound_of_the_recipes_as_it_was():
-    assert [bound_labels(0.4, length, "exact", "token", 1) for length in (128, 256)] == [
-        bound_labels(0.4, length, "exact") for length in (128, 256)
+    assert [label_bound(0.4, length, "exact", "token", 1) for length in (128, 256)] == [
+        label_bound(0.4, length, "exact") for length in (128, 256)
     ]
-    assert bound_labels(0.05, 96, "exact", "token", 1) == 32  # a third of the row: [CLS] word [SEP]
-    assert bound_labels(0.05, 96, "exact", "word", 1) == 96  # a word may be as long as its document
+    assert label_bound(0.05, 96, "exact", "token", 1) == 32  # a third of the row: [CLS] word [SEP]
+    assert label_bound(0.05, 96, "exact", "word", 1) == 96  # a word may be as long as its document
 
 
 def test_a_row_that_promises_more_than_fits_says_so():
@@ -233,7 +233,7 @@ def test_a_row_that_promises_more_than_fits_says_so():
         "input_ids": np.full((1, 48), 9),
         "attention_mask": np.arange(1, 49)[None],
     }  # no special tokens
-    rule = MaskingRule(0.05, min_labels_per_document=1)
+    rule = MaskingConfig(0.05, min_labels_per_document=1)
     with pytest.warns(
         UserWarning, match="promises 48 labels .* has room for 16.*set max_predictions"
     ):
@@ -248,7 +248,7 @@ def test_integers_of_any_width_are_masked_alike(kind, way):
         "attention_mask": np.repeat(np.arange(1, 5), 10)[None].repeat(6, 0),
     }
     narrow = {name: values.astype(kind) for name, values in rows.items()}
-    rule = MaskingRule(0.3, selection=way[0], unit=way[1], min_labels_per_document=1)
+    rule = MaskingConfig(0.3, selection=way[0], unit=way[1], min_labels_per_document=1)
     wide, found = (
         mask_tokens(some, addresses_of(rows), V, rule, True, CONTINUES) for some in (rows, narrow)
     )
@@ -267,7 +267,7 @@ def one_document(length, ids=None):
 def test_the_share_of_tokens_is_the_one_asked_for_whatever_is_hidden_together(selection, unit, p):
     # Words of 1, 2 and 4 tokens: 9 begins a word, 10 goes on.
     rows = one_document(14, np.array([9, 9, 10, 9, 10, 10, 10] * 2))
-    rule = MaskingRule(p, selection=selection, unit=unit, max_predictions=14)
+    rule = MaskingConfig(p, selection=selection, unit=unit, max_predictions=14)
     chosen = mask_tokens(rows, addresses_of(rows), V, rule, True, CONTINUES)["labels"] >= 0
     counts = chosen.sum(1)
     band = 5 * counts.std() / math.sqrt(len(counts)) + 1e-9  # five standard errors
@@ -280,20 +280,20 @@ def test_the_share_of_tokens_is_the_one_asked_for_whatever_is_hidden_together(se
 
 def test_span_lengths_follow_the_cut_geometric_law():
     # Joshi et al. (2020), sec. 3.1: p = 0.2, at most 10, a mean of 3.8.
-    lengths = draw_span_lengths((np.arange(100_000) + 0.5) / 100_000, MaskingRule())
+    lengths = draw_span_lengths((np.arange(100_000) + 0.5) / 100_000, MaskingConfig())
     law = 0.8 ** np.arange(10) / np.sum(0.8 ** np.arange(10))
     np.testing.assert_allclose(np.bincount(lengths, minlength=11)[1:] / 100_000, law, atol=2e-5)
     assert lengths.mean() == pytest.approx(3.8, abs=0.01)
-    short = MaskingRule(span_stop_prob=1.0)
+    short = MaskingConfig(span_stop_prob=1.0)
     assert (draw_span_lengths(np.array([0.0, 0.999999]), short) == 1).all()
-    assert draw_span_lengths(np.array([1 - 2.0**-53]), MaskingRule())[0] == 10
+    assert draw_span_lengths(np.array([1 - 2.0**-53]), MaskingConfig())[0] == 10
 
 
 def test_spans_hide_longer_runs_than_single_tokens():
     rows = one_document(100)
     runs = {}
     for unit in ("token", "span"):
-        rule = MaskingRule(0.15, selection="exact", unit=unit)
+        rule = MaskingConfig(0.15, selection="exact", unit=unit)
         chosen = mask_tokens(rows, addresses_of(rows), V, rule)["labels"] >= 0
         begins = chosen & ~np.pad(chosen, ((0, 0), (1, 0)))[:, :-1]
         runs[unit] = chosen.sum() / begins.sum()
@@ -306,10 +306,10 @@ def test_a_word_too_many_is_dropped_whole_and_counted():
     rows = {
         name: values[:200] for name, values in one_document(30, np.array([9, 10, 10] * 10)).items()
     }
-    rule = MaskingRule(1.0, unit="word", max_predictions=7)
+    rule = MaskingConfig(1.0, unit="word", max_predictions=7)
     out = mask_tokens(rows, addresses_of(rows), V, rule, True, CONTINUES)
     assert ((out["labels"] >= 0).sum(1) == 6).all() and (out["num_dropped_labels"] == 24).all()
-    promised = MaskingRule(1.0, unit="word", max_predictions=2, min_labels_per_document=1)
+    promised = MaskingConfig(1.0, unit="word", max_predictions=2, min_labels_per_document=1)
     out = mask_tokens(rows, addresses_of(rows), V, promised, True, CONTINUES)
     assert ((out["labels"] >= 0).sum(1) == 2).all(), "a promise is kept by a part of a word"
 
@@ -318,13 +318,13 @@ def test_a_word_too_many_is_dropped_whole_and_counted():
 
 
 def test_draws_depend_on_their_address_alone():
-    keys = key_rows(3, [1, 2], [5, 2**64 - 1])
-    long = draw_uniforms(keys[:, None], np.arange(9), CHOOSE)
-    assert (draw_uniforms(keys[:, None], np.arange(4), CHOOSE) == long[:, :4]).all()
-    assert (key_rows(3, [2], [2**64 - 1]) == keys[1:]).all()
-    assert draw_uniforms(keys[1:], np.array([6]), CHOOSE)[0] == long[1, 6]
+    keys = row_rng_keys(3, [1, 2], [5, 2**64 - 1])
+    long = counter_uniform(keys[:, None], np.arange(9), CHOOSE)
+    assert (counter_uniform(keys[:, None], np.arange(4), CHOOSE) == long[:, :4]).all()
+    assert (row_rng_keys(3, [2], [2**64 - 1]) == keys[1:]).all()
+    assert counter_uniform(keys[1:], np.array([6]), CHOOSE)[0] == long[1, 6]
     others = [
-        draw_uniforms(key_rows(seed, [epoch], [index])[:, None], np.arange(9), purpose)
+        counter_uniform(row_rng_keys(seed, [epoch], [index])[:, None], np.arange(9), purpose)
         for seed in (3, 2**70)
         for epoch in (1, 2)
         for index in (5, 6)
@@ -336,7 +336,9 @@ def test_draws_depend_on_their_address_alone():
 def test_draws_are_uniform_and_independent_across_positions_rows_and_purposes():
     draws = np.stack(
         [
-            draw_uniforms(key_rows(0, [0] * 300, range(300))[:, None], np.arange(200), purpose)
+            counter_uniform(
+                row_rng_keys(0, [0] * 300, range(300))[:, None], np.arange(200), purpose
+            )
             for purpose in (CHOOSE, ACT)
         ]
     )
@@ -370,12 +372,12 @@ def test_ranks_agree_with_sorting_each_document():
 def test_a_row_too_long_to_rank_is_refused():
     rows = {name: np.ones((1, 2**17 + 1), dtype=int) for name in ("input_ids", "attention_mask")}
     with pytest.raises(ValueError, match="131073 positions is too long to rank"):
-        mask_tokens(rows, ([0], [0]), V, MaskingRule(selection="exact"))
+        mask_tokens(rows, ([0], [0]), V, MaskingConfig(selection="exact"))
 
 
 def test_bounds_leave_room_for_words():
-    assert bound_labels(0.3, 512, "bernoulli", "word") == 240  # 153.6 + 4 x 2 x 10.37, in eights
-    assert bound_labels(0.3, 512, "exact", "span") == 184  # 153.6 + 4 x 2 x 2.83
+    assert label_bound(0.3, 512, "bernoulli", "word") == 240  # 153.6 + 4 x 2 x 10.37, in eights
+    assert label_bound(0.3, 512, "exact", "span") == 184  # 153.6 + 4 x 2 x 2.83
     words = one_document(512, np.array([9, 9, 9, 10] * 128))
     rows = {name: values[:300] for name, values in words.items()}
     for selection, unit in WAYS:
@@ -383,7 +385,7 @@ def test_bounds_leave_room_for_words():
             rows,
             addresses_of(rows),
             V,
-            MaskingRule(selection=selection, unit=unit),
+            MaskingConfig(selection=selection, unit=unit),
             True,
             CONTINUES,
         )
@@ -433,11 +435,11 @@ def tokenizer_of(kind):
 @pytest.mark.parametrize("kind", ["WordPiece", "byte-level BPE", "Metaspace"])
 def test_words_found_by_id_are_what_stands_between_spaces(kind):
     tokenizer = tokenizer_of(kind)
-    continues = find_continuations(tokenizer)
+    continues = continuation_mask(tokenizer)
     for text in TEXTS[:3]:
         out = tokenizer(text, return_offsets_mapping=True)
         ids = np.array([out["input_ids"]])
-        starts = find_words(ids, np.ones_like(ids), np.ones(ids.shape, bool), continues)[0]
+        starts = word_starts(ids, np.ones_like(ids), np.ones(ids.shape, bool), continues)[0]
         begins = {match.start() for match in re.finditer(r"\S+", text)}
         # An offset may include the space before its word.
         spelled = {
@@ -472,7 +474,7 @@ def test_the_mark_of_a_wordpiece_is_that_of_its_model():
         tokenizer_object=inner, pad_token="[PAD]", unk_token="[UNK]", mask_token="[MASK]"
     )
     assert tokenizer.tokenize("cat dog") == ["ca", "@@t", "do", "@@g"]
-    assert np.flatnonzero(find_continuations(tokenizer)).tolist() == [4, 6]
+    assert np.flatnonzero(continuation_mask(tokenizer)).tolist() == [4, 6]
 
 
 # --- beside transformers --------------------------------------------------------------------------
@@ -524,14 +526,14 @@ def test_equal_draws_give_the_batches_of_transformers(monkeypatch, unit):
         {"input_ids": row["input_ids"], "epoch": 0, "index": n} for n, row in enumerate(features)
     ]
     ours = collate(rows)
-    keys = key_rows(4, [0] * len(rows), range(len(rows)))[:, None]
+    keys = row_rng_keys(4, [0] * len(rows), range(len(rows)))[:, None]
     columns = np.arange(ours["input_ids"].shape[1])
-    acts, words = draw_uniforms(keys, columns, ACT), collate.vocabulary.ordinary_ids
+    acts, words = counter_uniform(keys, columns, ACT), collate.vocabulary.ordinary_ids
     draws = {
-        "choose": draw_uniforms(keys, columns, CHOOSE),
+        "choose": counter_uniform(keys, columns, CHOOSE),
         "mask": acts,
         "swap": (acts - 0.8) / 0.2,  # their second coin is tossed among what was not masked
-        "words": words[(draw_uniforms(keys, columns, REPLACE) * len(words)).astype(int)],
+        "words": words[(counter_uniform(keys, columns, REPLACE) * len(words)).astype(int)],
     }
     if whole:  # their collator pads offsets by itself only for slow tokenizers
         width = len(columns)
@@ -554,7 +556,7 @@ def test_a_long_word_is_cut_into_parts_and_others_are_not(sizes, longest, parts)
         [[0] + [1] * sum(sizes), [0] * (1 + sum(sizes))]
     )  # the second row has words of one piece
     row[0, np.cumsum([0, *sizes])] = 0
-    starts = find_words(
+    starts = word_starts(
         row, np.ones_like(row), np.ones(row.shape, bool), np.array([False, True]), longest
     )
     assert np.unique(starts[0]).tolist() == np.cumsum([0, *parts]).tolist()
@@ -576,8 +578,8 @@ def test_text_without_spaces_has_labels_in_whatever_script(kind, unit, selection
         rows,
         ([0] * 24, range(24)),
         vocabulary,
-        MaskingRule(unit=unit, selection=selection),
-        continues_V=find_continuations(tokenizer),
+        MaskingConfig(unit=unit, selection=selection),
+        continues_V=continuation_mask(tokenizer),
     )
     share = (out["labels"] >= 0).sum() / (24 * 126)
     assert 0.2 < share < 0.4  # 24 x 32 words of 4 pieces: five standard deviations are 0.08
@@ -592,7 +594,7 @@ def test_rows_of_one_word_have_the_labels_that_were_asked_for(length, probabilit
     ids = np.full((300, length), 7)
     ids[:, 0], ids[:, -1] = 2, 3
     rows = {"input_ids": ids, "attention_mask": np.ones_like(ids)}
-    rule = MaskingRule(probability, unit=unit, selection=selection)
+    rule = MaskingConfig(probability, unit=unit, selection=selection)
     out = mask_tokens(
         rows,
         ([0] * 300, range(300)),
@@ -612,7 +614,7 @@ def test_rows_of_one_word_have_the_labels_that_were_asked_for(length, probabilit
 
 def test_a_word_that_no_row_has_room_for_is_hidden_in_parts():
     rows = {"input_ids": np.full((4, 30), 5), "attention_mask": np.ones((4, 30), int)}
-    rule = MaskingRule(1.0, unit="word", max_predictions=8)
+    rule = MaskingConfig(1.0, unit="word", max_predictions=8)
     everything_goes_on = np.ones(9, bool)  # one word of 30 pieces
     out = mask_tokens(
         rows,

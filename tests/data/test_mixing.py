@@ -179,7 +179,7 @@ def test_a_part_of_a_source_stays_the_same_part_in_every_epoch():
     assert len(drawn(0)) == 10 and drawn(0) == drawn(7) == drawn(0, "a")
 
 
-@pytest.mark.parametrize("overflow", ["truncate", "keep_end"])
+@pytest.mark.parametrize("overflow", ["truncate", "truncate_left"])
 def test_rates_are_of_what_rows_keep_where_they_cut_documents_off(overflow):
     sources = {"books": documents_of([3000] * 50), "posts": documents_of([30] * 400, 5000)}
     special = {"pad_token_id": 0, "cls_token_id": 1, "sep_token_id": 2}

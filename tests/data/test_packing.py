@@ -15,17 +15,17 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 from bertlab.data.packing import (
-    EpochOrder,
+    EpochShuffle,
     PackedDataset,
     PaddedDataset,
-    Plan,
+    PackingPlan,
     TokenizedDocuments,
     build_rows,
-    deal_lengths,
-    mark_repeated,
-    plan_best_fit,
-    split_long,
-    trade_parts,
+    best_fit_decreasing,
+    mark_context,
+    pack_best_fit,
+    split_into_windows,
+    swap_between_rows,
 )
 from bertlab.data.shards import BlockedDataset
 
@@ -82,7 +82,7 @@ def documents_of(row):
 @given(lengths_and_capacity())
 def test_plan_agrees_row_by_row_with_a_slow_reference(case):
     lengths, capacity = case
-    plan = plan_best_fit(lengths, capacity)
+    plan = pack_best_fit(lengths, capacity)
     assert [plan[r].tolist() for r in range(len(plan))] == slow_best_fit(lengths, capacity)
     assert plan.num_empty == lengths.count(0)
 
@@ -90,14 +90,14 @@ def test_plan_agrees_row_by_row_with_a_slow_reference(case):
 def test_plan_of_a_case_worked_out_by_hand():
     # 7 opens row 0 (3 left), 5 opens row 1 (5 left), 4 fits only row 1 (1 left), 3 fills row 0,
     # and 1 fills row 1.
-    plan = plan_best_fit([4, 1, 7, 3, 5], 10)
+    plan = pack_best_fit([4, 1, 7, 3, 5], 10)
     assert [plan[r].tolist() for r in range(len(plan))] == [[2, 3], [4, 0, 1]]
 
 
 def test_among_equally_full_rows_the_first_opened_wins():
     # 27 leaves 8 in row 0, 23 leaves 12 in row 1; 11 makes row 1 the first with 1 left, then 7
     # makes row 0 the second. The last document fits both and goes to row 0.
-    plan = plan_best_fit([27, 23, 11, 7, 1], 35)
+    plan = pack_best_fit([27, 23, 11, 7, 1], 35)
     assert [plan[r].tolist() for r in range(len(plan))] == [[0, 3, 4], [1, 2]]
 
 
@@ -105,7 +105,7 @@ def test_among_equally_full_rows_the_first_opened_wins():
 @given(lengths_and_capacity())
 def test_no_row_overflows_and_every_document_is_placed_once(case):
     lengths, capacity = case
-    plan = plan_best_fit(lengths, capacity)
+    plan = pack_best_fit(lengths, capacity)
     placed = [plan[r].tolist() for r in range(len(plan))]
     assert all(0 < sum(lengths[d] for d in row) <= capacity for row in placed)
     assert sorted(sum(placed, [])) == [d for d, n in enumerate(lengths) if n]
@@ -116,10 +116,10 @@ def test_no_row_overflows_and_every_document_is_placed_once(case):
 def test_a_plan_asks_for_neither_time_nor_memory_of_an_empty_capacity(case):
     lengths, capacity = case
     for wide in (capacity + sum(lengths), 10**9, 10**30):  # one row takes them all, longest first
-        plan = plan_best_fit(lengths, wide)
+        plan = pack_best_fit(lengths, wide)
         assert [plan[r].tolist() for r in range(len(plan))] == slow_best_fit(lengths, wide)
     counts = np.bincount(lengths, minlength=1).tolist()
-    assert deal_lengths(counts, capacity) == deal_lengths(
+    assert best_fit_decreasing(counts, capacity) == best_fit_decreasing(
         counts + [0] * (capacity + 1 - len(counts))
     )
 
@@ -127,7 +127,7 @@ def test_a_plan_asks_for_neither_time_nor_memory_of_an_empty_capacity(case):
 @pytest.mark.parametrize("lengths, capacity", [([3, 9], 8), ([-1], 8), ([1], 0)])
 def test_impossible_lengths_are_refused(lengths, capacity):
     with pytest.raises(ValueError, match="capacity"):
-        plan_best_fit(lengths, capacity)
+        pack_best_fit(lengths, capacity)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -146,8 +146,8 @@ def test_a_million_documents_are_planned_in_five_seconds_and_500_megabytes():
     offsets = np.append(0, np.cumsum(lengths))
     tracemalloc.start()
     start = time.process_time()
-    windows = split_long(offsets, 510)
-    EpochOrder(plan_best_fit(windows.lengths + 2, 512), windows.lengths + 2)(0)
+    windows = split_into_windows(offsets, 510)
+    EpochShuffle(pack_best_fit(windows.lengths + 2, 512), windows.lengths + 2)(0)
     seconds, peak = time.process_time() - start, tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert seconds < 5 and peak < 500e6
@@ -240,7 +240,7 @@ def test_windows_that_overlap_give_every_token_as_a_label_once(case):
 
 def test_the_windows_of_a_document_worked_out_by_hand():
     # 11 tokens, windows of 5 that share 3, so each brings 2 new ones: 0-5, 2-7, 4-9, 6-11.
-    windows = split_long([0, 11], 5, overlap=3)
+    windows = split_into_windows([0, 11], 5, overlap=3)
     assert windows.starts.tolist() == [0, 2, 4, 6] and windows.stops.tolist() == [5, 7, 9, 11]
     # Of the 3 that two share, 1 counts for the second window's neighbour ... and 2 for the first's.
     assert windows.contexts.tolist() == [[0, 1], [2, 1], [2, 1], [2, 0]]
@@ -249,12 +249,12 @@ def test_the_windows_of_a_document_worked_out_by_hand():
         == 9
     )
     # A document that just fits is not cut, and a window never brings nothing new.
-    assert split_long([0, 5], 5, overlap=4).stops.tolist() == [5]
-    assert split_long([0, 6], 5, overlap=4).starts.tolist() == [0, 1]
+    assert split_into_windows([0, 5], 5, overlap=4).stops.tolist() == [5]
+    assert split_into_windows([0, 6], 5, overlap=4).starts.tolist() == [0, 1]
 
 
 def test_the_marks_of_a_row_worked_out_by_hand():
-    [marked] = mark_repeated(
+    [marked] = mark_context(
         lay([[[7, 8, 9], [5]]], 10, **SPECIAL), [(1, 1), (0, 0)], before=1, after=1
     )
     #                                          CLS 7  8  9 SEP CLS 5 SEP PAD PAD
@@ -280,7 +280,7 @@ def test_marks_of_many_rows_are_those_of_each_document_by_itself(rows, spare, be
             free = [left <= n < size - right for n in range(size)]
             marks += [1] * before + [int(not own) for own in free] + [1] * after
         expected.append(marks + [1] * (capacity - len(marks)))
-    marked = mark_repeated(block, np.array(contexts).reshape(-1, 2), before, after)
+    marked = mark_context(block, np.array(contexts).reshape(-1, 2), before, after)
     assert marked.stacked["special_tokens_mask"].tolist() == expected
     assert "special_tokens_mask" not in block.stacked
 
@@ -302,8 +302,8 @@ def test_a_collator_makes_each_token_a_label_once_where_windows_overlap():
 @given(lengths_and_capacity(), st.integers(0, 5))
 def test_an_epoch_keeps_every_row_as_full_as_it_was_planned(case, epoch):
     lengths, capacity = np.array(case[0], np.int64), case[1]
-    plan = plan_best_fit(lengths, capacity)
-    order = EpochOrder(plan, lengths)(epoch)
+    plan = pack_best_fit(lengths, capacity)
+    order = EpochShuffle(plan, lengths)(epoch)
     sums = lambda p: sorted(int(lengths[p[row]].sum()) for row in range(len(p)))  # noqa: E731
     assert sums(order) == sums(plan)
     assert sorted(order.members.tolist()) == np.flatnonzero(lengths).tolist()
@@ -312,7 +312,7 @@ def test_an_epoch_keeps_every_row_as_full_as_it_was_planned(case, epoch):
 def test_rows_trade_only_parts_of_equal_size():
     rows_of, lengths = np.array([0, 0, 1, 1]), np.array([6, 4, 7, 3])
     for seed in range(50):
-        traded = trade_parts(rows_of, lengths, np.random.default_rng(seed)).tolist()
+        traded = swap_between_rows(rows_of, lengths, np.random.default_rng(seed)).tolist()
         assert traded in ([0, 0, 1, 1], [1, 1, 0, 0]), (
             "6, 4, 7 and 3 can only change places as whole rows"
         )
@@ -322,7 +322,7 @@ def test_rows_trade_only_parts_of_equal_size():
 def test_documents_rarely_meet_the_same_neighbours_in_the_next_epoch(num_documents):
     rng = np.random.default_rng(0)
     lengths = np.minimum(rng.lognormal(np.log(134) - 0.5, 1.0, num_documents).astype(int) + 1, 512)
-    order = EpochOrder(plan_best_fit(lengths, 512), lengths)
+    order = EpochShuffle(pack_best_fit(lengths, 512), lengths)
     pairs = []
     for epoch in (0, 1):
         members = [order(epoch)[row].tolist() for row in range(len(order.plan))]
@@ -418,7 +418,7 @@ class InOrder(PackedDataset):
                 offsets.append(window)
                 room = self.capacity
             room -= length
-        return Plan(list(range(len(lengths))), [*offsets, len(lengths)], 0)
+        return PackingPlan(list(range(len(lengths))), [*offsets, len(lengths)], 0)
 
 
 def test_rows_that_a_subclass_plans_stay_together_and_only_change_places():
@@ -454,11 +454,20 @@ def test_a_subclass_says_where_its_documents_may_change_seats_and_ours_do_as_bef
 @pytest.mark.parametrize(
     "plan, message",
     [
-        (Plan(np.array([0, 1]), np.array([0, 2]), 0), "Wrong.plan_rows places window 2 0 times"),
-        (Plan([0, 1, 2, 1], [0, 2, 4], 0), "places window 1 2 times, and each must be placed once"),
-        (Plan([0, 1, 3], [0, 3], 0), "names window 3, and windows go from 0 to 2"),
-        (Plan([0, 1, 2], [0, 2], 0), "offsets must rise from 0 to 3"),
-        (Plan([0, 1, 2], [0, 3], 0), "row 0 has 12 positions, its windows need 15: give it fewer"),
+        (
+            PackingPlan(np.array([0, 1]), np.array([0, 2]), 0),
+            "Wrong.plan_rows places window 2 0 times",
+        ),
+        (
+            PackingPlan([0, 1, 2, 1], [0, 2, 4], 0),
+            "places window 1 2 times, and each must be placed once",
+        ),
+        (PackingPlan([0, 1, 3], [0, 3], 0), "names window 3, and windows go from 0 to 2"),
+        (PackingPlan([0, 1, 2], [0, 2], 0), "offsets must rise from 0 to 3"),
+        (
+            PackingPlan([0, 1, 2], [0, 3], 0),
+            "row 0 has 12 positions, its windows need 15: give it fewer",
+        ),
         ([[0, 1], [2]], "must return a Plan, got list"),
     ],
 )
@@ -593,7 +602,7 @@ def test_users_mistakes_name_the_argument():
     with pytest.raises(ValueError, match="room must be 1 or more, got 0"):
         PackedDataset([[1]], 2, **SPECIAL)
     with pytest.raises(ValueError, match="overflow must be one of .*got 'wrap'"):
-        split_long([0, 3], 2, "wrap")
+        split_into_windows([0, 3], 2, "wrap")
     with pytest.raises(ValueError, match="overlap must be 0 or more and below 6, .* got 6"):
         PackedDataset([[1]], 8, **SPECIAL, overlap=6)
     with pytest.raises(ValueError, match="overlap is 2"):
@@ -636,8 +645,8 @@ def test_no_keys_give_no_rows():
 
 
 def test_the_end_of_a_long_document_is_kept_where_that_is_asked_for():
-    kept = split_long([0, 10, 13, 13], room=4, overflow="keep_end")
+    kept = split_into_windows([0, 10, 13, 13], room=4, overflow="truncate_left")
     assert list(zip(kept.starts.tolist(), kept.stops.tolist())) == [(6, 10), (10, 13)]
     assert (kept.num_cut_tokens, kept.num_long, kept.num_empty) == (6, 1, 1)
     with pytest.raises(ValueError, match="overflow.*'cut'"):
-        split_long([0, 10], room=4, overflow="cut")
+        split_into_windows([0, 10], room=4, overflow="cut")

@@ -18,9 +18,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bertlab.data import shards
-from bertlab.data.module import EpochBatches, PretrainingDataModule, pack_texts
+from bertlab.data.module import EpochBatches, PretrainingDataModule, build_packed_dataset
 from bertlab.data.packing import PackedDataset, TokenizedDocuments
-from bertlab.data.shards import BlockedDataset, StaleCache, block_edges, finish_shards, open_shards
+from bertlab.data.shards import BlockedDataset, StaleTokens, block_edges, finish_shards, load_tokens
 from bertlab.data.shards import part_record, read_header, write_part
 from bertlab.data.tokenizers import train_tokenizer
 
@@ -76,7 +76,7 @@ def test_order_and_bytes_do_not_depend_on_who_wrote_in_which_batches(
     )
     for path in first.iterdir():
         assert (second / path.name).read_bytes() == path.read_bytes()
-    stored, flat = open_shards(first), [d.tolist() for part in documents for d in part]
+    stored, flat = load_tokens(first), [d.tolist() for part in documents for d in part]
     assert [d.tolist() for d in stored] == flat and len(stored) == len(flat)
     assert np.asarray(stored.tokens).tolist() == [t for d in flat for t in d]
     assert np.asarray(stored.offsets).tolist() == np.cumsum([0, *map(len, flat)]).tolist()
@@ -88,7 +88,7 @@ def test_reading_anywhere_is_what_one_array_gives(tmp_path_factory, parts, data)
     directory = tmp_path_factory.mktemp("read")
     documents = documents_of(parts)
     write(directory, documents, **SIZES)
-    stored = pickle.loads(pickle.dumps(open_shards(directory)))
+    stored = pickle.loads(pickle.dumps(load_tokens(directory)))
     whole = np.concatenate([d for part in documents for d in part] or [np.empty(0, np.int32)])
     begin, end = (data.draw(st.integers(-5, len(whole) + 5)) for _ in range(2))
     assert np.array_equal(stored.tokens[begin:end], whole[begin:end])
@@ -122,11 +122,11 @@ def test_an_unfinished_directory_is_named_and_appending_rewrites_nothing(tmp_pat
     documents = documents_of([[9] * 20, [8] * 30, [7] * 10])
     write_part(tmp_path, 0, encoder(documents[0], 4), "key", **SIZES)
     with pytest.raises(FileNotFoundError, match="not finished"):
-        open_shards(tmp_path)
+        load_tokens(tmp_path)
     with pytest.raises(ValueError, match="1 of 2 parts .*the first is 1"):
         finish_shards(tmp_path, 2, "key")
     finish_shards(tmp_path, 1, "key")
-    old = open_shards(tmp_path)
+    old = load_tokens(tmp_path)
     times = {p.name: p.stat().st_mtime_ns for p in tmp_path.glob("*.shard")}
     write(tmp_path, documents, **SIZES)
     assert {
@@ -137,7 +137,7 @@ def test_an_unfinished_directory_is_named_and_appending_rewrites_nothing(tmp_pat
     assert [d.tolist() for d in old] == [d.tolist() for d in documents[0]], (
         "who reads the old manifest goes on"
     )
-    assert len(open_shards(tmp_path)) == 60
+    assert len(load_tokens(tmp_path)) == 60
 
 
 def test_a_part_of_another_key_is_written_anew(tmp_path):
@@ -145,9 +145,9 @@ def test_a_part_of_another_key_is_written_anew(tmp_path):
     write_part(tmp_path, 0, encoder(one, 2), "monday", **SIZES)
     write_part(tmp_path, 0, encoder(two, 2), "tuesday", **SIZES)
     finish_shards(tmp_path, 1, "tuesday")
-    assert [d.tolist() for d in open_shards(tmp_path)] == [d.tolist() for d in two]
-    with pytest.raises(StaleCache, match="other text"):
-        open_shards(tmp_path, "monday")
+    assert [d.tolist() for d in load_tokens(tmp_path)] == [d.tolist() for d in two]
+    with pytest.raises(StaleTokens, match="other text"):
+        load_tokens(tmp_path, "monday")
 
 
 def test_only_the_blocks_that_are_read_are_checked_and_a_bad_one_is_named(tmp_path):
@@ -157,15 +157,15 @@ def test_only_the_blocks_that_are_read_are_checked_and_a_bad_one_is_named(tmp_pa
     data = bytearray(path.read_bytes())
     data[shards.HEADER_BYTES + 1] ^= 1
     path.write_bytes(data)
-    stored = open_shards(tmp_path)
+    stored = load_tokens(tmp_path)
     assert stored[0].tolist() == documents[0][0].tolist() and stored.store.checked[0].sum() == 1
-    with pytest.raises(StaleCache, match=path.name):
+    with pytest.raises(StaleTokens, match=path.name):
         stored[int(stored.store.begins[-2, 1])]
-    with pytest.raises(StaleCache, match=path.name):
+    with pytest.raises(StaleTokens, match=path.name):
         stored.verify()
     path.unlink()
-    with pytest.raises(StaleCache, match="missing"):
-        open_shards(tmp_path).verify()
+    with pytest.raises(StaleTokens, match="missing"):
+        load_tokens(tmp_path).verify()
 
 
 def test_ids_beyond_two_bytes_are_not_cut_to_two(tmp_path):
@@ -183,7 +183,7 @@ def test_ids_beyond_two_bytes_survive(tmp_path):
     ids = np.array([70_000, 5, 65_536], np.int32)
     write_part(tmp_path, 0, lambda first: iter([(ids, np.array([3]))]), "key", "int32")
     finish_shards(tmp_path, 1, "key")
-    assert open_shards(tmp_path)[0].tolist() == ids.tolist()
+    assert load_tokens(tmp_path)[0].tolist() == ids.tolist()
     assert read_header(tmp_path / "part-00000-0000.shard")["dtype"] == "int32"
 
 
@@ -202,7 +202,7 @@ def test_every_token_stands_in_an_epoch_once(tmp_path_factory, lengths, mixed, s
     documents = documents_of([lengths])
     write(directory, documents, **SIZES)
     rows = BlockedDataset(
-        open_shards(directory),
+        load_tokens(directory),
         16,
         packing=packing,
         shuffle=shuffle,
@@ -233,7 +233,7 @@ def test_ranks_share_out_an_epoch_and_resume_at_another_number(
 ):
     directory = tmp_path_factory.mktemp("ranks")
     write(directory, documents_of([lengths]), **SIZES)
-    make = lambda: BlockedDataset(open_shards(directory), 16, mixed_blocks=2, seed=seed, **EDGES)  # noqa: E731
+    make = lambda: BlockedDataset(load_tokens(directory), 16, mixed_blocks=2, seed=seed, **EDGES)  # noqa: E731
     collate = lambda rows: [(row["epoch"], row["index"], row["input_ids"].tolist()) for row in rows]  # noqa: E731
     if len(make()) < batch * world * 3:
         return
@@ -256,8 +256,8 @@ def test_memory_and_disk_give_the_same_rows_and_workers_too(tmp_path, monkeypatc
     write_part(tmp_path, 0, encoder(ids, 7), "key", block_tokens=500, shard_tokens=1200)
     finish_shards(tmp_path, 1, "key")
     one, two = (
-        pack_texts(d, tokenizer, 32)
-        for d in (open_shards(tmp_path), TokenizedDocuments.from_sequences(ids))
+        build_packed_dataset(d, tokenizer, 32)
+        for d in (load_tokens(tmp_path), TokenizedDocuments.from_sequences(ids))
     )
     assert (
         isinstance(one, BlockedDataset) and isinstance(two, BlockedDataset) and len(one.counts) > 4
@@ -273,14 +273,14 @@ def test_rows_counted_once_are_read_again_and_a_place_to_read_only_is_no_error(
     tmp_path, monkeypatch
 ):
     write(tmp_path, documents_of([[9] * 200]), **SIZES)
-    first = BlockedDataset(open_shards(tmp_path), 16, **EDGES)
+    first = BlockedDataset(load_tokens(tmp_path), 16, **EDGES)
     monkeypatch.setattr(shards, "count_block", lambda *a: pytest.fail("counted again"))
-    assert np.array_equal(BlockedDataset(open_shards(tmp_path), 16, **EDGES).counts, first.counts)
+    assert np.array_equal(BlockedDataset(load_tokens(tmp_path), 16, **EDGES).counts, first.counts)
     monkeypatch.undo()
     monkeypatch.setattr(
         shards, "atomic_write", lambda path: (_ for _ in ()).throw(OSError("read-only"))
     )
-    assert len(BlockedDataset(open_shards(tmp_path), 24, **EDGES))
+    assert len(BlockedDataset(load_tokens(tmp_path), 24, **EDGES))
 
 
 def test_a_run_trains_on_shards_and_holds_some_out(tmp_path):
@@ -362,7 +362,7 @@ def kill_writers(directory, times: int, seed: int) -> int:
 
 def check_killed(directory) -> None:
     finish_shards(directory, 4, "key")
-    stored = open_shards(directory)
+    stored = load_tokens(directory)
     stored.verify()
     lengths = np.tile(np.arange(4000) % 13, 4)
     assert np.array_equal(np.diff(stored.offsets), lengths)

@@ -470,12 +470,12 @@ def test_what_is_written_must_not_lie_where_a_link_of_the_text_leads(tmp_path):
 
 
 def test_a_change_behind_a_link_is_seen_by_the_cache(tmp_path):
-    from bertlab.data.module import Source
+    from bertlab.data.module import DataSource
 
     root = linked_tree(tmp_path)
-    before = Source(str(root))._content_key("train")
+    before = DataSource(str(root))._content_key("train")
     (tmp_path / "far" / "deep" / "c.txt").write_text("Changed.\n")
-    assert Source(str(root))._content_key("train") != before
+    assert DataSource(str(root))._content_key("train") != before
 
 
 def test_a_stream_goes_to_a_spawned_worker_with_its_place_and_its_rule_for_malformed_rows(tmp_path):

@@ -10,11 +10,11 @@ from itertools import islice
 import numpy as np
 import pytest
 import torch
-from bertlab.data.packing import PackedDataset, split_long
+from bertlab.data.packing import PackedDataset, split_into_windows
 from bertlab.data.streaming import (
     BestFitBuffer,
     PackedStream,
-    StreamBatches,
+    StreamLoader,
     StreamWindow,
     cut_document,
     read_written_ids,
@@ -137,7 +137,7 @@ def test_resuming_after_any_row_gives_the_rest(case, data):
 def test_windows_of_a_stream_are_those_of_the_plan(case):
     documents, options = case
     room, how = options["capacity"] - 2, (options["overflow"], options["overlap"])
-    planned = split_long(np.cumsum([0, *map(len, documents)]), room, *how)
+    planned = split_into_windows(np.cumsum([0, *map(len, documents)]), room, *how)
     flat = np.array([token for document in documents for token in document])
     windows = [window for ids in documents for window in cut_document(np.array(ids), room, *how)]
     assert [w.ids.tolist() for w in windows] == [
@@ -240,15 +240,15 @@ def test_log_normal_documents_fill_rows_to_more_than_99_5_percent(mean, capacity
 
 @pytest.mark.parametrize("num_workers", [0, 1, 2])
 def test_workers_change_nothing_and_resume_in_the_middle(num_workers):
-    expected = list(StreamBatches(stream_of(words()), identity))
-    batches, head = StreamBatches(stream_of(words()), identity, num_workers, snapshot_every=3), []
+    expected = list(StreamLoader(stream_of(words()), identity))
+    batches, head = StreamLoader(stream_of(words()), identity, num_workers, snapshot_every=3), []
     for batch in batches:
         head.append(batch)
         if len(head) == 17:
             break
     state = json.loads(json.dumps(batches.state_dict()))
     assert head == expected[:17]
-    resumed = StreamBatches(stream_of(words()), identity, (num_workers + 1) % 3)
+    resumed = StreamLoader(stream_of(words()), identity, (num_workers + 1) % 3)
     resumed.load_state_dict(state)
     assert list(resumed) == expected[17:]
     assert resumed.state_dict()["epoch"] == 1 and resumed.state_dict()["delivered"] == 0
@@ -257,15 +257,15 @@ def test_workers_change_nothing_and_resume_in_the_middle(num_workers):
 
 def test_the_state_of_rank_0_resumes_every_rank_and_another_number_of_them():
     options = {"rank": 0, "world_size": 2}
-    first = StreamBatches(stream_of(words(), **options), identity)
+    first = StreamLoader(stream_of(words(), **options), identity)
     for number, _ in enumerate(first, start=1):
         if number == 6:
             break
-    alone = list(StreamBatches(stream_of(words()), identity))
+    alone = list(StreamLoader(stream_of(words()), identity))
     for world_size in (1, 2, 3, 4):
         rest = []
         for rank in range(world_size):
-            batches = StreamBatches(stream_of(words(), rank=rank, world_size=world_size), identity)
+            batches = StreamLoader(stream_of(words(), rank=rank, world_size=world_size), identity)
             batches.load_state_dict(first.state_dict())
             rest.append(list(batches))
         together = [batch for round_ in zip(*rest) for batch in round_]
@@ -336,13 +336,13 @@ def test_datasets_streams_resume_and_are_not_shared_out_to_workers(kind):
         )
     if kind == "shuffled":
         stream = stream.shuffle(seed=1, buffer_size=30)
-    expected = list(StreamBatches(stream_of(list(stream)), identity))
+    expected = list(StreamLoader(stream_of(list(stream)), identity))
     for num_workers in (0, 2):
-        batches = StreamBatches(stream_of(stream), identity, num_workers, snapshot_every=2)
+        batches = StreamLoader(stream_of(stream), identity, num_workers, snapshot_every=2)
         head = list(islice(batches, 11))
         state = json.loads(json.dumps(batches.state_dict()))
         assert (state["packer"]["reader"]["source"] is None) == (kind == "shuffled")
-        resumed = StreamBatches(stream_of(stream), identity)
+        resumed = StreamLoader(stream_of(stream), identity)
         resumed.load_state_dict(state)
         assert head + list(resumed) == expected, f"{num_workers} workers"
 

@@ -25,7 +25,7 @@ from bertlab.data.tokenizers import train_tokenizer
 from bertlab.finetuning.metrics import rank_answers
 
 many = settings(max_examples=120, deadline=None, derandomize=True)
-IGNORED = -100
+IGNORE_INDEX = -100
 TEXTS = [
     "The quick brown fox jumps over the lazy dog; Zoë paid €5 in São Paulo, didn't she?",
     "Who wrote it, where and when: in 1984, a naïve question about unbelievable tokenization.",
@@ -84,17 +84,41 @@ def tagger(kind, **options):
 
 def test_first_sub_words_are_labelled_or_all_of_them():
     word_ids, labels = [None, 0, 0, 1, 2, 2, None], [7, 8, 9]
-    assert align_labels(word_ids, labels) == [IGNORED, 7, IGNORED, 8, 9, IGNORED, IGNORED]
-    assert align_labels(word_ids, labels, all_subwords=True) == [IGNORED, 7, 7, 8, 9, 9, IGNORED]
-    assert align_labels(word_ids, labels, True, {7: 9, 8: 7}) == [IGNORED, 7, 9, 8, 9, 9, IGNORED]
-    assert align_labels(word_ids, labels, False, {7: 9}) == [
-        IGNORED,
+    assert align_labels(word_ids, labels) == [
+        IGNORE_INDEX,
         7,
-        IGNORED,
+        IGNORE_INDEX,
         8,
         9,
-        IGNORED,
-        IGNORED,
+        IGNORE_INDEX,
+        IGNORE_INDEX,
+    ]
+    assert align_labels(word_ids, labels, all_subwords=True) == [
+        IGNORE_INDEX,
+        7,
+        7,
+        8,
+        9,
+        9,
+        IGNORE_INDEX,
+    ]
+    assert align_labels(word_ids, labels, True, {7: 9, 8: 7}) == [
+        IGNORE_INDEX,
+        7,
+        9,
+        8,
+        9,
+        9,
+        IGNORE_INDEX,
+    ]
+    assert align_labels(word_ids, labels, False, {7: 9}) == [
+        IGNORE_INDEX,
+        7,
+        IGNORE_INDEX,
+        8,
+        9,
+        IGNORE_INDEX,
+        IGNORE_INDEX,
     ]
 
 
@@ -124,7 +148,7 @@ def test_each_label_stands_on_its_own_word_and_lost_ones_are_counted(
     tokenizer = tokenizer_of(kind)
     words, labels = (
         [word for word, _ in pairs],
-        [label if label >= 0 else IGNORED for _, label in pairs],
+        [label if label >= 0 else IGNORE_INDEX for _, label in pairs],
     )
     batch = tagger(kind, max_sequence_length=length, label_all_subwords=all_subwords)(
         [{"tokens": words, "tags": labels}]
@@ -138,24 +162,28 @@ def test_each_label_stands_on_its_own_word_and_lost_ones_are_counted(
         spaced = (" " if kind == "bpe" and number and not joined else "") + word
         pieces = tokenizer(spaced, add_special_tokens=False)["input_ids"]
         room = length - 2 - len(ids)
-        lost += label != IGNORED and not pieces[:room]
+        lost += label != IGNORE_INDEX and not pieces[:room]
         ids += pieces[:room]
         expected += (
-            ([label] * len(pieces) if all_subwords else [label] + [IGNORED] * (len(pieces) - 1))[
-                :room
-            ]
+            (
+                [label] * len(pieces)
+                if all_subwords
+                else [label] + [IGNORE_INDEX] * (len(pieces) - 1)
+            )[:room]
             if pieces
             else []
         )
     assert batch["input_ids"][0, 1 : 1 + len(ids)].tolist() == ids
-    assert batch["labels"][0].tolist() == [IGNORED, *expected, IGNORED]
+    assert batch["labels"][0].tolist() == [IGNORE_INDEX, *expected, IGNORE_INDEX]
     assert batch["num_dropped_labels"].tolist() == [lost]
     assert ("begins_word" in batch) == all_subwords
     if all_subwords:  # as if only first sub-words had been labelled
         first = tagger(kind, max_sequence_length=length)([{"tokens": words, "tags": labels}])[
             "labels"
         ]
-        assert torch.equal(batch["labels"].masked_fill(batch["begins_word"] == 0, IGNORED), first)
+        assert torch.equal(
+            batch["labels"].masked_fill(batch["begins_word"] == 0, IGNORE_INDEX), first
+        )
 
 
 def test_aligned_rows_are_padded_as_transformers_pads_them():
@@ -163,8 +191,8 @@ def test_aligned_rows_are_padded_as_transformers_pads_them():
 
     tokenizer = tokenizer_of("wordpiece")
     rows = [
-        {"input_ids": [2, 9, 10, 3], "labels": [IGNORED, 1, 0, IGNORED]},
-        {"input_ids": [2, 8, 3], "labels": [IGNORED, 2, IGNORED]},
+        {"input_ids": [2, 9, 10, 3], "labels": [IGNORE_INDEX, 1, 0, IGNORE_INDEX]},
+        {"input_ids": [2, 8, 3], "labels": [IGNORE_INDEX, 2, IGNORE_INDEX]},
     ]
     theirs = DataCollatorForTokenClassification(tokenizer, pad_to_multiple_of=8)(
         [dict(row) for row in rows]
@@ -181,7 +209,9 @@ def test_packed_rows_keep_their_labels_and_padding_has_none():
         "tags": [0, 1, 0, 0, 2, 3, 0, 0],
     }  # fmt: skip
     batch = tagger("wordpiece")([row])
-    assert batch["labels"].tolist() == [[IGNORED, 1, IGNORED, IGNORED, 2, 3, IGNORED, IGNORED]]
+    assert batch["labels"].tolist() == [
+        [IGNORE_INDEX, 1, IGNORE_INDEX, IGNORE_INDEX, 2, 3, IGNORE_INDEX, IGNORE_INDEX]
+    ]
     assert batch["attention_mask"].tolist() == [row["attention_mask"]]
     assert batch["position_ids"].tolist() == [row["position_ids"]]
 
@@ -191,15 +221,17 @@ def test_padding_of_a_packed_row_has_no_label_even_if_it_was_given_one():
         "input_ids": [2, 9, 3, 0],
         "attention_mask": [1, 1, 1, 0],
         "position_ids": [0, 1, 2, 0],
-        "tags": [IGNORED, 1, IGNORED, 0],
+        "tags": [IGNORE_INDEX, 1, IGNORE_INDEX, 0],
     }
-    assert tagger("wordpiece")([row])["labels"].tolist() == [[IGNORED, 1, IGNORED, IGNORED]]
+    assert tagger("wordpiece")([row])["labels"].tolist() == [
+        [IGNORE_INDEX, 1, IGNORE_INDEX, IGNORE_INDEX]
+    ]
 
 
 @pytest.mark.parametrize("wrap", [list, tuple, np.array, torch.tensor])
 def test_aligned_rows_may_come_as_lists_arrays_or_tensors(wrap):
-    row = {"input_ids": wrap([2, 9, 3]), "tags": wrap([IGNORED, 1, IGNORED])}
-    assert tagger("wordpiece")([row])["labels"].tolist() == [[IGNORED, 1, IGNORED]]
+    row = {"input_ids": wrap([2, 9, 3]), "tags": wrap([IGNORE_INDEX, 1, IGNORE_INDEX])}
+    assert tagger("wordpiece")([row])["labels"].tolist() == [[IGNORE_INDEX, 1, IGNORE_INDEX]]
 
 
 # --- sequence classification ----------------------------------------------------------------------
@@ -393,7 +425,7 @@ def test_several_answers_come_in_order_and_training_takes_the_first():
     spans = batch["answer_spans"][0].tolist()
     assert [batch["start_positions"].item(), batch["end_positions"].item()] == spans[0]
     starts = [batch["offsets"][0, first, 0].item() for first, _ in spans[:2]]
-    assert starts == [51, 9] and spans[2] == [IGNORED, IGNORED]
+    assert starts == [51, 9] and spans[2] == [IGNORE_INDEX, IGNORE_INDEX]
 
 
 @each_tokenizer
@@ -556,7 +588,7 @@ def test_words_of_a_script_without_spaces_bring_no_space(kind):
     for row, one, running in zip(rows, made, ("北京大学", "我爱 the cat 北京，天", "the cat sat")):
         spelled = running if kind == "bpe" else unicodedata.normalize("NFKC", running)
         assert tokenizer.decode(one["input_ids"], skip_special_tokens=True) == spelled
-        assert [label for label in one["labels"] if label != IGNORED] == row["labels"]
+        assert [label for label in one["labels"] if label != IGNORE_INDEX] == row["labels"]
         spaces = [
             id for id in one["input_ids"][2:] if tokenizer.convert_ids_to_tokens(id) in ("Ġ", "▁")
         ]
@@ -583,7 +615,7 @@ def test_digits_and_signs_stand_beside_letters_of_chinese_and_latin_letters_wher
     made = collate.encode([{"text": words, "labels": list(range(len(words)))}])[0]
     spelled = running if kind == "bpe" else unicodedata.normalize("NFKC", running)
     assert tokenizer.decode(made["input_ids"], skip_special_tokens=True) == spelled
-    assert [label for label in made["labels"] if label != IGNORED] == list(range(len(words)))
+    assert [label for label in made["labels"] if label != IGNORE_INDEX] == list(range(len(words)))
 
 
 @pytest.mark.parametrize("words, together", [

@@ -21,20 +21,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bertlab.data import cache as token_cache
-from bertlab.data.diffusion import writing_rows
+from bertlab.data.diffusion import encode_pairs
 from bertlab.data.rows import encode_rows
 from bertlab.data.supervised import SequenceClassificationCollator
 from bertlab.data.tokenizers import hide_special_pieces, tokenize_plain, train_tokenizer
 from bertlab.data.packing import PackedDataset
 from bertlab.data.cache import (
-    Encoder,
+    BatchEncoder,
     check_cache_directory,
     encode_batches,
     hash_tokenizer,
     serialize_tokenizer,
 )
 from bertlab.data.cache import text_batches, tokenize_documents
-from bertlab.data.shards import CacheError, StaleCache, open_shards
+from bertlab.data.shards import CacheError, StaleTokens, load_tokens
 
 TEXTS = [f"Document {i} says [MASK] and {'more ' * (i % 7)}[SEP], {i}." for i in range(50)] + [
     "",
@@ -201,8 +201,8 @@ def test_a_cut_or_changed_file_is_noticed_and_built_anew_with_a_warning(
     data = path.read_bytes()
     assert damage(data) != data
     path.write_bytes(damage(data))
-    with pytest.raises(StaleCache, match=path.name):
-        open_shards(path.parent).verify()
+    with pytest.raises(StaleTokens, match=path.name):
+        load_tokens(path.parent).verify()
     with pytest.warns(UserWarning, match="built anew"):
         documents = tokenize_documents(TEXTS, tokenizer, cache_dir=tmp_path)
     assert rows(documents) == expected(tokenizer, TEXTS) and path.read_bytes() == data
@@ -220,9 +220,9 @@ def test_no_single_changed_byte_goes_unnoticed(tokenizer, tmp_path_factory, data
     before = path.read_bytes()
     path.write_bytes(whole)
     try:
-        opened = open_shards(place)
+        opened = load_tokens(place)
         opened.verify()
-    except StaleCache:
+    except StaleTokens:
         return
     # White space of the manifest carries nothing; padding neither.
     assert (
@@ -447,7 +447,7 @@ def test_where_processes_are_spawned_only_who_asks_for_some_gets_them(tokenizer,
     assert asked == [1, 3], "a script without a guard would be run again by each process"
 
 
-class Dying(Encoder):
+class Dying(BatchEncoder):
     def __call__(self, texts):
         os._exit(1)
 
@@ -523,7 +523,7 @@ def test_a_process_that_has_used_threads_forks_without_a_warning(
 
 def test_two_readings_in_processes_may_end_in_any_order(tokenizer, monkeypatch, small_batches):
     monkeypatch.delenv("TOKENIZERS_PARALLELISM", raising=False)
-    encoder = Encoder(serialize_tokenizer(tokenizer))
+    encoder = BatchEncoder(serialize_tokenizer(tokenizer))
     one, two = (encode_batches(text_batches(TEXTS), encoder, 2) for _ in range(2))
     next(one), next(two)
     assert len(list(one)) == len(list(two)) and "TOKENIZERS_PARALLELISM" not in os.environ
@@ -579,7 +579,7 @@ def test_special_tokens_that_are_pieces_of_the_model_are_words_too_where_a_text_
     assert {0, 2, 23} & {id for ids in switched for id in ids}, (
         "else there would be nothing to mend"
     )
-    ids, lengths = Encoder(serialize_tokenizer(tokenizer))(texts)
+    ids, lengths = BatchEncoder(serialize_tokenizer(tokenizer))(texts)
     found = [part.tolist() for part in np.split(ids, np.cumsum(lengths)[:-1])]
     special = {*tokenizer.all_special_ids} - {tokenizer.unk_token_id}
     assert not special & {*ids.tolist()}
@@ -611,7 +611,7 @@ def test_so_they_are_in_rows_of_text_of_labels_and_of_prompts_with_their_answers
             tokenizer.cls_token_id,
             tokenizer.sep_token_id,
         ]  # the frame stays
-    row = writing_rows(tokenizer, ["ab <s> e"], [says], max_ends=1)[0]
+    row = encode_pairs(tokenizer, ["ab <s> e"], [says], max_ends=1)[0]
     end = row.index(tokenizer.sep_token_id)
     assert (tokenizer.decode(row[:end]), tokenizer.decode(row[end + 1 : -1])) == (says, "ab <s> e")
     tokenizer.add_tokens(["new"])  # after a first call

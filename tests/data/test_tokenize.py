@@ -24,8 +24,8 @@ from conftest import ROOT
 
 from bertlab.core.files import atomic_write
 from bertlab.data import tokenize as module
-from bertlab.data.shards import StaleCache, open_shards
-from bertlab.data.tokenize import Reading, find_parts, read_part, tokenize_shards
+from bertlab.data.shards import StaleTokens, load_tokens
+from bertlab.data.tokenize import Reading, find_parts, read_part, tokenize_dataset
 from bertlab.data.tokenizers import load_tokenizer, train_tokenizer
 
 TEXTS = [f"Document {n} tells of {n * 7 % 50} things, " + "and more " * (n % 9) for n in range(600)]
@@ -54,7 +54,7 @@ def expected(folder, texts=TEXTS) -> list[list[int]]:
 
 
 def made(folder, output, source="text", **options):
-    return tokenize_shards(
+    return tokenize_dataset(
         str(folder / source), folder / "tokenizer", output, progress=False, **options
     )
 
@@ -67,7 +67,7 @@ def test_one_and_several_processes_write_the_same_bytes_in_the_order_of_the_sour
     manifests = [made(text, tmp_path / str(n), workers=n) for n in (1, 2, 7)]
     assert manifests[0] == manifests[1] == manifests[2] and len(manifests[0]["shards"]) == 5
     assert shards_of(tmp_path / "1") == shards_of(tmp_path / "2") == shards_of(tmp_path / "7")
-    assert [d.tolist() for d in open_shards(tmp_path / "2")] == expected(text)
+    assert [d.tolist() for d in load_tokens(tmp_path / "2")] == expected(text)
 
 
 def test_a_second_call_does_nothing_and_other_text_is_refused_or_appended(
@@ -81,18 +81,18 @@ def test_a_second_call_does_nothing_and_other_text_is_refused_or_appended(
     assert made(text, out) == first
     monkeypatch.undo()
     with pytest.raises(ValueError, match="--append"):
-        tokenize_shards(str(tmp_path / "more"), text / "tokenizer", out)
+        tokenize_dataset(str(tmp_path / "more"), text / "tokenizer", out)
     before = shards_of(out)
-    appended = tokenize_shards(str(tmp_path / "more"), text / "tokenizer", out, append=True)
-    again = tokenize_shards(str(tmp_path / "more"), text / "tokenizer", out, append=True)
+    appended = tokenize_dataset(str(tmp_path / "more"), text / "tokenizer", out, append=True)
+    again = tokenize_dataset(str(tmp_path / "more"), text / "tokenizer", out, append=True)
     assert appended == again and before.items() < shards_of(out).items()
-    assert [d.tolist() for d in open_shards(out)][-2:] == expected(
+    assert [d.tolist() for d in load_tokens(out)][-2:] == expected(
         text, ["One more line.", "And another."]
     )
     train_tokenizer(TEXTS[:50], 200).save_pretrained(tmp_path / "other")
     with pytest.raises(ValueError, match="another tokenizer"):
-        tokenize_shards(str(text / "text" / "0.jsonl"), tmp_path / "other", out, append=True)
-    anew = tokenize_shards(str(tmp_path / "more"), text / "tokenizer", out, overwrite=True)
+        tokenize_dataset(str(text / "text" / "0.jsonl"), tmp_path / "other", out, append=True)
+    anew = tokenize_dataset(str(tmp_path / "more"), text / "tokenizer", out, overwrite=True)
     assert anew["documents"] == 2 and len(shards_of(out)) == 1
 
 
@@ -111,7 +111,7 @@ def test_shards_stay_those_of_their_tokenizer_when_its_library_has_another_versi
     ).setup("fit")
     assert made(text, out) == first
     (tmp_path / "more.txt").write_text("One more line.\n")
-    more = tokenize_shards(
+    more = tokenize_dataset(
         str(tmp_path / "more.txt"), text / "tokenizer", out, append=True, progress=False
     )
     assert more["documents"] == first["documents"] + 1
@@ -124,10 +124,10 @@ def test_shards_stay_those_of_their_tokenizer_when_its_library_has_another_versi
 
 def test_a_changed_file_is_other_text(text, tmp_path):
     (tmp_path / "a.txt").write_text("One line.\nTwo lines.\n")
-    tokenize_shards(str(tmp_path / "a.txt"), text / "tokenizer", tmp_path / "out")
+    tokenize_dataset(str(tmp_path / "a.txt"), text / "tokenizer", tmp_path / "out")
     (tmp_path / "a.txt").write_text("One line.\nTwo lines, changed.\n")
     with pytest.raises(ValueError, match="other tokens"):
-        tokenize_shards(str(tmp_path / "a.txt"), text / "tokenizer", tmp_path / "out")
+        tokenize_dataset(str(tmp_path / "a.txt"), text / "tokenizer", tmp_path / "out")
 
 
 def save_rows(place: Path, texts: list[str]) -> str:
@@ -160,19 +160,19 @@ def test_datasets_of_one_name_and_size_are_known_by_what_they_hold(
     sources = [
         write(tmp_path / name / "hf", some) for name, some in (("p1", first), ("p2", second))
     ]
-    tokenize_shards(sources[0], text / "tokenizer", tmp_path / "out", **options)
-    whole = tokenize_shards(
+    tokenize_dataset(sources[0], text / "tokenizer", tmp_path / "out", **options)
+    whole = tokenize_dataset(
         sources[1], text / "tokenizer", tmp_path / "out", append=True, **options
     )
-    assert [d.tolist() for d in open_shards(tmp_path / "out")] == expected(text, [*first, *second])
+    assert [d.tolist() for d in load_tokens(tmp_path / "out")] == expected(text, [*first, *second])
     for source in sources:  # each is done, and is not appended again
         assert (
-            tokenize_shards(source, text / "tokenizer", tmp_path / "out", append=True, **options)
+            tokenize_dataset(source, text / "tokenizer", tmp_path / "out", append=True, **options)
             == whole
         )
     write(tmp_path / "p1" / "hf", second[::-1])
     with pytest.raises(ValueError, match="holds other tokens"):
-        tokenize_shards(sources[0], text / "tokenizer", tmp_path / "out", **options)
+        tokenize_dataset(sources[0], text / "tokenizer", tmp_path / "out", **options)
 
 
 def own_filter(folder: Path, word: str) -> list[str]:
@@ -198,7 +198,7 @@ def test_a_filter_that_has_changed_makes_another_job(text, tmp_path, monkeypatch
     with pytest.raises(ValueError, match="made with other options"):
         made(text, tmp_path / "out", **options)
     made(text, tmp_path / "out", overwrite=True, **options)
-    assert len(open_shards(tmp_path / "out")) == sum(" 7 things" in one for one in TEXTS)
+    assert len(load_tokens(tmp_path / "out")) == sum(" 7 things" in one for one in TEXTS)
 
 
 def test_a_filter_is_known_by_the_file_in_which_it_stands_too_where_another_hands_it_on(
@@ -241,17 +241,17 @@ def test_jobs_of_earlier_versions_go_on_or_are_told_what_to_do(text, tmp_path, a
             earlier.setattr(
                 module.Job, "key", lambda self, part=None, named=True: now(self, part, named=True)
             )
-            first = tokenize_shards(source, text / "tokenizer", tmp_path / f"{number}", **options)
+            first = tokenize_dataset(source, text / "tokenizer", tmp_path / f"{number}", **options)
         if number == 2:  # of files nothing has changed
             assert (
-                tokenize_shards(
+                tokenize_dataset(
                     source, text / "tokenizer", tmp_path / f"{number}", append=append, **options
                 )
                 == first
             )
             continue
         with pytest.raises(ValueError, match="made by an earlier version.*--overwrite"):
-            tokenize_shards(
+            tokenize_dataset(
                 source, text / "tokenizer", tmp_path / f"{number}", append=append, **options
             )
 
@@ -276,25 +276,25 @@ def write_parquet(folder: Path) -> None:
 
 def test_layouts_of_others_and_token_ids_are_read(text, tmp_path):
     write_parquet(tmp_path / "hub")
-    made_ = tokenize_shards(str(tmp_path / "hub"), text / "tokenizer", tmp_path / "a")
+    made_ = tokenize_dataset(str(tmp_path / "hub"), text / "tokenizer", tmp_path / "a")
     assert made_["documents"] == 120 and [
-        d.tolist() for d in open_shards(tmp_path / "a")
+        d.tolist() for d in load_tokens(tmp_path / "a")
     ] == expected(text, TEXTS[:120])
     import datasets
 
     datasets.Dataset.from_dict({"text": TEXTS[:130]}).save_to_disk(tmp_path / "saved")
     assert len(find_parts(str(tmp_path / "saved"))) == 3
-    tokenize_shards(str(tmp_path / "saved"), text / "tokenizer", tmp_path / "b", workers=2)
-    assert [d.tolist() for d in open_shards(tmp_path / "b")] == expected(text, TEXTS[:130])
+    tokenize_dataset(str(tmp_path / "saved"), text / "tokenizer", tmp_path / "b", workers=2)
+    assert [d.tolist() for d in load_tokens(tmp_path / "b")] == expected(text, TEXTS[:130])
     arrays = [np.arange(n % 5, dtype=np.int64) + 7 for n in range(120)]
-    tokenize_shards(arrays, text / "tokenizer", tmp_path / "c")
-    assert [d.tolist() for d in open_shards(tmp_path / "c")] == [a.tolist() for a in arrays]
+    tokenize_dataset(arrays, text / "tokenizer", tmp_path / "c")
+    assert [d.tolist() for d in load_tokens(tmp_path / "c")] == [a.tolist() for a in arrays]
     rows = "\n".join(json.dumps({"input_ids": a.tolist()}) for a in arrays)
     (tmp_path / "ids.jsonl").write_text(rows)
-    tokenize_shards(
+    tokenize_dataset(
         str(tmp_path / "ids.jsonl"), text / "tokenizer", tmp_path / "d", text_column="input_ids"
     )
-    assert [d.tolist() for d in open_shards(tmp_path / "d")] == [a.tolist() for a in arrays]
+    assert [d.tolist() for d in load_tokens(tmp_path / "d")] == [a.tolist() for a in arrays]
 
 
 @pytest.mark.parametrize("column", ["Text", "text", "2"])
@@ -309,11 +309,11 @@ def test_a_dataset_is_tokenized_by_any_name_of_its_column_and_its_empty_cells_ha
     )
     options = dict(text_column=column, workers=1, progress=False)
     with pytest.raises(ValueError, match="row 61: column 'Text' is null.*skip"):
-        tokenize_shards(str(tmp_path / "saved"), text / "tokenizer", tmp_path / "a", **options)
-    found = tokenize_shards(
+        tokenize_dataset(str(tmp_path / "saved"), text / "tokenizer", tmp_path / "a", **options)
+    found = tokenize_dataset(
         str(tmp_path / "saved"), text / "tokenizer", tmp_path / "b", on_error="skip", **options
     )
-    assert [d.tolist() for d in open_shards(tmp_path / "b")] == expected(text, TEXTS[:80])
+    assert [d.tolist() for d in load_tokens(tmp_path / "b")] == expected(text, TEXTS[:80])
     assert list(found["notes"].values()) == [1]
 
 
@@ -323,11 +323,11 @@ def test_token_ids_that_are_null_are_named_or_left_out(text, tmp_path):
     )
     options = dict(text_column="input_ids", workers=1, progress=False)
     with pytest.raises(ValueError, match="line 2: column 'input_ids' is null"):
-        tokenize_shards(str(tmp_path / "ids.jsonl"), text / "tokenizer", tmp_path / "a", **options)
-    tokenize_shards(
+        tokenize_dataset(str(tmp_path / "ids.jsonl"), text / "tokenizer", tmp_path / "a", **options)
+    tokenize_dataset(
         str(tmp_path / "ids.jsonl"), text / "tokenizer", tmp_path / "b", on_error="skip", **options
     )
-    assert [d.tolist() for d in open_shards(tmp_path / "b")] == [[7, 8], [9]]
+    assert [d.tolist() for d in load_tokens(tmp_path / "b")] == [[7, 8], [9]]
 
 
 def test_mds_is_read_through_its_library_or_the_library_is_named(text, tmp_path):
@@ -337,7 +337,7 @@ def test_mds_is_read_through_its_library_or_the_library_is_named(text, tmp_path)
         from streaming import MDSWriter
     except ImportError:
         with pytest.raises(ValueError, match=r"bertlab\[mds\]"):
-            tokenize_shards(str(tmp_path / "mds"), text / "tokenizer", tmp_path / "out")
+            tokenize_dataset(str(tmp_path / "mds"), text / "tokenizer", tmp_path / "out")
         return
 
     def write(name, rows, columns, **options):
@@ -351,17 +351,17 @@ def test_mds_is_read_through_its_library_or_the_library_is_named(text, tmp_path)
     texts = [{"text": one, "number": n} for n, one in enumerate(TEXTS[:120])]
     many = write("mds", texts, {"text": "str", "number": "int"}, size_limit=1 << 12)
     assert len(list((tmp_path / "mds").glob("*.mds"))) > 1
-    tokenize_shards(many, text / "tokenizer", tmp_path / "out", workers=2)
-    assert [d.tolist() for d in open_shards(tmp_path / "out")] == expected(text, TEXTS[:120])
+    tokenize_dataset(many, text / "tokenizer", tmp_path / "out", workers=2)
+    assert [d.tolist() for d in load_tokens(tmp_path / "out")] == expected(text, TEXTS[:120])
     arrays = [np.arange(1 + n % 5, dtype=np.uint16) + 7 for n in range(60)]
     ids = write("ids", [{"tokens": one} for one in arrays], {"tokens": "ndarray:uint16"})
-    tokenize_shards(ids, text / "tokenizer", tmp_path / "of ids", text_column="tokens")
-    assert [d.tolist() for d in open_shards(tmp_path / "of ids")] == [
+    tokenize_dataset(ids, text / "tokenizer", tmp_path / "of ids", text_column="tokens")
+    assert [d.tolist() for d in load_tokens(tmp_path / "of ids")] == [
         one.tolist() for one in arrays
     ]
     packed = write("packed", texts, {"text": "str", "number": "int"}, compression="br")
     with pytest.raises(ValueError, match="compressed: unpack"):
-        tokenize_shards(packed, text / "tokenizer", tmp_path / "of packed")
+        tokenize_dataset(packed, text / "tokenizer", tmp_path / "of packed")
 
 
 def test_filters_leave_out_what_they_say_also_after_a_stop(text, tmp_path, monkeypatch):
@@ -371,7 +371,7 @@ def test_filters_leave_out_what_they_say_also_after_a_stop(text, tmp_path, monke
     monkeypatch.chdir(tmp_path)
     found = made(text, tmp_path / "out", filters=["my_own_filter.keep"], workers=1)
     kept = [one for one in TEXTS if "and more" not in one]
-    assert [d.tolist() for d in open_shards(tmp_path / "out")] == expected(text, kept)
+    assert [d.tolist() for d in load_tokens(tmp_path / "out")] == expected(text, kept)
     assert found["notes"] == {"left out by my_own_filter.keep": len(TEXTS) - len(kept)}
     pytest.importorskip("datatrove")
     short = made(text, tmp_path / "gopher", filters=["gopher_quality"], workers=2)
@@ -406,7 +406,7 @@ def test_near_duplicates_without_spaces_are_left_out(text, tmp_path):
     (tmp_path / "text").mkdir()
     for n, some in enumerate((originals, copies)):
         (tmp_path / "text" / f"{n}.txt").write_text("\n".join(some) + "\n", encoding="utf-8")
-    found = tokenize_shards(
+    found = tokenize_dataset(
         str(tmp_path / "text"),
         text / "tokenizer",
         tmp_path / "out",
@@ -453,7 +453,7 @@ def test_a_filter_that_keeps_next_to_nothing_says_so_where_no_part_has_a_thousan
     monkeypatch.setattr(module, "PART_BYTES", (500, 1000))
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
-        found = tokenize_shards(str(tmp_path / "text"), text / "tokenizer", tmp_path / "out", workers=1, lines="documents",
+        found = tokenize_dataset(str(tmp_path / "text"), text / "tokenizer", tmp_path / "out", workers=1, lines="documents",
                                 filters=list(filters))  # fmt: skip
     assert found["parts"] == 12 and found["documents"] == len(first) - sum(
         left_out.get(name, 0) for name in "ab"
@@ -474,7 +474,7 @@ def test_near_duplicates_across_parts_are_left_out_but_for_one(text, tmp_path):
     (tmp_path / "text").mkdir()
     for n, some in enumerate((originals[:15], originals[15:], copies)):
         (tmp_path / "text" / f"{n}.txt").write_text("\n".join(some) + "\n")
-    found = tokenize_shards(
+    found = tokenize_dataset(
         str(tmp_path / "text"),
         text / "tokenizer",
         tmp_path / "out",
@@ -493,11 +493,11 @@ def test_near_duplicates_of_one_job_say_nothing_of_the_next(text, tmp_path):
     (tmp_path / "second.txt").write_text("\n".join(others[3:]) + "\n")
     for name, found in (("first", 4), ("second", 4 + 5)):
         options = {"near_duplicates": True, "workers": 1, "append": name == "second"}
-        made_ = tokenize_shards(
+        made_ = tokenize_dataset(
             str(tmp_path / f"{name}.txt"), text / "tokenizer", tmp_path / "out", **options
         )
         assert made_["documents"] == found and made_["notes"] == {"left out as near duplicates": 1}
-    assert [d.tolist() for d in open_shards(tmp_path / "out")][4:] == expected(text, others[3:])
+    assert [d.tolist() for d in load_tokens(tmp_path / "out")][4:] == expected(text, others[3:])
 
 
 @pytest.mark.parametrize(
@@ -515,7 +515,7 @@ def test_token_ids_that_the_tokenizer_does_not_give_are_refused(text, tmp_path, 
         "\n".join(json.dumps({"input_ids": one}) for one in ([5, 299], ids))
     )
     with pytest.raises(ValueError, match=words):
-        tokenize_shards(
+        tokenize_dataset(
             str(tmp_path / "ids.jsonl"),
             text / "tokenizer",
             tmp_path / "out",
@@ -555,7 +555,7 @@ def test_a_slurm_cluster_gives_the_same_shards(text, tmp_path, monkeypatch):
     assert shards_of(tmp_path / "slurm") == shards_of(tmp_path / "local"), (
         tmp_path / "bin" / "log"
     ).read_text()[-2000:]
-    assert len(open_shards(tmp_path / "slurm")) == len(TEXTS)
+    assert len(load_tokens(tmp_path / "slurm")) == len(TEXTS)
 
 
 @pytest.mark.parametrize(
@@ -593,10 +593,10 @@ def test_a_refused_run_leaves_tokens_and_tokenizer_as_they_were(text, tmp_path):
     source = str(text / "text" / "0.jsonl")
     for options in ({}, {"append": True}):
         with pytest.raises(ValueError, match=f"output {out}"):
-            tokenize_shards(source, tmp_path / "other", out, **options)
+            tokenize_dataset(source, tmp_path / "other", out, **options)
     (out / "thesis.txt").write_text("mine")
     with pytest.raises(ValueError, match="thesis.txt"):  # and the shards beside it stay
-        tokenize_shards(source, tmp_path / "other", out, overwrite=True)
+        tokenize_dataset(source, tmp_path / "other", out, overwrite=True)
     (out / "thesis.txt").unlink()
     assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
 
@@ -608,7 +608,7 @@ def test_another_tokenizer_in_the_place_is_not_replaced_unasked(text, tmp_path):
         made(text, tmp_path / "out")
     assert (tmp_path / "out" / "tokenizer" / "tokenizer.json").read_bytes() == before
     made(text, tmp_path / "out", overwrite=True)
-    assert [d.tolist() for d in open_shards(tmp_path / "out")] == expected(text)
+    assert [d.tolist() for d in load_tokens(tmp_path / "out")] == expected(text)
 
 
 def test_overwrite_moves_tokens_aside_with_their_tokenizer_and_they_stay_whole(text, tmp_path):
@@ -617,19 +617,19 @@ def test_overwrite_moves_tokens_aside_with_their_tokenizer_and_they_stay_whole(t
     train_tokenizer(TEXTS[:50], 200).save_pretrained(tmp_path / "other")
     before = {path.relative_to(out): path.read_bytes() for path in out.rglob("*") if path.is_file()}
     for _ in range(2):
-        tokenize_shards(
+        tokenize_dataset(
             str(text / "text" / "0.jsonl"), tmp_path / "other", out, overwrite=True, progress=False
         )
     moved = out / "previous-1"
     assert {
         path.relative_to(moved): path.read_bytes() for path in moved.rglob("*") if path.is_file()
     } == before
-    assert [d.tolist() for d in open_shards(moved)] == expected(text)
-    assert [len(open_shards(place)) for place in (out, out / "previous-2")] == [120, 120]
-    tokenize_shards(
+    assert [d.tolist() for d in load_tokens(moved)] == expected(text)
+    assert [len(load_tokens(place)) for place in (out, out / "previous-2")] == [120, 120]
+    tokenize_dataset(
         str(text / "text" / "1.jsonl"), tmp_path / "other", out, append=True, progress=False
     )
-    assert len(open_shards(out)) == 240
+    assert len(load_tokens(out)) == 240
 
 
 def test_an_id_beyond_the_tokenizer_is_refused_by_the_data_module(text, tmp_path, monkeypatch):
@@ -647,7 +647,7 @@ def test_an_id_beyond_the_tokenizer_is_refused_by_the_data_module(text, tmp_path
         return next(iter(data.train_dataloader()))
 
     assert len(first_batch(300)["input_ids"])
-    with pytest.raises(StaleCache):
+    with pytest.raises(StaleTokens):
         first_batch(120)
 
 
@@ -725,7 +725,7 @@ def run_killed(text: Path, output: Path, seed: int) -> None:
 @pytest.mark.parametrize("seed", range(KILLS))
 def test_a_killed_command_goes_on(text, tmp_path, seed):
     run_killed(text, tmp_path / "out", seed)
-    stored = open_shards(tmp_path / "out")
+    stored = load_tokens(tmp_path / "out")
     stored.verify()
     assert [d.tolist() for d in stored] == expected(text)
 
@@ -736,8 +736,8 @@ def test_damage_is_found_by_verify(text, tmp_path):
     data = bytearray(path.read_bytes())
     data[600] ^= 1
     path.write_bytes(data)
-    with pytest.raises(StaleCache, match=path.name):
-        open_shards(tmp_path / "out").verify()
+    with pytest.raises(StaleTokens, match=path.name):
+        load_tokens(tmp_path / "out").verify()
 
 
 @pytest.mark.parametrize("options, said", [

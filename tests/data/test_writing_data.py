@@ -13,11 +13,11 @@ from bertlab.cli.main import main
 from bertlab.cli.write import was_taught_ends
 from bertlab.data.collators import MaskedDiffusionCollator
 from bertlab.data.diffusion import (
-    DiffusionRule,
+    DiffusionConfig,
     find_parts,
-    share_tokens,
-    weigh_times,
-    writing_rows,
+    token_weights,
+    elbo_weight,
+    encode_pairs,
 )
 from bertlab.data.module import PretrainingDataModule
 from bertlab.data.packing import PackedDataset
@@ -60,7 +60,7 @@ def test_parts_are_found_in_packed_rows_as_in_each_document_alone(bodies, paddin
     rows = [[CLS, *body, SEP] for body in bodies]
     ids = np.array([[t for row in rows for t in row] + [PAD] * padding])
     numbers = np.array([[n for n, row in enumerate(rows, 1) for _ in row] + [0] * padding])
-    shares = share_tokens({"input_ids": ids, "attention_mask": numbers}, WORDS, SEP)
+    shares = token_weights({"input_ids": ids, "attention_mask": numbers}, WORDS, SEP)
     expected = [s for row in rows for s in by_hand(row)] + [0.0] * padding
     np.testing.assert_allclose(shares[0], expected, rtol=1e-6)
     prompt, ends = find_parts(ids, numbers, SEP)
@@ -82,9 +82,9 @@ def test_packed_rows_mark_them_as_well():
 
 def test_ends_of_a_document_weigh_as_much_as_one_word_however_many_they_are():
     for count in (1, 4, 9):
-        rule = DiffusionRule(end_token_id=SEP)
+        rule = DiffusionConfig(end_token_id=SEP)
         ids = np.array([[CLS, 5, 6, *[SEP] * count, SEP]])
-        shares = share_tokens(
+        shares = token_weights(
             {"input_ids": ids, "attention_mask": np.ones_like(ids)}, WORDS, rule.end_token_id
         )
         assert shares[ids == SEP].sum() == pytest.approx(1) and shares.sum() == pytest.approx(3)
@@ -92,7 +92,7 @@ def test_ends_of_a_document_weigh_as_much_as_one_word_however_many_they_are():
 
 def test_texts_for_writing_pass_a_tokenizer_and_come_back_as_parts():
     tokenizer = train_tokenizer(["the cat sat on the mat"] * 9, vocab_size=60)
-    made = writing_rows(tokenizer, ["the cat", "sat on"], ["mat", "the mat"], max_ends=5, seed=3)
+    made = encode_pairs(tokenizer, ["the cat", "sat on"], ["mat", "the mat"], max_ends=5, seed=3)
     counts = []
     for row, prompt, answer in zip(made, ["mat", "the mat"], ["the cat", "sat on"]):
         ids = np.array([[tokenizer.cls_token_id, *row, tokenizer.sep_token_id]])
@@ -102,13 +102,13 @@ def test_texts_for_writing_pass_a_tokenizer_and_come_back_as_parts():
         counts.append(int(ends_BL.sum()))
     assert all(1 <= c <= 5 for c in counts)
     end = tokenizer.sep_token_id
-    many = [row.count(end) for row in writing_rows(tokenizer, ["the"] * 500, max_ends=5)]
+    many = [row.count(end) for row in encode_pairs(tokenizer, ["the"] * 500, max_ends=5)]
     assert set(many) == {1, 2, 3, 4, 5} and min(many.count(n) for n in set(many)) > 60
-    assert end not in writing_rows(tokenizer, ["the [SEP] cat"], max_ends=0)[0]  # it says the word
+    assert end not in encode_pairs(tokenizer, ["the [SEP] cat"], max_ends=0)[0]  # it says the word
     with pytest.raises(ValueError, match="prompts must be as many"):
-        writing_rows(tokenizer, ["x"], ["a", "b"])
+        encode_pairs(tokenizer, ["x"], ["a", "b"])
     with pytest.raises(ValueError, match="max_ends"):
-        writing_rows(tokenizer, ["x"], max_ends=-1)
+        encode_pairs(tokenizer, ["x"], max_ends=-1)
 
 
 @pytest.mark.parametrize("plain", [False, True])
@@ -173,7 +173,7 @@ def test_the_cosine_schedule_hides_less_for_longer_and_its_weights_add_up_too():
     assert found["linear"] == pytest.approx(0.5, abs=0.01) and found["cosine"] == pytest.approx(
         1 - 2 / np.pi, abs=0.01
     )
-    assert weigh_times(np.array([1.0]), "cosine")[0] == pytest.approx(np.pi / 2)
+    assert elbo_weight(np.array([1.0]), "cosine")[0] == pytest.approx(np.pi / 2)
 
 
 @pytest.mark.parametrize("options, said", [
@@ -221,7 +221,7 @@ def test_the_data_module_lays_ends_behind_texts_and_they_are_labels():
         {},
         {"overlap": 2},
         {"overflow": "truncate"},
-        {"overflow": "keep_end"},
+        {"overflow": "truncate_left"},
         {"mix_lengths": {5: 0.5, 14: 0.5}},
     ],
 )

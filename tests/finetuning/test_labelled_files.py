@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bertlab.data.rows import IGNORED
+from bertlab.data.rows import IGNORE_INDEX
 from bertlab.data.tokenizers import train_tokenizer
 from bertlab.finetuning.data import LabelNames
 from bertlab.finetuning.metrics import Answer, rank_answers, choose_answer
@@ -74,7 +74,7 @@ def test_words_are_read_and_ranges_and_empty_nodes_are_none(tmp_path):
 
 def test_an_underscore_is_no_tag_where_tags_may_be_unknown_and_a_value_elsewhere(tmp_path):
     row = rows_of(save(tmp_path / "a.conllu", CONLLU))[0]
-    assert row["XPOS"] == ["V", IGNORED, "E", "D", "N", "F"] and row["FEATS"][1] == "_"
+    assert row["XPOS"] == ["V", IGNORE_INDEX, "E", "D", "N", "F"] and row["FEATS"][1] == "_"
     assert LabelNames.of(row["XPOS"]).names == ("D", "E", "F", "N", "V")
 
 

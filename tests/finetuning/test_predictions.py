@@ -31,7 +31,7 @@ from transformers import DistilBertConfig, DistilBertForSequenceClassification, 
 
 from bertlab.finetuning import evaluations as ev
 from bertlab.finetuning.runs import finetune
-from bertlab.data.rows import IGNORED
+from bertlab.data.rows import IGNORE_INDEX
 from bertlab.finetuning.data import READING, write_reading
 from bertlab.finetuning.metrics import score_decisions
 from bertlab.finetuning.files import read_labelled
@@ -428,7 +428,7 @@ def test_conllu_keeps_its_columns_and_gets_tags_in_misc(trained, tmp_path):
     expected = expected.replace("det\t_\t_", f"det\t_\tPredicted={tags[0]}").replace(
         "cop\t_\t_", f"cop\t_\tPredicted={tags[2]}"
     )
-    assert (tmp_path / "out.conllu").read_text() == expected and IGNORED not in told[0]["FORM"]
+    assert (tmp_path / "out.conllu").read_text() == expected and IGNORE_INDEX not in told[0]["FORM"]
     with pytest.raises(ValueError, match="CoNLL-U"):
         write_predictions([{"text": ["a"], "predicted_tags": ["O"]}], tmp_path / "no.conllu")
     assert (

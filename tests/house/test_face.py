@@ -24,7 +24,7 @@ reveal_type(corpus)
 reveal_type(data)
 reveal_type(module)
 reveal_type(trainer)
-reveal_type(bertlab.data.packing.deal_lengths)
+reveal_type(bertlab.data.packing.best_fit_decreasing)
 """
 TYPES = [
     "Corpus",

@@ -42,9 +42,9 @@ from bertlab.data.shards import (
     HEADER_BYTES,
     MAGIC,
     MANIFEST,
-    StaleCache,
+    StaleTokens,
     finish_shards,
-    open_shards,
+    load_tokens,
     write_shard,
 )
 from bertlab.data.sources import iter_documents
@@ -735,7 +735,7 @@ def forge_header(directory, body_of=lambda body: body, **changes):
 
 def forge_content(directory, change):
     "Tokens and lengths that somebody else chose, written as the library writes them."
-    stored = open_shards(directory)
+    stored = load_tokens(directory)
     key, dtype = stored.manifest["key"], stored.manifest["shards"][0]["dtype"]
     ids, lengths = np.array(stored.tokens).copy(), np.diff(np.array(stored.offsets))
     change(ids, lengths)
@@ -795,8 +795,8 @@ def test_a_forged_cache_is_built_anew_though_its_checksums_fit(cache, wrong):
     path, tokenizer = cache
     want = (path / SHARD).read_bytes()
     CACHES[wrong](path)
-    with pytest.raises(StaleCache):
-        open_shards(path, num_ids=len(tokenizer)).verify()
+    with pytest.raises(StaleTokens):
+        load_tokens(path, num_ids=len(tokenizer)).verify()
     with pytest.warns(UserWarning, match="built anew"):
         documents = tokenize_documents(TEXTS[:9], tokenizer, cache_dir=path.parent, num_proc=1)
     assert (

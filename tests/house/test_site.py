@@ -228,12 +228,12 @@ def test_names_are_linked_outside_code_alone_and_never_a_common_word():
     }
     link = lambda text: reference.add_links(text, "train/13_trainer.ipynb", shown)
     assert (
-        link("see `plan_best_fit`")
-        == "see [`plan_best_fit`](../data/11_packing.ipynb#plan_best_fit)"
+        link("see `pack_best_fit`")
+        == "see [`pack_best_fit`](../data/11_packing.ipynb#pack_best_fit)"
     )
     assert link("see `make_trainer()`") == "see [`make_trainer()`](#make_trainer)"
-    for same in ("to `fit`, to `overlap`, to `share`", "```python\n`plan_best_fit`\n```", "# The `plan_best_fit`",
-                 "[the `plan_best_fit` of old](x.md)", "`` `plan_best_fit` ``", "`no_such_name`"):  # fmt: skip
+    for same in ("to `fit`, to `overlap`, to `share`", "```python\n`pack_best_fit`\n```", "# The `pack_best_fit`",
+                 "[the `pack_best_fit` of old](x.md)", "`` `pack_best_fit` ``", "`no_such_name`"):  # fmt: skip
         assert link(same) == same
 
 
@@ -267,7 +267,7 @@ def test_llms_txt_names_every_page(site):
 
 QUESTIONS = {
     "resume": "guides/resume.html", "save model": "guides/save_and_share.html", "gpu": "guides/devices.html",
-    "plan_best_fit": "data/packing.html", "own text": "guides/own_text.html", "csv": "guides/finetune_csv.html",
+    "pack_best_fit": "data/packing.html", "own text": "guides/own_text.html", "csv": "guides/finetune_csv.html",
     "fine-tune": "guides/finetune_csv.html", "masked diffusion": "data/diffusion.html", "tpu": "guides/devices.html",
     "learning rate schedule": "optim/schedulers.html", "onnx": "train/export.html",
     "train a tokenizer": "data/tokenizers.html", "long documents": "guides/long_documents.html",

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from bertlab.data.diffusion import DiffusionRule, NOISE, hidden_share, weigh_times
+from bertlab.data.diffusion import DiffusionConfig, NOISE_SCHEDULES, mask_probability, elbo_weight
 from bertlab.data.rows import Vocabulary
 from bertlab.data.tokenizers import train_tokenizer
 from bertlab.model.causal import BertLabForCausalLM
@@ -58,16 +58,16 @@ def test_the_bound_is_the_mean_over_all_orders():
     assert (found.variance == 0).all() and found.num_tokens.tolist() == [5, 5, 5]
 
 
-@pytest.mark.parametrize("schedule", NOISE)
+@pytest.mark.parametrize("schedule", NOISE_SCHEDULES)
 def test_the_weighted_loss_of_training_integrates_to_the_same_bound(schedule):
-    # Every set of hidden tokens at every time of a fine grid, weighed as `noise_tokens` does.
-    rule, text = DiffusionRule(noise_eps=0.0, sampling_eps=0.0, schedule=schedule), ALL[0]
+    # Every set of hidden tokens at every time of a fine grid, weighed as `noise_batch` does.
+    rule, text = DiffusionConfig(noise_eps=0.0, sampling_eps=0.0, schedule=schedule), ALL[0]
     costs = {}
     for hidden in itertools.product([False, True], repeat=5):
         state = [4 if h else word for h, word in zip(hidden, text)]
         costs[hidden] = sum(cost(state, i, text[i]) for i in range(5) if hidden[i])
     times = (np.arange(20_000) + 0.5) / 20_000
-    share, weight = hidden_share(times, rule.noise_eps, schedule), weigh_times(times, schedule)
+    share, weight = mask_probability(times, rule.noise_eps, schedule), elbo_weight(times, schedule)
     total = sum(
         c * (weight * share ** sum(h) * (1 - share) ** (5 - sum(h))).mean()
         for h, c in costs.items()

@@ -18,7 +18,7 @@ from bertlab.core.reading import load_json
 from bertlab.data.collators import MaskedLanguageModelingCollator
 from bertlab.data.module import EpochBatches, PretrainingDataModule
 from bertlab.data.packing import PackedDataset
-from bertlab.data.streaming import leave_group
+from bertlab.data.streaming import ignore_parent_signals
 from bertlab.model.causal import BertLabForCausalLM
 from bertlab.model.config import BertLabConfig
 from bertlab.train.averages import EMA
@@ -368,11 +368,13 @@ class Groups(torch.utils.data.Dataset):
 
 
 def test_a_loaders_worker_is_in_no_process_group_of_its_run():
-    loader = torch.utils.data.DataLoader(Groups(), num_workers=2, worker_init_fn=leave_group)
+    loader = torch.utils.data.DataLoader(
+        Groups(), num_workers=2, worker_init_fn=ignore_parent_signals
+    )
     assert all(group != os.getpgid(0) for batch in loader for group in batch.tolist())
     made = data_of(num_workers=1)
     made.setup()
-    assert made.val_dataloader().worker_init_fn is leave_group
+    assert made.val_dataloader().worker_init_fn is ignore_parent_signals
 
 
 def test_an_own_optimizer_that_cannot_be_named_is_left_to_the_reader_of_the_checkpoint(tmp_path):

@@ -1410,7 +1410,7 @@ def test_a_fingerprint_is_plain_and_knows_a_stream_by_its_sources(begun):
 
 
 @pytest.mark.parametrize("changed, message", [
-    ({"mixing_rates": [0.95, 0.05]}, "data_kwargs is .*0.95"),
+    ({"mixture_weights": [0.95, 0.05]}, "data_kwargs is .*0.95"),
     ({"shuffle_buffer": 64}, "data_kwargs is .*'shuffle_buffer': 64"),
     ({"validation_fraction": 0.3}, "how the text is read is .*'validation_fraction': 0.3"),
     ({"lines": "paragraphs"}, "how the text is read is .*'lines': 'paragraphs'"),
@@ -1421,7 +1421,7 @@ def test_a_stream_that_is_mixed_read_or_held_out_otherwise_is_another_run(begun,
 
     def stream(**options):
         return PretrainingDataModule(files, word_tokenizer(WORDS), max_sequence_length=32, train_batch_size=4,
-                                     streaming=True, data_kwargs={"mixing_rates": [0.5, 0.5], **options})  # fmt: skip
+                                     streaming=True, data_kwargs={"mixture_weights": [0.5, 0.5], **options})  # fmt: skip
 
     kept, now = (
         run_fingerprint(make_module(), stream()),
@@ -1443,7 +1443,7 @@ def test_texts_in_memory_that_are_mixed_otherwise_are_another_run(begun):
     path, _, make_module = begun
     files = [str(path.parents[1] / name) for name in ("text.txt", "other.txt")]
     facts = [run_fingerprint(make_module(), PretrainingDataModule(
-        files, word_tokenizer(WORDS), data_kwargs={"mixing_rates": rates})) for rates in ([1, 1], [1, 2])]  # fmt: skip
+        files, word_tokenizer(WORDS), data_kwargs={"mixture_weights": rates})) for rates in ([1, 1], [1, 2])]  # fmt: skip
     with pytest.raises(ValueError, match="data_kwargs is"):
         check_same_run("run.ckpt", *facts)
 
