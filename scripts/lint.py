@@ -26,7 +26,7 @@ REGISTRY = re.compile(
     r"\b(?:pypi|files\.pythonhosted|registry\.npmjs|deb\.debian|download\.pytorch)\.org\b"
 )
 NOT_HERE = (
-    "Not so in this run:"  # as `bertlab.core.progress.claim` begins, which this need not import
+    "Not so in this run:"  # as `bertlab.course.progress.claim` begins, which this need not import
 )
 ADDRESS = re.compile(r" at 0x[0-9a-f]{6,}")
 

@@ -109,9 +109,10 @@ def read_module(path: Path) -> Module | None:
 
 @lru_cache(maxsize=1)
 def modules() -> dict[str, Module]:
-    "All modules that notebooks make, in the order of their notebooks."
-    found = filter(None, map(read_module, sorted((ROOT / "bertlab").rglob("*.py"))))
+    "The modules of the chapters, in the order of their notebooks."
     order = list(CHAPTERS)
+    read = filter(None, map(read_module, sorted((ROOT / "bertlab").rglob("*.py"))))
+    found = [module for module in read if module.notebook.split("/")[0] in order]
     key = lambda module: (order.index(module.notebook.split("/")[0]), module.notebook)
     return {module.name: module for module in sorted(found, key=key)}
 

@@ -40,7 +40,9 @@ CHAPTERS = {
     "explorers": ("Explorers", "see it, move it"),
     "cli": ("Command line", "the same without Python"),
 }
-# Folders of nbs/ that teach and export nothing, in the order of the sidebar, and the titles of their sections.
+# Packages that no chapter imports: what the pages of the course share. Not part of the public face.
+PACKAGES = {**CHAPTERS, "course": ("Course", "checks of puzzles and exercises")}
+# Folders of nbs/ that teach, in the order of the sidebar, and the titles of their sections.
 LESSONS = {"course": "Course", "walkthroughs": "Walkthroughs"}
 # Pages that lead through the whole house: they stand before the chapters.
 PAGES = ("training_path.ipynb", "extending.ipynb")
@@ -52,7 +54,7 @@ TASKS = {
     "core/01_files": "Write files whole, keep runs apart", "core/02_durations": "Say how long a run lasts",
     "core/03_plots": "Draw figures that all can read", "core/04_names": "Name parts in a configuration",
     "core/05_devices": "Know the device, its types and peaks", "core/06_reading": "Read a stranger's file safely",
-    "core/07_progress": "Remember which exercises are solved",
+    "course/checks/01_progress": "Remember which exercises are solved",
     "data/01_documents": "Get documents, hold some out", "data/02_readers": "Read text, CSV, JSONL and Parquet",
     "data/03_sources": "Find your text, wherever it is", "data/04_corpus": "Make a corpus without leaks",
     "data/05_tokenizers": "Train or choose a tokenizer", "data/06_rows": "Turn lists into rectangles",
@@ -104,7 +106,7 @@ TASKS = {
     "explorers/05_models": "Look inside a model", "explorers/06_fill_mask": "Compare two checkpoints by gaps",
     "explorers/07_training_monitor": "Watch curves live", "explorers/08_profiling": "Find where a step's time goes",
     "explorers/09_precision": "See what rounding costs", "explorers/10_stepper": "Step through unmasking",
-    "explorers/11_text_map": "See texts on a map", "explorers/12_puzzles": "Check an answer, name the mistake",
+    "explorers/11_text_map": "See texts on a map", "course/checks/02_puzzles": "Check an answer, name the mistake",
     "cli/01_options": "Make flags from source", "cli/02_pretrain": "Drive a run: bertlab pretrain",
     "cli/03_demo": "Run the demo: bertlab demo", "cli/04_finetune": "Fine-tune: bertlab finetune, predict",
     "cli/05_write": "Write in the terminal: bertlab write", "cli/06_embed": "Search in the terminal: bertlab embed",
@@ -452,7 +454,7 @@ def package_files(root: Path) -> dict[str, str]:
     made = [
         module for module, _ in sorted(modules_made(root).items(), key=lambda item: item[1].name)
     ]
-    for chapter, (_, sentence) in CHAPTERS.items():
+    for chapter, (_, sentence) in PACKAGES.items():
         parts = [module.partition(".")[2] for module in made if module.startswith(f"{chapter}.")]
         listed = "".join(f'    "{part}",\n' for part in parts)
         files[f"bertlab/{chapter}/__init__.py"] = (

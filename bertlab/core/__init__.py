@@ -10,5 +10,4 @@ __getattr__, __dir__ = _lazy_parts(__name__, (
     "names",
     "devices",
     "reading",
-    "progress",
 ))

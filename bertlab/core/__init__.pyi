@@ -6,4 +6,3 @@ from . import plots as plots
 from . import names as names
 from . import devices as devices
 from . import reading as reading
-from . import progress as progress

@@ -15,5 +15,4 @@ __getattr__, __dir__ = _lazy_parts(__name__, (
     "precision",
     "stepper",
     "text_map",
-    "puzzles",
 ))

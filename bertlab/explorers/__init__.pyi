@@ -11,4 +11,3 @@ from . import profiling as profiling
 from . import precision as precision
 from . import stepper as stepper
 from . import text_map as text_map
-from . import puzzles as puzzles

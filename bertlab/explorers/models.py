@@ -4,8 +4,9 @@
 
 # %% auto #0
 __all__ = ['MAX_TOKENS', 'CONTROLS', 'MAX_FRAMES', 'MAP_DOTS', 'untrained_twin', 'shuffle_words', 'forward_with_attentions',
-           'attention_maps', 'shade_image', 'map_figure', 'attention_html', 'attention_browser', 'project_table',
-           'nearest_tokens', 'find_token', 'map_dots', 'spread_labels', 'neighbours_html', 'embedding_map']
+           'attention_maps', 'shade_image', 'map_figure', 'attention_html', 'attention_panels', 'attention_browser',
+           'project_table', 'nearest_tokens', 'find_token', 'map_dots', 'spread_labels', 'neighbours_html',
+           'embedding_map']
 
 # %% ../../nbs/explorers/05_models.ipynb #583440be
 import base64
@@ -163,7 +164,7 @@ CONTROLS = ("untrained twin", "shuffled words")
 _PANEL = "flex:1 1 20em;max-width:min(100%, 34em)"
 
 
-def attention_html(
+def attention_panels(
     model: Any,
     twin: Any,  # of `untrained_twin`
     tokenizer: Any,
@@ -199,7 +200,7 @@ def attention_browser(
     text: str,  # to begin with, and for the static form
 ) -> Explorer:
     "Browse layers, heads and tokens, with an untrained twin or shuffled words beside them."
-    draw = partial(attention_html, model, untrained_twin(model), tokenizer)
+    draw = partial(attention_panels, model, untrained_twin(model), tokenizer)
     tokens, weights = attention_maps(model, tokenizer, text)
     slider = lambda last, name, value=0: ipywidgets.IntSlider(
         value, min=0, max=last, description=name, **CONTROL_LOOK

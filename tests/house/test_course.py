@@ -13,7 +13,7 @@ from conftest import ROOT
 from test_notebooks import solutions
 from wrong_answers import MORE_WRONG
 
-from bertlab.explorers.puzzles import PUZZLES
+from bertlab.course.puzzles import PUZZLES
 
 COURSE = ROOT / "nbs/course"
 LESSONS = sorted(COURSE.glob("[0-9][0-9]_*.ipynb"))

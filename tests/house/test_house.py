@@ -28,6 +28,7 @@ MAY_IMPORT = {
     "embeddings": {"core", "data", "model", "optim", "train"},
     "explorers": {"core", "data", "model", "optim", "train", "embeddings"},
     "cli": {"core", "data", "model", "optim", "train", "finetuning", "embeddings", "explorers"},
+    "course": {"core"},
 }
 WITHOUT_LIGHTNING = {"core", "model", "optim"}
 # What the command reads before it knows that it must train.
@@ -200,10 +201,11 @@ def test_every_module_comes_from_one_notebook_in_the_folder_of_its_chapter():
     made = {}
     for path in NOTEBOOKS:
         for name in re.findall(r"#\|\s*default_exp\s+([\w.]+)", path.read_text("utf-8")):
-            assert name not in made and name.partition(".")[0] == path.parent.name, path
+            folder = path.relative_to(ROOT / "nbs").parts[0]
+            assert name not in made and name.partition(".")[0] == folder, path
             made[name] = path
     assert sorted(made) == sorted(f"{path.parent.name}.{path.stem}" for path in MODULES)
-    assert {name.partition(".")[0] for name in made} == set(sync.CHAPTERS)
+    assert {name.partition(".")[0] for name in made} == set(sync.PACKAGES)
 
 
 def test_numbers_are_unique_within_a_chapter():
@@ -599,7 +601,7 @@ def test_the_lint_finds(fault, tmp_path):
 
 
 def test_the_lint_knows_how_a_claim_that_does_not_hold_begins():
-    from bertlab.core.progress import NOT_HERE
+    from bertlab.course.progress import NOT_HERE
 
     assert lint.NOT_HERE == NOT_HERE
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bertlab.core import progress as module
-from bertlab.core.progress import NOT_HERE, claim, progress, progress_path, record_check, recorded
+from bertlab.course import progress as module
+from bertlab.course.progress import NOT_HERE, claim, progress, progress_path, record_check, recorded
 
 
 @pytest.fixture

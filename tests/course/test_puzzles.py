@@ -15,8 +15,8 @@ from matplotlib.colors import to_rgba
 from test_notebooks import solutions
 
 from bertlab.core.plots import RED
-from bertlab.core.progress import progress
-from bertlab.explorers.puzzles import PUZZLES, check_puzzle, draw_puzzle, try_puzzle
+from bertlab.course.progress import progress
+from bertlab.course.puzzles import PUZZLES, check_puzzle, draw_puzzle, try_puzzle
 from bertlab.model.attention import document_mask
 from bertlab.model.losses import bits_per_byte
 from bertlab.optim.schedulers import Schedule
@@ -329,7 +329,7 @@ def test_a_right_answer_is_remembered_and_a_wrong_one_is_not(tmp_path, monkeypat
 
 
 def test_the_puzzles_need_no_torch():
-    code = "import bertlab.explorers.puzzles, sys; print('torch' in sys.modules or 'lightning' in sys.modules)"
+    code = "import bertlab.course.puzzles, sys; print('torch' in sys.modules or 'lightning' in sys.modules)"
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
     )

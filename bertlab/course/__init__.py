@@ -1,0 +1,9 @@
+"Checks of puzzles and exercises."
+
+# Written by scripts/sync.py from the notebooks' names.
+from .. import _lazy_parts
+
+__getattr__, __dir__ = _lazy_parts(__name__, (
+    "progress",
+    "puzzles",
+))
