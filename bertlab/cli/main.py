@@ -141,7 +141,6 @@ def quieten() -> None:
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
 
 # %% ../../nbs/cli/12_main.ipynb #8e4d38f6
 def _demo(asked: Asked) -> None:
