@@ -140,7 +140,10 @@ def _put_in(model: nn.Module, config: Any, whole: list[str]) -> list[str]:
                 "adapted; leave it out of target_modules, or out of modules_to_save"
             )
     config.modules_to_save = None  # peft would put copies of those parts beside them
+    targets = config.target_modules
     _peft().inject_adapter_in_model(config, model)  # which freezes all the rest
+    # peft shortens 20 names or more to suffixes; saving needs each layer's full name.
+    config.target_modules = targets
     config.modules_to_save = whole or None
     for name, parameter in model.named_parameters():
         if any(_is_in(name, part) for part in whole):

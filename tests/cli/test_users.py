@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import random
 import subprocess
 import sys
@@ -594,3 +595,17 @@ def test_signs_that_a_shell_of_windows_reads_on_its_own_are_in_quotes(monkeypatc
     monkeypatch.setattr(sys, "platform", "win32")
     asked = SimpleNamespace(command="embed finetune", words=["--output", word], resume="yes")
     assert same_with_resume(asked) == f"embed finetune --output {typed}"
+
+
+def test_a_stream_with_workers_ends_in_a_users_environment(place):
+    "Forked workers hang where TOKENIZERS_PARALLELISM=true; the suite sets it, users do not."
+    environment = {k: v for k, v in os.environ.items() if k != "TOKENIZERS_PARALLELISM"}
+    stream = ["--data.streaming", "true", "--data.num_workers", "2", "--trainer.max_steps", "2"]
+    ended = subprocess.run(
+        [sys.executable, "-m", "bertlab.cli", "pretrain", "own.txt", *SMALL, *stream],
+        env=environment | {"PYTHONPATH": str(Path(__file__).parents[2])},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert ended.returncode == 0, ended.stderr

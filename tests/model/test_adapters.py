@@ -91,13 +91,14 @@ def test_a_merged_model_is_written_with_equal_scores(shape, tmp_path):
 
 @pytest.mark.parametrize("kind", ["lora", "dora", "rslora", "ia3", "loha"])
 @pytest.mark.parametrize("shape", ["bert", "modernbert"])
-def test_plain_peft_opens_an_adapter_on_plain_transformers(shape, kind, tmp_path):
+@pytest.mark.parametrize("num_layers", [2, 12])  # peft condenses 20 targets or more
+def test_plain_peft_opens_an_adapter_on_plain_transformers(num_layers, shape, kind, tmp_path):
     "Where one of theirs is three of ours in one (BERT's query, key, value), for those that can be split."
     from peft import PeftModel
 
     if shape == "bert" and not ADAPTERS[kind].splits:
         pytest.skip("written under our own names, see the next test")
-    model = build(shape)
+    model = build(shape, num_hidden_layers=num_layers)
     theirs = to_huggingface(model)
     add_adapter(model, kind)
     move(model)
