@@ -21,7 +21,7 @@ from .pretrain import ask_for_run, check_beginning, check_one_process
 from .pretrain import naming_options, provenance, trainer_options
 from ..core.devices import num_devices
 from ..core.files import RUN_FILE, check_output_file, check_run_directory
-from ..core.files import prepare_run_directory, atomic_write
+from ..core.files import lock_directory, prepare_run_directory, atomic_write
 from ..core.reading import dump_yaml, load_json
 from ..data.sources import check_not_inside, expand_sources, looks_like_hub_name
 from ..embeddings.bi_encoder import BiEncoder, find_similarity
@@ -151,7 +151,8 @@ def finetune_embeddings(
         text = dump_yaml({**config, **notes})
         temporary.write_text(text, encoding="utf-8")
     print(data.describe(), flush=True)
-    trainer.fit(module, data, weights_only=True, ckpt_path=checkpoint)
+    with lock_directory(output):
+        trainer.fit(module, data, weights_only=True, ckpt_path=checkpoint)
     module.save(output)
     values = {name: float(value) for name, value in trainer.callback_metrics.items()}
     if has_validation:

@@ -21,7 +21,13 @@ from .options import Asked
 from .pretrain import ask_for_run, check_beginning, check_one_process
 from .pretrain import naming_options, provenance, trainer_options
 from ..core.devices import find_accelerator
-from ..core.files import RUN_FILE, check_run_directory, prepare_run_directory, atomic_write
+from bertlab.core.files import (
+    RUN_FILE,
+    check_run_directory,
+    lock_directory,
+    prepare_run_directory,
+    atomic_write,
+)
 from ..core.names import look_up
 from ..core.reading import dump_yaml, one_line, parse_yaml, load_json, load_yaml
 from ..data.sources import in_hub_form
@@ -529,8 +535,9 @@ def run_finetuning(
     asked = ask_for_run("finetune", words, resume)
     run = FinetuningRun(asked.config, bool(asked.resume), overwrite or asked.overwrite)
     run.build()
-    run.prepare()
-    return run.fit()
+    with lock_directory(run.output):
+        run.prepare()
+        return run.fit()
 
 # %% ../../nbs/cli/04_finetune.ipynb #b3843848
 def predict(

@@ -28,7 +28,7 @@ from typing import Any
 
 from .. import __version__
 from .options import COMMANDS, Asked
-from ..core.files import RUN_FILE, check_run_directory, directories_kept
+from ..core.files import RUN_FILE, check_run_directory
 from ..core.names import did_you_mean
 from ..core.reading import load_yaml
 from ..data.sources import iter_documents, is_local, looks_like_hub_name
@@ -642,8 +642,7 @@ def main(argv: Sequence[str] | None = None) -> int:  # the exit status
             file=sys.stderr,
         )
         return 2
-    with directories_kept():  # one command in one directory
-        return answer(words[0], lambda: _run(words))
+    return answer(words[0], lambda: _run(words))
 
 
 if __name__ == "__main__" and "__file__" in globals():  # a program, not a notebook's cell

@@ -34,7 +34,13 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 import bertlab
 from .options import COMMANDS, Asked
 from ..core.devices import check_device, describe_device, find_accelerator
-from ..core.files import RUN_FILE, check_run_directory, prepare_run_directory, atomic_write
+from bertlab.core.files import (
+    RUN_FILE,
+    check_run_directory,
+    lock_directory,
+    prepare_run_directory,
+    atomic_write,
+)
 from ..core.names import did_you_mean, import_object, look_up
 from ..core.reading import dump_yaml, one_line, load_json, load_yaml
 from ..data.module import PretrainingDataModule, training_texts
@@ -900,10 +906,11 @@ def pretrain(
         {"command": "pretrain", "record": provenance(asked.config["trainer"]["accelerator"])},
     )
     run.build()
-    run.prepare()
-    if rank_zero_only.rank == 0:
-        print(run.describe(), flush=True)
-    return run.read_metrics(run.fit())
+    with lock_directory(run.output):
+        run.prepare()
+        if rank_zero_only.rank == 0:
+            print(run.describe(), flush=True)
+        return run.read_metrics(run.fit())
 
 # %% ../../nbs/cli/02_pretrain.ipynb #a3202d38
 def find_model(directory: str | os.PathLike) -> Path:

@@ -25,7 +25,13 @@ from .finetune import FinetuningRun
 from .options import COMMANDS
 from ..core.reading import dump_yaml, one_line, load_yaml
 from .pretrain import Run, naming_options
-from ..core.files import RUN_FILE, check_run_directory, prepare_run_directory, atomic_write
+from bertlab.core.files import (
+    RUN_FILE,
+    check_run_directory,
+    lock_directory,
+    prepare_run_directory,
+    atomic_write,
+)
 from ..core.names import did_you_mean
 from ..finetuning.module import FinetuningModule, make_scores
 from ..finetuning.runs import find_monitor
@@ -571,7 +577,8 @@ def tune(
         trial.set_user_attr("directory", own)
         reason = None
         try:
-            value, pruned = run_trial(search, content, trial, place / own)
+            with lock_directory(place):
+                value, pruned = run_trial(search, content, trial, place / own)
         except (ValueError, torch.OutOfMemoryError) as error:
             reason = one_line(error)
             trial.set_user_attr("reason", reason)

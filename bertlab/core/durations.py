@@ -16,14 +16,14 @@ from typing import Any
 # %% ../../nbs/core/02_durations.ipynb #cd9ab66c
 @dataclass(frozen=True)
 class Duration:
-    "How long something lasts, exactly: no amount is a rounded float."
+    "An exact length of training; its value is never a rounded float."
 
-    amount: int | Fraction  # updates, tokens or seconds; a share in [0, 1] of the run
+    value: int | Fraction  # updates, tokens or seconds; a share of the run in [0, 1]
     unit: str  # steps, tokens, seconds or run
 
     def __str__(self) -> str:
-        amount = f"{self.amount:,}" if isinstance(self.amount, int) else f"{float(self.amount):g}"
-        return f"{amount} of the run" if self.unit == "run" else f"{amount} {self.unit}"
+        value = f"{self.value:,}" if isinstance(self.value, int) else f"{float(self.value):g}"
+        return f"{value} of the run" if self.unit == "run" else f"{value} {self.unit}"
 
 # %% ../../nbs/core/02_durations.ipynb #0720503c
 COUNT_SCALES = {"": 1, "k": 10**3, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
@@ -39,19 +39,19 @@ def _fraction(digits: str) -> Fraction:
     return Fraction(digits.replace("_", ""))
 
 
-def _read_text(text: str) -> tuple[Fraction, str] | None:
-    "The amount and unit of a text that is read to its end; None where no reading is left."
-    if found := _SHARE.fullmatch(text):
-        return _fraction(found[1]) / 100, "run"
-    if found := _COUNT.fullmatch(text):
-        digits, scale, unit = found.groups()
+def _parse_text(text: str) -> tuple[Fraction, str] | None:
+    "Return the value and unit of a complete text; None if it is not a duration."
+    if match := _SHARE.fullmatch(text):
+        return _fraction(match[1]) / 100, "run"
+    if match := _COUNT.fullmatch(text):
+        digits, scale, unit = match.groups()
         if unit or scale:  # a bare 10B counts tokens: nobody plans billions of updates
             unit = "steps" if unit.startswith("step") else "tokens"
-        else:  # a bare number is read as Python would read it
+        else:  # a bare number means what it means in Python
             unit = "steps" if re.fullmatch("[0-9_]+", digits) else "run"
         return _fraction(digits) * COUNT_SCALES[scale], unit
-    if (found := _CLOCK.fullmatch(text)) and any(found.groups()):
-        parts = zip(found.groups(default="0"), CLOCK_SECONDS.values())
+    if (match := _CLOCK.fullmatch(text)) and any(match.groups()):
+        parts = zip(match.groups(default="0"), CLOCK_SECONDS.values())
         return sum(_fraction(digits) * seconds for digits, seconds in parts), "seconds"
     return None
 
@@ -59,100 +59,98 @@ def _read_text(text: str) -> tuple[Fraction, str] | None:
 EXAMPLES = "1000, '2.5M tokens', '10B', '10%', 0.1, '2h30m', '1d' or '90s'"
 
 
-def _checked(amount: Fraction, unit: str, name: str, value: Any) -> Duration:
-    "The duration, if there can be one of this amount. Raises `ValueError` naming the argument."
-    if amount < 0:
-        raise ValueError(f"{name} must not be negative, got {value!r}: say for example {EXAMPLES}")
-    if unit == "run" and amount > 1:
+def _checked(value: Fraction, unit: str, name: str, text: Any) -> Duration:
+    "Return the duration. Raises `ValueError` for a value that its unit cannot have."
+    if value < 0:
+        raise ValueError(f"{name} must not be negative, got {text!r}; for example {EXAMPLES}")
+    if unit == "run" and value > 1:
         raise ValueError(
-            f"{name} is a share of the run and must lie in [0, 1], got {value!r}: write 0.1 or "
-            "'10%' for a tenth, and a whole number, without a point, for updates"
+            f"{name} is a share of the run and must be in [0, 1], got {text!r}: write 0.1 or "
+            "'10%' for a tenth, and an integer, without a point, for updates"
         )
-    if unit in ("steps", "tokens") and amount.denominator != 1:
-        raise ValueError(f"{name} must be a whole number of {unit}, got {value!r}")
-    return Duration(int(amount) if amount.denominator == 1 else amount, unit)
+    if unit in ("steps", "tokens") and value.denominator != 1:
+        raise ValueError(f"{name} must be a whole number of {unit}, got {text!r}")
+    return Duration(int(value) if value.denominator == 1 else value, unit)
 
 # %% ../../nbs/core/02_durations.ipynb #5b77e85e
 def _exact(value: Any) -> Fraction | None:
-    "A number as the fraction that was meant (0.1 is a tenth); None for what is no number."
+    "Return a number as the fraction that was meant (0.1 is a tenth); None for other types."
     if isinstance(value, bool) or not isinstance(value, Real) or not -math.inf < value < math.inf:
         return None
-    whole = isinstance(value, Integral)
-    return Fraction(int(value)) if whole else Fraction(float(value)).limit_denominator(10**9)
+    if isinstance(value, Integral):
+        return Fraction(int(value))
+    return Fraction(float(value)).limit_denominator(10**9)
 
 # %% ../../nbs/core/02_durations.ipynb #f959339a
 def parse_duration(
     value: int | float | str | Duration,  # 1000, 0.1, or a text such as "10%", "10B" or "2h30m"
-    name: str = "duration",  # what an error calls it
+    name: str = "duration",  # the argument, for messages
 ) -> Duration:  # an int is updates, a float is a share of the run
-    "Read a duration in any unit. Raises `ValueError` for what is none, or only starts as one."
+    "Parse a duration in any unit. Raises `ValueError` for anything else."
     if isinstance(value, Duration):
         return value
     if isinstance(value, str):
         text = value.strip()
-        read = _read_text(text.removeprefix("-"))
-        if read is not None:
-            return _checked(-read[0] if text.startswith("-") else read[0], read[1], name, value)
-    elif (amount := _exact(value)) is not None:
-        return _checked(amount, "steps" if isinstance(value, Integral) else "run", name, value)
-    raise ValueError(f"{name}={value!r} is no duration: say for example {EXAMPLES}")
+        if parsed := _parse_text(text.removeprefix("-")):
+            sign = -1 if text.startswith("-") else 1
+            return _checked(sign * parsed[0], parsed[1], name, value)
+    elif (number := _exact(value)) is not None:
+        return _checked(number, "steps" if isinstance(value, Integral) else "run", name, value)
+    raise ValueError(f"{name}={value!r} is not a duration; for example {EXAMPLES}")
 
 # %% ../../nbs/core/02_durations.ipynb #b0896cc4
+_DESCRIPTIONS = {
+    "steps": "steps, such as 1000",
+    "tokens": "tokens, such as '10M tokens'",
+    "seconds": "a time, such as '2h30m'",
+    "run": "a share of the run, such as '10%'",
+}
+
+
 def parse_amount(
-    value: int | float | str | Duration,  # a number is in `unit` already; a text brings its own
+    value: int | float | str | Duration,  # a number is in `unit`; a text may name its unit
     unit: str,  # steps, tokens, seconds or run
-    name: str,  # what an error calls it
+    name: str,  # the argument, for messages
 ) -> int | Fraction:  # in `unit`
-    "Read an argument whose name says its unit. Raises `ValueError` for any other unit."
-    if (amount := _exact(value)) is not None:
-        return _checked(amount, unit, name, value).amount
+    "Parse an argument whose name says its unit. Raises `ValueError` for any other unit."
+    if (number := _exact(value)) is not None:
+        return _checked(number, unit, name, value).value
     duration = parse_duration(value, name)
     if duration.unit != unit:
-        wanted = {
-            "steps": "steps, such as 1000",
-            "tokens": "tokens, such as '10M tokens'",
-            "seconds": "a time on the clock, such as '2h30m'",
-            "run": "a share of the run, such as '10%'",
-        }[unit]
-        got = {
-            "steps": "a number of steps, as is one without unit",
-            "tokens": "a number of tokens",
-            "seconds": "a time",
-            "run": "a share of the run",
-        }[duration.unit]
-        raise ValueError(f"{name} must be {wanted}; {value!r} is {got}")
-    return duration.amount
+        expected = _DESCRIPTIONS[unit]
+        raise ValueError(f"{name}={value!r} is in {duration.unit}; it must be {expected}")
+    return duration.value
 
 # %% ../../nbs/core/02_durations.ipynb #0c55c323
 def exact_steps(
     duration: int | float | str | Duration,  # in any unit but time
-    total_steps: int | None = None,  # updates in the whole run, where a share is asked for
-    tokens_per_step: int | None = None,  # of all processes, where tokens are asked for
-    name: str = "duration",  # what an error calls it
+    total_steps: int | None = None,  # updates in the whole run; needed for a share
+    tokens_per_step: int | None = None,  # of all processes; needed for tokens
+    name: str = "duration",  # the argument, for messages
 ) -> Fraction:  # updates, perhaps not whole
-    "Turn a duration into updates. Raises `ValueError` where what it takes to do so is missing."
-    asked = parse_duration(duration, name)
-    if asked.unit == "seconds":
+    "Convert a duration into updates. Raises `ValueError` if the number it needs is missing."
+    length = parse_duration(duration, name)
+    if length.unit == "seconds":
         raise ValueError(
-            f"{name} is a time ({asked}), and how many updates fit into it is known only "
-            "afterwards: use TimeBudgetLR, which follows the clock"
+            f"{name}={length}: the number of updates in a time is known only afterwards; use "
+            "TimeBudgetLR, which follows the clock"
         )
-    if asked.unit == "run" and total_steps is None:
-        raise ValueError(f"{name} is a share ({asked}): give total_steps, the length of the run")
-    if asked.unit == "tokens" and not tokens_per_step:
+    if length.unit == "run" and total_steps is None:
+        raise ValueError(f"{name}={length}: give total_steps, the length of the run")
+    if length.unit == "tokens" and not tokens_per_step:
         raise ValueError(
-            f"{name} is in tokens ({asked}): give tokens_per_step, the tokens of one update "
+            f"{name}={length}: give tokens_per_step, the tokens of one update "
             "(rows x length x accumulation x processes)"
         )
-    if asked.unit == "tokens":
-        return Fraction(asked.amount, parse_amount(tokens_per_step, "tokens", "tokens_per_step"))
-    return Fraction(asked.amount) * (total_steps if asked.unit == "run" else 1)
+    if length.unit == "tokens":
+        return Fraction(length.value, parse_amount(tokens_per_step, "tokens", "tokens_per_step"))
+    return Fraction(length.value) * (total_steps if length.unit == "run" else 1)
 
 # %% ../../nbs/core/02_durations.ipynb #97fa6200
 def to_steps(
     duration: int | float | str | Duration,  # in any unit but time
-    total_steps: int | None = None,  # updates in the whole run, where a share is asked for
-    tokens_per_step: int | None = None,  # of all processes, where tokens are asked for
-) -> int:  # whole updates; what is left over is dropped
-    "The whole updates in a duration. Raises `ValueError` where something is missing."
+    total_steps: int | None = None,  # updates in the whole run; needed for a share
+    tokens_per_step: int | None = None,  # of all processes; needed for tokens
+) -> int:  # whole updates, rounded down
+    "Return the whole updates in a duration."
     return math.floor(exact_steps(duration, total_steps, tokens_per_step))

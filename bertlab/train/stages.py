@@ -32,7 +32,7 @@ from ..data.module import PretrainingDataModule, training_texts
 from ..data.sources import expand_sources, is_local, looks_like_hub_name
 from .distill import DistillationModule, check_penalty, check_whole_scores
 from ..core.durations import parse_amount
-from ..core.files import RUN_FILE, check_run_directory, prepare_run_directory
+from ..core.files import RUN_FILE, check_run_directory, lock_directory, prepare_run_directory
 from ..core.files import atomic_directory, atomic_write
 from ..core.reading import dump_yaml, load_json, load_yaml
 from .stopping import NonFiniteGuard
@@ -478,7 +478,8 @@ def run_stages(
     for number, stage in enumerate(stages, 1):
         place = output / f"stage-{number}" / "model"
         if not place.exists():
-            _run_stage(stage, number, output, previous, tokenizer, watchers or usual)
+            with lock_directory(output):
+                _run_stage(stage, number, output, previous, tokenizer, watchers or usual)
         summaries.append(load_json(place / "stage.json", finite=False))
         previous = place
     return summaries

@@ -1,28 +1,33 @@
-"""Files are whole or untouched, and no run lands on another."""
+"Files are replaced atomically, and no run overwrites another."
 
+import json
 import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from bertlab.cli.main import join_family, main
 from bertlab.cli.options import COMMANDS
-from bertlab.core import files
 from bertlab.core.files import (
     RUN_FILE,
-    check_output_file,
-    check_run_directory,
-    directories_kept,
-    prepare_run_directory,
     atomic_directory,
     atomic_write,
+    check_output_file,
+    check_run_directory,
+    lock_directory,
+    prepare_run_directory,
+    recover_directory,
+    write_json,
 )
 
-needs_locks = pytest.mark.skipif(files._fcntl is None, reason="needs fcntl, which Windows lacks")
+
+def names(directory):
+    return sorted(path.name for path in directory.iterdir())
+
+
+# ---- files ----------------------------------------------------------------------------------------
 
 
 def test_an_error_while_writing_leaves_the_old_file(tmp_path):
@@ -31,97 +36,7 @@ def test_an_error_while_writing_leaves_the_old_file(tmp_path):
     with pytest.raises(RuntimeError), atomic_write(path) as temporary:
         temporary.write_text("half")
         raise RuntimeError
-    assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
-
-
-def test_a_file_that_is_written_again_keeps_its_permissions(tmp_path):
-    (path := tmp_path / "secret").write_text("old")
-    path.chmod(0o600)
-    with atomic_write(path) as temporary:
-        temporary.write_text("new")
-    assert path.read_text() == "new" and path.stat().st_mode & 0o777 == 0o600
-
-
-def test_a_drive_without_permissions_takes_a_file_again(tmp_path, monkeypatch):
-    (path := tmp_path / "a.txt").write_text("old")
-    monkeypatch.setattr(
-        "shutil.copymode", lambda *_: (_ for _ in ()).throw(PermissionError("no such thing here"))
-    )
-    with atomic_write(path) as temporary:
-        temporary.write_text("new")
-    assert path.read_text() == "new"
-
-
-def test_a_place_that_may_not_be_looked_into_is_refused_in_a_line(tmp_path, monkeypatch):
-    def closed(self):
-        raise PermissionError(f"13: {self}")
-
-    monkeypatch.setattr(Path, "exists", closed)
-    monkeypatch.setattr(Path, "is_dir", closed)
-    monkeypatch.setattr(
-        os.path, "exists", lambda path: not str(path).startswith(f"{tmp_path}{os.sep}")
-    )
-    monkeypatch.setattr(os, "access", lambda *_: False)
-    for check in (check_run_directory, check_output_file):
-        with pytest.raises(ValueError, match="cannot be written to; choose another directory"):
-            check(tmp_path / "closed" / "run")
-
-
-def test_what_a_kill_left_behind_a_link_is_put_back(tmp_path):
-    (tmp_path / "link").symlink_to(tmp_path / "model")
-    (tmp_path / ".model.replaced").mkdir()
-    (tmp_path / ".model.replaced" / "mine.txt").write_text("mine")
-    with atomic_directory(tmp_path / "link", keep=True) as temporary:
-        (temporary / "new.txt").write_text("new")
-    assert sorted(path.name for path in (tmp_path / "model").iterdir()) == ["mine.txt", "new.txt"]
-    assert (tmp_path / "link").is_symlink()
-
-
-@needs_locks
-def test_windows_writes_directories_too(tmp_path, monkeypatch):
-    "It opens no directory, and flushes what is open for writing alone."
-    flags = lambda file: files._fcntl.fcntl(file, files._fcntl.F_GETFL) & os.O_ACCMODE  # noqa: E731
-    opened, flushed, seen = os.open, os.fsync, []
-
-    def open_(path, *rest, **more):
-        if (
-            os.path.isdir(path) and sys._getframe(1).f_code.co_filename == files.__file__
-        ):  # no rmtree, which may on Linux
-            raise PermissionError(13, "Permission denied")
-        return opened(path, *rest, **more)
-
-    def fsync(file):
-        if flags(file) == os.O_RDONLY:
-            raise OSError(9, "Bad file descriptor")
-        seen.append(file)
-        flushed(file)
-
-    monkeypatch.setattr(os, "open", open_)
-    monkeypatch.setattr(os, "fsync", fsync)
-    monkeypatch.setattr(files, "sys", SimpleNamespace(platform="win32"), raising=False)
-    monkeypatch.setattr(files, "_exchange", lambda *_: False)
-    monkeypatch.setattr(
-        os, "access", lambda path, mode: Path(path).stat().st_mode & 0o200
-    )  # root may write anywhere
-    for content in ("old", "new"):
-        with atomic_directory(tmp_path / "model") as place:
-            (place / "weights").write_text(content)
-            (place / "read only").write_text(content)
-            (place / "read only").chmod(0o400)
-            (place / "adapter").mkdir()
-        assert (tmp_path / "model/weights").read_text() == content
-    assert len(seen) == 2 and [path.name for path in tmp_path.iterdir()] == ["model"]
-
-
-@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="counts the open files of Linux")
-def test_a_disk_that_fails_leaves_no_file_open(tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        os, "fsync", lambda file: (_ for _ in ()).throw(OSError(5, "Input/output error"))
-    )
-    before = len(os.listdir("/proc/self/fd"))
-    with pytest.raises(OSError), atomic_directory(tmp_path / "model") as place:
-        (place / "weights").write_text("new")
-    assert len(os.listdir("/proc/self/fd")) == before and not list(tmp_path.iterdir())
+    assert path.read_text() == "old" and names(tmp_path) == ["a.txt"]
 
 
 def test_a_kill_while_writing_leaves_the_old_file(tmp_path):
@@ -136,75 +51,215 @@ def test_a_kill_while_writing_leaves_the_old_file(tmp_path):
     assert status == -signal.SIGKILL and path.read_text() == "old"
 
 
-def test_written_files_have_the_usual_permissions(tmp_path):
-    with atomic_write(tmp_path / "a") as temporary:
-        temporary.write_text("x")
-    (tmp_path / "b").write_text("x")
-    assert (tmp_path / "a").stat().st_mode == (tmp_path / "b").stat().st_mode
+def test_permissions_are_the_old_files_or_the_usual_ones(tmp_path):
+    (old := tmp_path / "secret").write_text("old")
+    old.chmod(0o600)
+    (usual := tmp_path / "usual").write_text("x")
+    for path in (old, tmp_path / "new"):
+        with atomic_write(path) as temporary:
+            temporary.write_text("new")
+    assert old.read_text() == "new" and old.stat().st_mode & 0o777 == 0o600
+    assert (tmp_path / "new").stat().st_mode == usual.stat().st_mode
 
 
-def test_a_run_is_refused_where_one_is_unless_resumed_or_overwritten(tmp_path):
-    (tmp_path / RUN_FILE).write_text("steps: 1\n")
-    with pytest.raises(ValueError, match="--resume.*--overwrite"):
-        check_run_directory(tmp_path)
-    check_run_directory(tmp_path, resume=True)
-    check_run_directory(tmp_path, overwrite=True)
+def test_numbers_that_are_not_finite_are_null_in_json(tmp_path):
+    write_json(tmp_path / "m.json", {"a": [1.5, float("nan")], "b": {"c": float("inf")}})
+    assert json.loads((tmp_path / "m.json").read_text()) == {"a": [1.5, None], "b": {"c": None}}
 
 
-def test_overwriting_keeps_every_earlier_file(tmp_path):
+# ---- directories ----------------------------------------------------------------------------------
+
+
+def write_model(directory, content, **options):
+    with atomic_directory(directory, **options) as temporary:
+        (temporary / "weights").write_text(content)
+
+
+def test_a_directory_appears_complete_or_not_at_all(tmp_path):
+    with pytest.raises(RuntimeError), atomic_directory(tmp_path / "a") as temporary:
+        (temporary / "one").write_text("1")
+        raise RuntimeError
+    assert names(tmp_path) == []
+    write_model(tmp_path / "a", "1")
+    assert names(tmp_path / "a") == ["weights"] and names(tmp_path) == ["a"]
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_user_files_stay_only_with_keep(tmp_path, keep):
+    directory = tmp_path / "model"
+    write_model(directory, "old")
+    directory.chmod(0o750)
+    (directory / "figures" / "more").mkdir(parents=True)
+    (directory / "figures" / "more" / "a.txt").write_text("mine")
+    (directory / "stale").write_text("old")
+    (directory / "link").symlink_to("weights")
+    write_model(directory, "new", keep=keep, without=["stale"])
+    kept = ["figures", "link"] if keep else []
+    assert names(directory) == [*kept, "weights"] and (directory / "weights").read_text() == "new"
+    assert not keep or (directory / "figures/more/a.txt").read_text() == "mine"
+    assert directory.stat().st_mode & 0o777 == 0o750 and names(tmp_path) == ["model"]
+
+
+def test_a_link_to_a_directory_stays_a_link(tmp_path):
+    write_model(tmp_path / "model", "old")
+    (tmp_path / "link").symlink_to(tmp_path / "model")
+    write_model(tmp_path / "link", "new")
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "model/weights").read_text() == "new"
+
+
+def test_a_process_inside_the_directory_stays_inside(tmp_path, monkeypatch):
+    write_model(tmp_path / "model", "old")
+    monkeypatch.chdir(tmp_path / "model")
+    write_model(".", "new")
+    assert open("weights").read() == "new"
+
+
+def test_a_kill_at_any_step_loses_neither_model_nor_user_files(tmp_path):
+    "A child is killed at its n-th rename, link or removal, until it has none left."
+    n_kills = 0
+    while True:
+        n_kills += 1
+        directory = tmp_path / f"{n_kills}" / "model"
+        write_model(directory, "old")
+        (directory / "NOTES.md").write_text("mine")
+        child = os.fork()
+        if child == 0:
+            n_events = 0
+
+            def watch(event, arguments):
+                nonlocal n_events
+                if event in ("os.rename", "os.link", "os.remove", "os.rmdir"):
+                    n_events += 1
+                    if n_events == n_kills:
+                        os.kill(os.getpid(), signal.SIGKILL)
+
+            sys.addaudithook(watch)
+            write_model(directory, "new", keep=True)
+            os._exit(0)
+        status = os.waitpid(child, 0)[1]
+        recover_directory(directory)
+        assert (directory / "NOTES.md").read_text() == "mine"
+        assert (directory / "weights").read_text() in ("old", "new")
+        write_model(directory, "new", keep=True)
+        assert names(directory) == ["NOTES.md", "weights"] and names(directory.parent) == ["model"]
+        if os.WIFEXITED(status):
+            break
+    assert n_kills > 4
+
+
+@pytest.mark.parametrize("taken", ["directory", "file", "link"])
+def test_what_appears_in_the_place_of_a_new_directory_stays(tmp_path, taken):
+    path = tmp_path / "model"
+    with (
+        pytest.raises(ValueError, match="in the meantime") as refused,
+        atomic_directory(path, new=True) as temporary,
+    ):
+        (temporary / "weights").write_text("new")
+        if taken == "directory":
+            path.mkdir()
+            (path / "thesis.txt").write_text("x")
+        elif taken == "file":
+            path.write_text("x")
+        else:
+            path.symlink_to("nowhere")
+    (sibling,) = tmp_path.glob("model-*")
+    assert str(sibling) in str(refused.value) and (sibling / "weights").read_text() == "new"
+    assert names(tmp_path) == ["model", sibling.name]
+    assert path.is_symlink() == (taken == "link") and path.is_file() == (taken == "file")
+
+
+def test_two_writers_of_one_new_directory_lose_nothing(tmp_path):
+    with pytest.raises(ValueError, match="in the meantime"):
+        with atomic_directory(tmp_path / "a", new=True) as first:
+            (first / "one").write_text("1")
+            write_model(tmp_path / "a", "2", new=True)
+    assert names(tmp_path / "a") == ["weights"] and len(list(tmp_path.glob("a-*/one"))) == 1
+
+
+# ---- run directories ------------------------------------------------------------------------------
+
+
+def test_overwriting_keeps_every_earlier_run(tmp_path):
     for n in range(3):
         (tmp_path / RUN_FILE).write_text(f"steps: {n}\n")
         (tmp_path / "notes").mkdir()
         (tmp_path / "notes" / "mine.txt").write_text(str(n))
         prepare_run_directory(tmp_path, overwrite=True)
-    kept = [(tmp_path / f"previous-{n + 1}" / "notes" / "mine.txt").read_text() for n in range(3)]
-    assert kept == ["0", "1", "2"] and not (tmp_path / RUN_FILE).exists()
+    notes = [(tmp_path / f"previous-{n + 1}" / "notes" / "mine.txt").read_text() for n in range(3)]
+    assert notes == ["0", "1", "2"] and not (tmp_path / RUN_FILE).exists()
 
 
-@pytest.mark.parametrize("flags", [{}, {"resume": True}, {"overwrite": True}])
-def test_somebody_elses_files_are_never_touched(tmp_path, flags):
-    (tmp_path / "thesis.tex").write_text("years of work")
-    with pytest.raises(ValueError):
-        prepare_run_directory(tmp_path, **flags)
-    assert [p.name for p in tmp_path.iterdir()] == ["thesis.tex"]
+@pytest.mark.parametrize(
+    "present, flags, word",
+    [
+        ("run.yaml", {}, "--resume.*--overwrite"),
+        ("run.yaml", {"can_resume": False}, "pass --overwrite"),
+        ("run.yaml", {"option": "--run.output"}, "another --run.output"),
+        ("run.yaml", {"resume": True, "overwrite": True}, "exclude"),
+        ("thesis.tex", {}, "thesis.tex"),
+        ("thesis.tex", {"overwrite": True}, "thesis.tex"),
+        ("thesis.tex", {"resume": True}, "nothing to resume"),
+        (None, {"resume": True}, "nothing to resume"),
+    ],
+)
+def test_runs_that_would_lose_files_are_refused(tmp_path, present, flags, word):
+    if present:
+        (tmp_path / present).write_text("")
+    with pytest.raises(ValueError, match=word):
+        check_run_directory(tmp_path, **flags)
+    assert names(tmp_path) == [present] * bool(present)
 
 
-def test_resume_is_not_offered_where_nothing_can_be_resumed(tmp_path):
-    (tmp_path / RUN_FILE).write_text("")
-    with pytest.raises(ValueError, match="--overwrite") as refused:
-        check_run_directory(tmp_path, can_resume=False, option="--run.output")
-    assert "--resume" not in str(refused.value) and "another --run.output" in str(refused.value)
+def test_a_run_can_be_resumed_or_overwritten(tmp_path):
+    (tmp_path / RUN_FILE).write_text("steps: 1\n")
+    check_run_directory(tmp_path, resume=True)
+    check_run_directory(tmp_path, overwrite=True)
+    check_run_directory(tmp_path / "new")
+
+
+def test_outputs_must_be_free_and_in_a_directory(tmp_path):
+    (tmp_path / "taken").write_text("")
+    (tmp_path / "link").symlink_to("nowhere")
+    for name in ("taken", "link", "taken/new"):
+        with pytest.raises(ValueError, match="taken|link"):
+            check_output_file(tmp_path / name)
+    with pytest.raises(ValueError, match="taken is a file"):
+        check_run_directory(tmp_path / "taken")
+    check_output_file(tmp_path / "folder/new")
+    assert not (tmp_path / "folder").exists()
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_directory_without_permission_is_refused(tmp_path):
+    tmp_path.chmod(0o500)
+    with pytest.raises(ValueError, match="permissions"):
+        prepare_run_directory(tmp_path)
 
 
 @pytest.mark.parametrize("words", [
     ["tokenizer", "train", "--output", "DIR"], ["tokenizer", "extend", "model", "DIR"], ["tokenizer", "trim", "model", "DIR"],
     ["tokenizer", "transplant", "model", "tokenizer", "DIR"], ["tune", "plan.yaml", "--output", "DIR"], ["demo", "--output", "DIR"],
 ])  # fmt: skip
-def test_a_command_that_finds_a_run_in_its_place_offers_only_flags_that_it_has(
-    words, tmp_path, monkeypatch, capsys
-):
+def test_commands_offer_only_the_flags_they_have(words, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / RUN_FILE).write_text("")
     (tmp_path / "plan.yaml").write_text("")
     assert main([word.replace("DIR", "run") for word in words]) == 2
-    said, command = capsys.readouterr().err, COMMANDS[join_family(words)[0]]
-    assert "run already holds a run" in said and "another --output" in said
-    assert ("--overwrite" in said, "--resume" in said) == (
-        bool(command.overwrite),
-        bool(command.resume),
-    )
+    message, command = capsys.readouterr().err, COMMANDS[join_family(words)[0]]
+    assert "run already holds a run" in message and "another --output" in message
+    assert ("--overwrite" in message) == bool(command.overwrite)
+    assert ("--resume" in message) == bool(command.resume)
 
 
-PROGRAM = """import os, sys, time
-from bertlab.core.files import check_run_directory, directories_kept, prepare_run_directory
+# ---- locks ----------------------------------------------------------------------------------------
+
+PROGRAM = """import sys, time
+from bertlab.core.files import check_run_directory, lock_directory
 try:
-    with directories_kept():
-        prepare_run_directory(sys.argv[1], resume="resume" in sys.argv)
-        open(os.path.join(sys.argv[1], "run.yaml"), "a").close()
-        if "fork" in sys.argv and os.fork() == 0:
-            sys.stdout.close(), time.sleep(20), os._exit(0)
-        print("at work", flush=True)
+    check_run_directory(sys.argv[1])
+    with lock_directory(sys.argv[1]):
+        print("locked", flush=True)
         if "wait" in sys.argv:
             time.sleep(60)
 except ValueError as error:
@@ -212,168 +267,37 @@ except ValueError as error:
 """
 
 
-def begin(*words, **env) -> subprocess.Popen:
+def start(*words, **env) -> subprocess.Popen:
     return subprocess.Popen([sys.executable, "-c", PROGRAM, *map(str, words)], stdout=subprocess.PIPE, text=True,
                             env={**os.environ, **env})  # fmt: skip
 
 
-def said(*words, **env) -> str:
-    return begin(*words, **env).communicate(timeout=60)[0].strip()
+def output(*words, **env) -> str:
+    return start(*words, **env).communicate(timeout=60)[0].strip()
 
 
-@needs_locks
-def test_a_directory_that_a_command_works_in_is_refused_until_that_command_ends(tmp_path):
-    place = tmp_path / "run"
-    first = begin(place, "wait")
+def test_a_locked_directory_is_refused_until_its_process_ends(tmp_path):
+    run = tmp_path / "run"
+    first = start(run, "wait")
     try:
-        assert first.stdout.readline() == "at work\n"
-        for directory in (place, os.path.relpath(place)):
-            assert "another command is at work in" in said(directory, "resume")
+        assert first.stdout.readline() == "locked\n"
+        for directory in (run, os.path.relpath(run)):
+            assert "another command is at work in" in output(directory)
             with pytest.raises(ValueError, match="another command is at work in"):
-                check_run_directory(directory, resume=True)
-        assert said(place / "inside") == "at work"  # another place is another's
-        for name in (
-            "LOCAL_RANK",
-            "RANK",
-            "NODE_RANK",
-            "SLURM_PROCID",
-        ):  # another process of the same command
-            assert said(place, "resume", **{name: "1"}) == "at work"
+                check_run_directory(directory)
+        assert output(tmp_path / "other") == "locked"
+        for name in ("LOCAL_RANK", "RANK", "NODE_RANK", "SLURM_PROCID"):
+            assert output(run, **{name: "1"}) == "locked"  # another process of the same run
     finally:
         first.kill()
         first.wait()
-    assert said(place, "resume") == "at work"
+    assert output(run) == "locked"
 
 
-@needs_locks
-def test_a_worker_that_outlives_its_command_keeps_nobody_out(tmp_path):
-    place = tmp_path / "run"
-    first = begin(place, "wait", "fork")
-    assert first.stdout.readline() == "at work\n"
-    first.kill()
-    first.wait()
-    assert said(place, "resume") == "at work"
-
-
-@needs_locks
-def test_places_inside_a_kept_directory_take_no_lock_of_their_own(tmp_path):
-    before = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else None
-    with directories_kept():
-        for place in (tmp_path / "run", tmp_path / "run" / "seed-0", tmp_path / "run" / "seed-1"):
-            prepare_run_directory(place)
-        (tmp_path / "run" / RUN_FILE).touch()
-        assert len(files._kept) == 1
-        with directories_kept():  # a command within a command
-            prepare_run_directory(tmp_path / "run", resume=True)
-        assert len(files._kept) == 1
-    assert not files._kept and (before is None or len(os.listdir("/proc/self/fd")) == before)
-    prepare_run_directory(tmp_path / "other")  # in Python nobody is kept out
-    assert not files._kept
-
-
-def test_a_drive_without_locks_keeps_nobody_out(tmp_path, monkeypatch):
-    def refuse(*_):
-        raise OSError(95, "Operation not supported")
-
-    monkeypatch.setattr(files, "_fcntl", SimpleNamespace(flock=refuse, LOCK_EX=2, LOCK_NB=4))
-    with directories_kept():
-        prepare_run_directory(tmp_path / "run")
-    monkeypatch.setattr(files, "_fcntl", None)
-    with directories_kept():
-        prepare_run_directory(tmp_path / "another")
-
-
-@needs_locks
-def test_one_process_of_several_keeps_the_directory_of_all(tmp_path, monkeypatch):
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    with directories_kept():
-        prepare_run_directory(tmp_path / "run")
-        assert not files._kept
-
-
-def test_every_command_keeps_its_directory(tmp_path, monkeypatch):
-    seen = []
-    monkeypatch.setattr("bertlab.cli.main._run", lambda words: seen.append(files._keeping))
-    main(["pretrain"])
-    assert seen == [True] and not files._keeping
-
-
-def test_a_file_in_the_directorys_place_is_refused(tmp_path):
-    (tmp_path / "out").write_text("")
-    with pytest.raises(ValueError, match="is a file"):
-        check_run_directory(tmp_path / "out")
-
-
-def test_a_new_file_needs_a_free_name_in_a_directory(tmp_path):
-    (tmp_path / "taken").write_text("")
-    (tmp_path / "link").symlink_to("nowhere")
-    for name, word in (
-        ("taken", "there already"),
-        ("link", "there already"),
-        ("taken/new", "taken is a file"),
-    ):
-        with pytest.raises(ValueError, match=word):
-            check_output_file(tmp_path / name)
-    check_output_file(tmp_path / "folder/new")
-    assert not (tmp_path / "folder").exists()
-
-
-def test_resume_and_overwrite_exclude_each_other(tmp_path):
-    with pytest.raises(ValueError, match="exclude"):
-        check_run_directory(tmp_path, resume=True, overwrite=True)
-
-
-@pytest.mark.skipif(os.name != "posix" or os.geteuid() == 0, reason="root may write anywhere")
-def test_a_directory_without_permission_is_refused(tmp_path):
-    tmp_path.chmod(0o500)
-    with pytest.raises(ValueError, match="permissions"):
-        prepare_run_directory(tmp_path)
-
-
-def test_what_appears_in_a_new_place_in_the_meantime_stays(tmp_path):
-    "A directory, a file or a link to nowhere: what was written lies beside it, whole, and the message says where."
-    for put in (lambda: (place.mkdir(), (place / "thesis.txt").write_text("x")), lambda: place.write_text("x"),
-                lambda: place.symlink_to("nowhere")):  # fmt: skip
-        home = tmp_path / str(len(list(tmp_path.iterdir())))
-        place = home / "model"
-        with (
-            pytest.raises(ValueError, match="in the meantime") as told,
-            atomic_directory(place, new=True) as inside,
-        ):
-            (inside / "weights").write_text("new")
-            put()
-        (beside,) = home.glob("model-*")
-        assert str(beside) in str(told.value) and (beside / "weights").read_text() == "new"
-        assert {path.name for path in home.iterdir()} == {"model", beside.name}
-        assert (
-            place.is_symlink()
-            or [*(place.iterdir() if place.is_dir() else [place])][0].read_text() == "x"
-        )
-
-
-def test_two_who_write_to_one_new_place_leave_each_other_alone(tmp_path):
-    with (
-        pytest.raises(ValueError, match="in the meantime"),
-        atomic_directory(tmp_path / "a", new=True) as one,
-    ):
-        (one / "one").write_text("1")
-        with atomic_directory(tmp_path / "a", new=True) as other:
-            (other / "two").write_text("2")
-    assert [path.name for path in (tmp_path / "a").iterdir()] == ["two"]
-    assert len(list(tmp_path.iterdir())) == 2 and len(list(tmp_path.glob("a-*/one"))) == 1
-
-
-def test_links_of_a_logger_and_of_earlier_runs_do_not_stop_a_resume(tmp_path):
-    (tmp_path / "outside").write_text("x")
-    run = tmp_path / "run"
-    for place in ("logs/wandb/run-1/logs", "previous-1/logs", "checkpoints"):
-        (run / place).mkdir(parents=True)
-    (run / RUN_FILE).write_text("")
-    for place in ("logs/wandb/run-1/logs/debug-core.log", "previous-1/logs/x"):
-        (run / place).symlink_to(tmp_path / "outside")
-    check_run_directory(run, resume=True)
-    for place in ("logs/metrics.csv", "checkpoints/wandb", "logs/wandb2"):
-        (run / place).symlink_to(tmp_path / "outside")
-        with pytest.raises(ValueError, match="leads out of"):
-            check_run_directory(run, resume=True)
-        (run / place).unlink()
+def test_a_process_may_lock_its_own_directory_again(tmp_path):
+    with lock_directory(tmp_path):
+        check_run_directory(tmp_path)
+        with lock_directory(tmp_path):
+            pass
+        assert "another command" in output(tmp_path)
+    assert output(tmp_path) == "locked"

@@ -2,10 +2,14 @@
 
 import subprocess
 import sys
+from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 
-from bertlab.core.names import did_you_mean, import_object, resolve, look_up
+from bertlab.core import names
+from bertlab.core.names import check_choice, check_minimum, check_options, check_range
+from bertlab.core.names import did_you_mean, import_object, look_up, parameter_comments, resolve
 
 TABLE = {"adamw": 1, "Lion": 2}
 
@@ -48,23 +52,23 @@ def test_an_own_class_is_found_in_a_package_and_in_an_installed_module(folder):
 
 
 @pytest.mark.parametrize(
-    "name, said",
+    "name, word",
     [
         ("Collator", "dotted name"),
         ("own_parts.", "dotted name"),
-        ("own_parts.py.Collator", "no module"),
+        ("own_parts.py.Collator", "ModuleNotFoundError"),
         ("own-parts.Collator", "dotted name"),
         ("own_part.Collator", "did you mean 'own_parts'"),
         ("own_parts.Colator", "did you mean 'Collator'"),
-        ("own_parts.SIZE", "int"),
+        ("own_parts.SIZE", "SIZE"),
         ("broken_part.Collator", "ZeroDivisionError"),
         ("needy_part.Collator", "a_library_that_nobody_has"),
     ],
 )
-def test_an_own_class_that_is_not_there_is_answered_in_one_sentence(folder, name, said):
+def test_a_wrong_name_of_an_own_class_is_explained(folder, name, word):
     with pytest.raises(ValueError) as error:
         import_object(name, "collator")
-    assert said in str(error.value) and name in str(error.value) and "collator" in str(error.value)
+    assert word in str(error.value) and name in str(error.value) and "collator" in str(error.value)
 
 
 def test_a_file_named_like_a_loaded_module_is_not_mistaken_for_it(folder):
@@ -97,3 +101,72 @@ def test_a_part_is_given_by_our_name_by_an_own_name_or_as_it_is(folder):
     for wrong in (3, None, "adamv"):
         with pytest.raises(ValueError, match="optimizer_class.*adamw"):
             resolve(wrong, TABLE, "optimizer_class")
+
+
+@pytest.mark.parametrize("name", ["os.system", "builtins.eval", "subprocess.run"])
+def test_the_standard_library_is_not_imported(folder, name):
+    with pytest.raises(ValueError, match=name):
+        import_object(name, "callback")
+
+
+def test_a_class_may_have_to_be_a_subclass(folder):
+    assert import_object("own_parts.Collator", "collator", (object,))
+    with pytest.raises(ValueError, match="own_parts.Collator.*dict"):
+        import_object("own_parts.Collator", "collator", (dict,))
+
+
+# ---- checks of options ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "check, words",
+    [
+        (lambda: check_choice("overflow", "trunkate", ["split", "truncate"]), "overflow.*truncate"),
+        (lambda: check_range("dropout", 1.5, 0, 1), r"dropout=1.5.*\[0, 1\]"),
+        (lambda: check_range("dropout", float("nan"), 0, 1), "dropout=nan"),
+        (lambda: check_range("rate", 0, 0, 1, exclude_low=True), r"rate=0.*\(0, 1\]"),
+        (lambda: check_range("share", 1, 0, 1, exclude_high=True), r"share=1.*\[0, 1\)"),
+        (lambda: check_minimum(SimpleNamespace(seed=-1), seed=0), "seed=-1"),
+        (lambda: check_options(look_up, {"tabel": 1}, "kwargs"), "kwargs.*'tabel'.*'table'"),
+    ],
+)
+def test_a_wrong_option_is_named_with_its_value(check, words):
+    with pytest.raises(ValueError, match=words):
+        check()
+
+
+def test_good_options_pass():
+    check_choice("overflow", "split", ["split", "truncate"])
+    check_range("dropout", 0, 0, 1)
+    check_range("limit", None, 0)
+    check_minimum(SimpleNamespace(seed=0, steps=None), seed=0, steps=1)
+    check_options(look_up, {"table": {}}, "kwargs")
+
+
+@dataclass
+class Base:
+    seed: int = 0  # of the weights
+
+
+@dataclass
+class Config(Base):
+    "A configuration."
+
+    # above
+    rate: float = 1e-3  # the peak
+    names: tuple = (
+        "a",
+        "b",
+    )  # in their order
+    plain: int = 1
+    hidden = 3  # not a field
+
+
+def test_comments_at_parameters_are_read():
+    assert parameter_comments(Config) == {
+        "seed": "of the weights",
+        "rate": "above the peak",
+        "names": "in their order",
+        "plain": "",
+    }
+    assert parameter_comments(names.look_up)["argument"] == 'for messages: "optimizer_class"'

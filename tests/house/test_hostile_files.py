@@ -26,7 +26,6 @@ from bertlab.cli.demo import load_recipe
 from bertlab.cli.finetune import _read_runs
 from bertlab.cli.main import main
 from bertlab.cli.pretrain import find_model, trainer_options
-from bertlab.core.files import check_run_directory, recover_directory, atomic_directory
 from bertlab.core.names import import_object
 from bertlab.core.reading import (
     check_beside,
@@ -506,34 +505,6 @@ def test_a_marker_that_is_none_makes_no_model(place, marker):
     answer_of(lambda: find_model(place / "run"))
 
 
-@pytest.mark.parametrize(
-    "link", ["tokenizer/tokenizer.json", "metrics.json", "checkpoints", "logs/metrics.csv"]
-)
-def test_a_run_does_not_write_through_a_link_that_leads_out_of_it(place, capfd, link):
-    outside = place.parent / "precious"
-    path = place / "run" / link
-    if path.is_dir():
-        shutil.copytree(path, outside)
-        shutil.rmtree(path)
-    else:
-        outside.write_text("mine")
-        path.unlink(missing_ok=True)
-    path.parent.mkdir(exist_ok=True)
-    path.symlink_to(outside)
-    before = contents(place.parent)
-    assert "leads out" in answer_of_program(
-        capfd, "pretrain", "--resume", place / "run", "--trainer.max_steps", "6"
-    )
-    assert contents(place.parent) == before
-
-
-def test_links_inside_a_run_are_no_way_out(place):
-    assert (place / "run" / "models" / "best").is_symlink()
-    check_run_directory(place / "run", resume=True)
-    (place / "elsewhere").symlink_to(place / "run")
-    check_run_directory(place / "elsewhere", resume=True)
-
-
 def test_saving_over_a_link_leaves_what_it_leads_to(place):
     outside, model = place / "precious", load_encoder(place / "ours")
     outside.write_text("mine")
@@ -910,106 +881,6 @@ def test_more_than_a_file_may_have_is_not_read(tmp_path):
 # ---- a directory that is replaced -----------------------------------------------------------------
 
 
-def names_and_texts(directory):
-    return {
-        str(path.relative_to(directory)): path.read_text()
-        for path in sorted(directory.rglob("*"))
-        if path.is_file()
-    }
-
-
-def put_old(directory):
-    (directory / "figures" / "more").mkdir(parents=True)
-    (directory / "config.json").write_text("old")
-    (directory / "weights").write_text("old")
-    (directory / "NOTES.md").write_text("mine")
-    (directory / "figures" / "more" / "a.txt").write_text("mine too")
-    (directory / "link").symlink_to("NOTES.md")
-
-
-OLD = {"config.json": "old", "weights": "old"}
-NEW = {"config.json": "new", "weights": "new"}
-MINE = {"NOTES.md": "mine", "figures/more/a.txt": "mine too", "link": "mine"}
-
-
-def replace_it(directory):
-    with atomic_directory(directory, keep=True) as inside:
-        for name in NEW:
-            (inside / name).write_text("new")
-
-
-@pytest.mark.parametrize("exchange", [True, False], ids=["exchanged", "by two renames"])
-def test_what_a_user_has_put_into_a_model_stays_when_it_is_replaced(
-    tmp_path, monkeypatch, exchange
-):
-    if not exchange:
-        monkeypatch.setattr("bertlab.core.files._exchange", lambda one, other: False)
-    directory = tmp_path / "model"
-    put_old(directory)
-    directory.chmod(0o750)
-    replace_it(directory)
-    assert names_and_texts(directory) == NEW | MINE and (directory / "link").is_symlink()
-    assert os.listdir(tmp_path) == ["model"] and directory.stat().st_mode & 0o777 == 0o750
-
-
-@pytest.mark.parametrize("exchange", [True, False], ids=["exchanged", "by two renames"])
-def test_a_kill_at_each_rename_leaves_the_old_model_or_the_new_one_and_all_of_the_users_files(
-    tmp_path, exchange
-):
-    "The child dies at its n-th rename, link or removal, before it or after it, until it has none left to die at."
-    import signal
-    import sys
-
-    outcomes, at = [], 0
-    while True:
-        at += 1
-        directory = tmp_path / f"{at}" / "model"
-        put_old(directory)
-        child = os.fork()
-        if child == 0:
-            from bertlab.core import files
-
-            seen, swap = 0, files._exchange
-
-            def watch(event, arguments):
-                nonlocal seen
-                if event in ("os.rename", "os.link", "os.remove", "os.rmdir", "exchange"):
-                    seen += 1
-                    if seen == at:
-                        os.kill(os.getpid(), signal.SIGKILL)
-
-            def exchanged(one, other):
-                watch("exchange", ())
-                done = exchange and swap(one, other)
-                watch("exchange", ())
-                return done
-
-            files._exchange = exchanged
-            sys.addaudithook(watch)
-            replace_it(directory)
-            os._exit(0)
-        status = os.waitpid(child, 0)[1]
-        visible = directory.exists()
-        recover_directory(directory)  # as whoever reads or writes a model does first
-        found = names_and_texts(directory)
-        assert {name: text for name, text in found.items() if name in MINE} == MINE, (at, found)
-        assert {name: text for name, text in found.items() if name in NEW} in (OLD, NEW), (
-            at,
-            found,
-        )
-        outcomes.append((visible, found["weights"]))
-        replace_it(directory)
-        assert names_and_texts(directory) == NEW | MINE and os.listdir(directory.parent) == [
-            "model"
-        ]
-        if os.WIFEXITED(status):
-            break
-        assert os.WTERMSIG(status) == signal.SIGKILL
-    assert {weights for _, weights in outcomes} == {"old", "new"} and at > 8
-    if exchange:
-        assert all(visible for visible, _ in outcomes), "there was always a model"
-
-
 def test_a_model_whose_replacement_was_killed_is_read_again(place):
     model = load_encoder(place / "ours")
     (place / "ours").rename(place / ".ours.replaced")  # what a kill between two renames leaves
@@ -1038,7 +909,7 @@ def test_a_place_that_cannot_move_is_written_file_by_file(place, monkeypatch):
     def busy(*paths):
         raise OSError(errno.EBUSY, "a mounted drive")
 
-    monkeypatch.setattr("bertlab.core.files._replace", busy)
+    monkeypatch.setattr(Path, "rename", busy)
     model = load_encoder(place / "ours")
     (place / "ours" / "config.json").write_text("{}")
     (place / "ours" / "NOTES.md").write_text("mine")
