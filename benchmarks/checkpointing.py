@@ -23,15 +23,15 @@ from sides import BenchmarkParser, machine, write_result
 
 import bertlab
 from bertlab.model.activation_checkpointing import (
-    MemoryLedger,
+    MemoryTracker,
     checkpoint_activations,
-    read_checkpointing,
+    parse_checkpointing,
 )
 from bertlab.model.config import modernbert_tiny
 from bertlab.core.devices import describe_device, peak_memory_bytes
-from bertlab.model.encoder import run_layers
+from bertlab.model.encoder import run_blocks
 from bertlab.model.heads import BertLabForMaskedLM
-from bertlab.model.losses import LossRule
+from bertlab.model.losses import LossConfig
 from bertlab.core.plots import BLUE, ORANGE, new_axes
 
 ROWS, LENGTH, LABELS, CHUNK, STEPS = 4, 512, 0.15, 128, 3
@@ -56,33 +56,33 @@ def measure(case: str) -> dict[str, float]:
     torch.set_num_threads(1)
     compiled = case.startswith("compiled")
     model = BertLabForMaskedLM(modernbert_tiny(**SHAPE, **({} if compiled else DROPOUT))).train()
-    mode, options = read_checkpointing(CASES[case], compiled)
+    mode, options = parse_checkpointing(CASES[case], compiled)
     checkpoint_activations(model, mode, **options)
     ids_BL = torch.randint(SHAPE["vocab_size"], (ROWS, LENGTH))
     positions_BM = torch.rand(ROWS, LENGTH).argsort(1)[:, : int(LABELS * LENGTH)]
     labels_BL = torch.full_like(ids_BL, -100).scatter(
         1, positions_BM, ids_BL.gather(1, positions_BM)
     )
-    rule = LossRule(chunk_size=CHUNK)  # else the head's scores are the peak
+    rule = LossConfig(chunk_size=CHUNK)  # else the head's scores are the peak
 
     def step(rows: int = ROWS) -> float:
         torch.manual_seed(1)
         loss = model(ids_BL[:rows], labels=labels_BL[:rows], label_positions=positions_BM[:rows],
-                     loss_rule=rule).loss  # fmt: skip
+                     loss_config=rule).loss  # fmt: skip
         loss.backward()
         model.zero_grad(set_to_none=False)
         return loss.item()
 
     figures = {}
     if compiled:
-        model.encoder.__dict__["compiled_layers"] = torch.compile(run_layers, dynamic=False)
+        model.encoder.__dict__["compiled_blocks"] = torch.compile(run_blocks, dynamic=False)
         figures["loss"] = step()  # compiles; its peak is of the compiler, too
     else:
         step(1)  # gradients and kernels are there
         before = resident_bytes()
         figures["loss"] = step()
         figures["bytes_above_start"] = peak_memory_bytes() - before
-        with MemoryLedger() as ledger:
+        with MemoryTracker() as ledger:
             step()
         figures["live_bytes"] = max(ledger.history)
     if compiled:

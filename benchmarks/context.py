@@ -124,7 +124,7 @@ def step_cost(kernel: str, length: int, positions: int = 4096) -> dict:
     "Seconds of a step (of the processor, on a CPU), and bytes of its tensors."
     import torch
 
-    from bertlab.model.activation_checkpointing import MemoryLedger
+    from bertlab.model.activation_checkpointing import MemoryTracker
     from bertlab.model.config import modernbert_tiny
     from bertlab.model.heads import BertLabForMaskedLM
 
@@ -138,7 +138,7 @@ def step_cost(kernel: str, length: int, positions: int = 4096) -> dict:
     best, clock = float("inf"), time.perf_counter if device == "cuda" else time.process_time
     for number in range(4):
         if number == 3:
-            with MemoryLedger() as ledger:
+            with MemoryTracker() as ledger:
                 model(ids, labels=ids, label_positions=places).loss.backward()
             break
         began = clock()
@@ -191,7 +191,7 @@ def main() -> None:
         options.steps, options.seeds, options.lengths = 10, [0], [128]
     import torch
 
-    from bertlab.model.attention import KERNELS
+    from bertlab.model.attention import ATTENTION_KERNELS
 
     torch.set_num_threads(options.threads)
     ledger = Ledger(options.kept / "context.json", fingerprint(__file__), options.fresh)
@@ -223,7 +223,9 @@ def main() -> None:
     judged = [judge("least cost of the recipe that reaches the long run, share of its seconds",
                     costs["seconds"], at_most=0.6)]  # fmt: skip
     say(judged)
-    kernels = [name for name in KERNELS if name in ("eager", "sdpa") or torch.cuda.is_available()]
+    kernels = [
+        name for name in ATTENTION_KERNELS if name in ("eager", "sdpa") or torch.cuda.is_available()
+    ]
     by_length = {name: {length: ask(["step", name, length], lambda: step_cost(name, length))  # noqa: B023
                         for length in options.lengths} for name in kernels}  # fmt: skip
     write_result(options.output, {

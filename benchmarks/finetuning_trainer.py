@@ -123,14 +123,14 @@ def their_side(case: dict, task, tokenizer) -> dict:
     from transformers import (DataCollatorForTokenClassification, DataCollatorWithPadding, Trainer,
                               TrainerCallback, TrainingArguments, set_seed)  # fmt: skip
 
-    from bertlab.model.huggingface import huggingface_config, their_class
+    from bertlab.model.huggingface import to_family_config, their_class
 
     start = time.perf_counter()
     dataset = their_dataset(task, tokenizer)
     prepared = time.perf_counter() - start
     set_seed(0)
     ending = ENDINGS[task.kind]
-    config = huggingface_config(shape("bert", case["model"]), "bert", ending)
+    config = to_family_config(shape("bert", case["model"]), "bert", ending)
     if task.label_names:
         config.num_labels = len(task.label_names)
     model = their_class("bert", ending)(config)

@@ -64,7 +64,7 @@ from bertlab.core.devices import find_devices, benchmark_matmul, wait_function
 from bertlab.core.files import atomic_write
 from bertlab.model.heads import BertLabForMaskedLM
 from bertlab.data.module import build_packed_dataset
-from bertlab.model.losses import LossRule
+from bertlab.model.losses import LossConfig
 from bertlab.train.modules import BATCH_KEYS, compile_model
 from bertlab.optim.groups import parameter_groups
 from bertlab.optim.optimizers import get_optimizer
@@ -180,7 +180,7 @@ class Side:
             if options.compile:
                 compile_model(self.model, **compiling)
         self.model.to(self.device).train()
-        self.loss = {} if SIDES[name] is None else {"loss_rule": LossRule(only_loss=True)}
+        self.loss = {} if SIDES[name] is None else {"loss_config": LossConfig(loss_only=True)}
         self.graphs = bool(SIDES[name]) and "mode" in SIDES[name][1]
         self.optimizer = get_optimizer(
             "adamw", parameter_groups(self.model, weight_decay=0.01), {"lr": 1e-4}
@@ -390,7 +390,7 @@ def compare_streams(options: argparse.Namespace, corpus, tokenizer) -> dict:
         for seed in range(3):
             torch.manual_seed(seed)
             for module in model.modules():
-                model.begin_weights(module)
+                model._init_weights(module)
             optimizer = get_optimizer(
                 "adamw", parameter_groups(model, weight_decay=0.01), {"lr": 1e-3}
             )
@@ -423,7 +423,7 @@ def scored(model, batch: dict, device: torch.device):
     "What the model says of a batch, its products in bfloat16: `loss`, `loss_sum`, `num_labels`."
     batch = {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
     with torch.autocast(device.type, torch.bfloat16):
-        return model(**batch, loss_rule=LossRule(only_loss=True))
+        return model(**batch, loss_config=LossConfig(loss_only=True))
 
 
 def race(options: argparse.Namespace) -> dict:

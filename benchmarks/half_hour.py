@@ -93,11 +93,11 @@ def train_theirs(case: dict, corpus, tokenizer, folder: str) -> list[float]:  # 
     from transformers import (DataCollatorForLanguageModeling, Trainer, TrainerCallback, TrainingArguments,
                               set_seed)  # fmt: skip
 
-    from bertlab.model.huggingface import huggingface_config, their_class
+    from bertlab.model.huggingface import to_family_config, their_class
 
     rows, times = their_rows("grouped", corpus.train_texts, tokenizer), []
     set_seed(case["seed"])
-    config = huggingface_config(
+    config = to_family_config(
         our_model(full_recipe(RECIPE, case["steps"])), "modernbert", "ForMaskedLM"
     )
     config.sparse_prediction = True  # scores at labels alone, as ours

@@ -23,7 +23,7 @@ import bertlab
 from bertlab.model.config import modernbert_tiny
 from bertlab.core.devices import describe_device, peak_memory_bytes
 from bertlab.model.heads import BertLabForMaskedLM
-from bertlab.model.losses import LossRule
+from bertlab.model.losses import LossConfig
 
 ROWS, LENGTH, VOCABULARY, LABELS, CHUNK = 12, 512, 30_522, 0.15, 128
 SHAPE = dict(vocab_size=VOCABULARY, hidden_size=128, intermediate_size=192, num_attention_heads=2,
@@ -50,7 +50,7 @@ def measure_step(part: str, way: str) -> dict[str, float]:
     labels_BL = torch.full_like(ids_BL, -100).scatter(
         1, positions_BM, ids_BL.gather(1, positions_BM)
     )
-    rule = LossRule(chunk_size=CHUNK if way == "sparse_in_chunks" else None)
+    rule = LossConfig(chunk_size=CHUNK if way == "sparse_in_chunks" else None)
     positions_BM = None if way == "dense" else positions_BM
     weights = model.head.parameters() if part == "head" else model.parameters()
     weights = {*weights, model.get_input_embeddings().weight}  # the decoder is tied to it
@@ -61,7 +61,7 @@ def measure_step(part: str, way: str) -> dict[str, float]:
         # Only the sums: a name for the scores would keep them through the backward pass.
         loss = model.score(x_BLD, labels_BL, positions_BM, rule)[1].mean()
     else:
-        loss = model(ids_BL, labels=labels_BL, label_positions=positions_BM, loss_rule=rule).loss
+        loss = model(ids_BL, labels=labels_BL, label_positions=positions_BM, loss_config=rule).loss
     loss.backward()
     optimizer.step()
     peak = peak_memory_bytes()

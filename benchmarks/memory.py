@@ -35,12 +35,12 @@ CHUNK = 128  # labels whose scores exist at once
 def build(way: str, vocabulary: int, model: str):
     "The same architecture on either side."
     from bertlab.model.activation_checkpointing import checkpoint_activations
-    from bertlab.model.huggingface import huggingface_config, their_class
+    from bertlab.model.huggingface import to_family_config, their_class
     from bertlab.model.heads import BertLabForMaskedLM
 
     config = shape("bert", model, vocab_size=vocabulary)
     if way == "transformers":
-        return their_class("bert", "ForMaskedLM")(huggingface_config(config, "bert", "ForMaskedLM"))
+        return their_class("bert", "ForMaskedLM")(to_family_config(config, "bert", "ForMaskedLM"))
     built = BertLabForMaskedLM(config)
     if way.endswith("recomputed"):
         checkpoint_activations(built, "full")
@@ -53,7 +53,7 @@ def measure(case: dict) -> dict:
     from heads import resident_bytes
 
     from bertlab.core.devices import describe_device, retain_freed_memory, peak_memory_bytes
-    from bertlab.model.losses import LossRule
+    from bertlab.model.losses import LossConfig
 
     torch.manual_seed(0)
     way, device = case["way"], torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -66,8 +66,8 @@ def measure(case: dict) -> dict:
     labels_BL = torch.full_like(ids_BL, -100).scatter(1, places_BM, ids_BL.gather(1, places_BM))
     options = {} if way == "transformers" else {
         "label_positions": None if "dense" in way else places_BM,
-        "loss_rule": LossRule(chunk_size=CHUNK if way.endswith("chunks") else None,
-                              only_loss=way.endswith("alone"))}  # fmt: skip
+        "loss_config": LossConfig(chunk_size=CHUNK if way.endswith("chunks") else None,
+                              loss_only=way.endswith("alone"))}  # fmt: skip
     precision = describe_device().precision
     half = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}.get(precision, torch.float32)
     before = resident_bytes() if device.type == "cpu" else torch.cuda.memory_allocated()

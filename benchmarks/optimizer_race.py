@@ -33,7 +33,7 @@ GRIDS = {  # a worse rate, or one that diverges, should lie on each side of the 
     "muon": (0.003, 0.01, 0.03, 0.1),
 }
 TUNING_SEEDS, RACE_SEEDS = (7, 8), (0, 1, 2)
-WATCHED = "encoder.blocks.0.mlp.expand.weight"  # (192, 64)
+WATCHED = "encoder.blocks.0.mlp.up_proj.weight"  # (192, 64)
 WATCHED_RULES = ("momentum", "adamw", "lion", "muon")
 
 

@@ -101,7 +101,7 @@ def run_bare(
     for batch in batches[:steps]:
         out = model(
             **{name: batch[name] for name in BATCH_KEYS if name in batch},
-            loss_rule=module.loss_rule,
+            loss_config=module.loss_config,
         )
         optimizer.zero_grad()
         (out.loss_sum / out.num_labels).backward()

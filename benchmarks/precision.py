@@ -57,7 +57,7 @@ class Run:
     def step(self, batch: dict) -> None:
         start = time.process_time(), time.perf_counter()
         with self.context():
-            out = self.model(**inputs_of(batch), loss_rule=self.module.loss_rule)
+            out = self.model(**inputs_of(batch), loss_config=self.module.loss_config)
         self.optimizer.zero_grad()
         (out.loss_sum / out.num_labels).backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)

@@ -57,7 +57,7 @@ NATS = 0.3  # by which our loss must be lower after the same time
 
 
 def shape(kind: str, model: str, **overrides) -> BertLabConfig:
-    "One architecture in our words; `huggingface_config` says it in theirs."
+    "One architecture in our words; `to_family_config` says it in theirs."
     layers, width, heads, vocabulary, _ = SHAPES[model]
     sizes = dict(vocab_size=vocabulary, hidden_size=width, num_hidden_layers=layers, pad_token_id=0,
                  num_attention_heads=heads, max_position_embeddings=512)  # fmt: skip
@@ -200,7 +200,7 @@ def their_side(case: dict, corpus, tokenizer, folder: str) -> dict:
     from transformers import (DataCollatorForLanguageModeling, Trainer, TrainerCallback,
                               TrainingArguments, set_seed)  # fmt: skip
 
-    from bertlab.model.huggingface import huggingface_config, their_class
+    from bertlab.model.huggingface import to_family_config, their_class
 
     start, rows = time.perf_counter(), SHAPES[case["model"]][-1]
     dataset = their_rows(case["side"], corpus.train_texts, tokenizer)
@@ -209,7 +209,7 @@ def their_side(case: dict, corpus, tokenizer, folder: str) -> dict:
         rows = max(1, round(rows * LENGTH / mean))
     prepared = time.perf_counter() - start
     set_seed(case["seed"])
-    config = huggingface_config(shape(case["kind"], case["model"]), case["kind"], "ForMaskedLM")
+    config = to_family_config(shape(case["kind"], case["model"]), case["kind"], "ForMaskedLM")
     if case["kind"] == "modernbert":
         config.sparse_prediction = (
             True  # scores at labels alone, as ours; off where nobody asks for it

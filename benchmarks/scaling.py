@@ -110,7 +110,7 @@ def rows_case(case: dict, folder: str) -> dict:
     from bertlab.data.module import PretrainingDataModule
     from bertlab.core.devices import retain_freed_memory
     from bertlab.model.heads import BertLabForMaskedLM
-    from bertlab.model.losses import LossRule
+    from bertlab.model.losses import LossConfig
     from bertlab.train.modules import BATCH_KEYS
 
     retain_freed_memory()  # as training on a CPU does
@@ -136,7 +136,7 @@ def rows_case(case: dict, folder: str) -> dict:
     for _ in range(case["steps"] - 1):  # as many as on other parts, and the first not timed
         start, busy = time.perf_counter(), time.process_time()
         named = {name: batch[name] for name in BATCH_KEYS if name in batch}
-        model(**named, loss_rule=LossRule(only_loss=True)).loss.backward()
+        model(**named, loss_config=LossConfig(loss_only=True)).loss.backward()
         model.zero_grad()
         times.append((time.perf_counter() - start, time.process_time() - busy))
     tokens = int((batch["attention_mask"] > 0).sum())

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from bertlab.data.masking import place_labels
 from bertlab.data.rows import IGNORE_INDEX
 from bertlab.model.heads import BertLabForMaskedLM, MaskedLMHead
+from bertlab.model.layers import Projection
 from bertlab.optim.budgets import BatchSizeWarmup
 from bertlab.optim.muon import _SIZES, MuonWithAdamW, BatchedMuon, _rounds_dtype
 from bertlab.train.stopping import BatchSizeScheduler
@@ -27,7 +28,7 @@ class ZeroOutputs(BertLabForMaskedLM):
     def __init__(self, config):
         super().__init__(config)
         for part in self.encoder.blocks.modules():
-            if getattr(part, "starts_narrow", False):
+            if isinstance(part, Projection) and part.residual:
                 part.weight.zero_()
 
 
@@ -56,8 +57,8 @@ class ScaledHead(MaskedLMHead):
         super().__init__(config)
         self.factor = nn.Parameter(torch.tensor(self.scale))
 
-    def begin_(self, config) -> None:
-        super().begin_(config)
+    def init_weights_(self, config) -> None:
+        super().init_weights_(config)
         nn.init.constant_(self.factor, self.scale)
 
     def forward(self, x: Tensor, embedding_VD: Tensor) -> Tensor:
@@ -132,7 +133,7 @@ class BranchScales(BertLabForMaskedLM):
     def __init__(self, config):
         super().__init__(config)
         for block in self.encoder.blocks:
-            block.attention_end_norm, block.mlp_end_norm = Scale(config), Scale(config)
+            block.post_attention_norm, block.post_mlp_norm = Scale(config), Scale(config)
         self.post_init()
 
 
@@ -141,7 +142,7 @@ class Scale(nn.Module):
         super().__init__()
         self.factor_D = nn.Parameter(torch.ones(config.hidden_size))
 
-    def begin_(self, config) -> None:
+    def init_weights_(self, config) -> None:
         nn.init.constant_(self.factor_D, 0.1)
 
     def forward(self, x_BLD: Tensor) -> Tensor:

@@ -32,18 +32,18 @@ from bertlab.core.devices import describe_device
 from bertlab.data.corpus import embedded_corpus
 from bertlab.data.module import PretrainingDataModule
 from bertlab.data.tokenizers import load_tokenizer
-from bertlab.model.causal import continue_ids
+from bertlab.model.causal import generate_causal
 from bertlab.model.losses import token_bytes
-from bertlab.model.samplers import SAMPLERS, SamplingRule, sample_ids, score_gaps
-from bertlab.model.text_measures import (
-    causal_score,
-    count_repeats,
-    diffusion_bound,
+from bertlab.model.sampling import SAMPLERS, SamplingConfig, unmask, gap_log_probs
+from bertlab.model.likelihood import (
+    causal_nll,
+    repetition_stats,
+    diffusion_nll_bound,
     generative_perplexity,
     hide_share,
 )
-from bertlab.model.text_measures import is_expression, library_expressions
-from bertlab.model.writing import generate, vocabulary_of
+from bertlab.model.likelihood import is_expression, library_expressions
+from bertlab.model.generation import generate, vocabulary_of
 from bertlab.train.history import History
 from bertlab.train.modules import CausalModule, PretrainingModule, load_encoder
 from bertlab.train.stopping import TimeLimit
@@ -135,16 +135,16 @@ def fill_by_model(model, gapped, whole, tokenizer, **blocks) -> dict[str, float]
     (ids_BL, mask_BL), (true_BL, _) = as_rows(gapped, tokenizer), as_rows(whole, tokenizer)
     open_BL = ids_BL == tokenizer.mask_token_id
     rule, right, nats = (
-        SamplingRule("confidence", num_steps=LENGTH, temperature=0, **blocks),
+        SamplingConfig("confidence", num_steps=LENGTH, temperature=0, **blocks),
         0,
         0.0,
     )
     for part in torch.arange(len(ids_BL)).split(32):
-        logp_NV = score_gaps(
+        logp_NV = gap_log_probs(
             model.eval(), ids_BL[part], mask_BL[part], open_BL[part], vocabulary, None
         )
         nats -= logp_NV.gather(1, true_BL[part][open_BL[part]][:, None]).sum().item()
-        filled_BL = sample_ids(model, ids_BL[part], vocabulary, rule, attention_mask=mask_BL[part])
+        filled_BL = unmask(model, ids_BL[part], vocabulary, rule, attention_mask=mask_BL[part])
         right += int((filled_BL == true_BL[part])[open_BL[part]].sum())
     num_bytes = float(token_bytes(tokenizer, vocabulary.size)[true_BL[open_BL]].sum())
     return {"exact": right / int(open_BL.sum()), "bits_per_byte": nats / math.log(2) / num_bytes}
@@ -154,8 +154,8 @@ def parse_share(model, tokenizer, expressions, seed: int) -> float:
     "The share of expressions that parse when half of their tokens were filled."
     gapped, _ = hide_share(tokenizer, expressions, seed=seed)
     ids_BL, mask_BL = as_rows(gapped, tokenizer)
-    rule = SamplingRule("confidence", num_steps=24, temperature=0)
-    filled_BL = sample_ids(model, ids_BL, vocabulary_of(tokenizer), rule, attention_mask=mask_BL)
+    rule = SamplingConfig("confidence", num_steps=24, temperature=0)
+    filled_BL = unmask(model, ids_BL, vocabulary_of(tokenizer), rule, attention_mask=mask_BL)
     return float(
         np.mean(
             [is_expression(tokenizer.decode(row, skip_special_tokens=True)) for row in filled_BL]
@@ -163,10 +163,10 @@ def parse_share(model, tokenizer, expressions, seed: int) -> float:
     )
 
 
-def free_rows(model, tokenizer, count: int, rule: SamplingRule) -> torch.Tensor:  # (B, L)
+def free_rows(model, tokenizer, count: int, rule: SamplingConfig) -> torch.Tensor:  # (B, L)
     "Texts out of nothing."
     ids_BL, _ = as_rows([[tokenizer.mask_token_id] * FREE] * count, tokenizer)
-    return sample_ids(model, ids_BL, vocabulary_of(tokenizer), rule)
+    return unmask(model, ids_BL, vocabulary_of(tokenizer), rule)
 
 
 def bare(ids_BL: torch.Tensor) -> list[list[int]]:
@@ -179,23 +179,23 @@ def speeds(
     "Tokens per second, medians of rounds that take turns; once out of nothing, once after long prompts."
     vocabulary, start = vocabulary_of(tokenizer), torch.full((count, 1), tokenizer.cls_token_id)
     ways = {f"{name}, {steps} steps": lambda name=name, steps=steps: free_rows(
-                model, tokenizer, count, SamplingRule(name, num_steps=steps))
+                model, tokenizer, count, SamplingConfig(name, num_steps=steps))
             for name in SAMPLERS for steps in (8, FREE)}  # fmt: skip
     long_BL, _ = as_rows(
         [[*ids, *[tokenizer.mask_token_id] * FREE] for ids in prompts[:count]], tokenizer
     )
     for cache in (True, False):
-        rule = SamplingRule("confidence", num_steps=FREE, block_size=8, cache_blocks=cache)
+        rule = SamplingConfig("confidence", num_steps=FREE, block_size=8, cache_blocks=cache)
         kind, after = "cached" if cache else "uncached", f"after {len(prompts[0])} tokens"
         ways[f"confidence, 32 steps, blocks of 8, {kind}"] = lambda rule=rule: free_rows(
             model, tokenizer, count, rule
         )
-        ways[f"confidence, 32 steps, blocks of 8, {kind}, {after}"] = lambda rule=rule: sample_ids(
+        ways[f"confidence, 32 steps, blocks of 8, {kind}, {after}"] = lambda rule=rule: unmask(
             model, long_BL, vocabulary, rule)  # fmt: skip
-        ways[f"causal twin, {kind}"] = lambda cache=cache: continue_ids(
+        ways[f"causal twin, {kind}"] = lambda cache=cache: generate_causal(
             twin, start, vocabulary, FREE, use_cache=cache
         )
-        ways[f"causal twin, {kind}, {after}"] = lambda cache=cache: continue_ids(
+        ways[f"causal twin, {kind}, {after}"] = lambda cache=cache: generate_causal(
             twin, long_BL[:, : -FREE - 1], vocabulary, FREE, use_cache=cache)  # fmt: skip
     took: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(rounds):
@@ -244,25 +244,27 @@ def one_seed(seed: int, options, corpus, tokenizer, twin, counts, held) -> dict:
         fills[name] = {"exact": sum(r for r, _ in found) / len(hidden),
                        "bits_per_byte": sum(n for _, n in found) / math.log(2) / num_bytes}  # fmt: skip
     ids_BL, mask_BL = as_rows(whole, tokenizer)
-    bound = diffusion_bound(
+    bound = diffusion_nll_bound(
         model, ids_BL, vocabulary, mask_BL, options.draws, seed, tokenizer=tokenizer
     )
-    of_demo = diffusion_bound(
+    of_demo = diffusion_nll_bound(
         demo, ids_BL, vocabulary, mask_BL, options.draws, seed, tokenizer=tokenizer
     )
-    exact = causal_score(twin, ids_BL, vocabulary, mask_BL, tokenizer)
+    exact = causal_nll(twin, ids_BL, vocabulary, mask_BL, tokenizer)
     long = [
         row
         for row in (tokenizer(t, add_special_tokens=False)["input_ids"] for t in held)
         if len(row) >= FREE
     ]
     count = min(options.texts, len(long))
-    real = count_repeats([row[:FREE] for row in long[:count]])
+    real = repetition_stats([row[:FREE] for row in long[:count]])
     free, examples = {}, {}
     for name in SAMPLERS:
-        rows_BL = free_rows(model, tokenizer, count, SamplingRule(name, num_steps=FREE, seed=seed))
+        rows_BL = free_rows(
+            model, tokenizer, count, SamplingConfig(name, num_steps=FREE, seed=seed)
+        )
         free[name] = {
-            **count_repeats(bare(rows_BL)),
+            **repetition_stats(bare(rows_BL)),
             "generative_perplexity": generative_perplexity(twin, rows_BL, vocabulary),
         }
         examples[name] = [tokenizer.decode(row) for row in bare(rows_BL)[:5]]

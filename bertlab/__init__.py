@@ -41,23 +41,23 @@ _FACE = {
     "model.config": """
         BertLabConfig bert_base bert_large bert_tiny modernbert_base modernbert_large modernbert_tiny neobert
         roberta_base""",
-    "model.layers": "add_layer",
+    "model.layers": "register_layer",
     "model.attention": "attend document_mask",
     "model.encoder": "BertLabModel",
-    "model.losses": "LossRule bits_per_byte masked_lm_loss perplexity unigram_entropy",
+    "model.losses": "LossConfig bits_per_byte masked_lm_loss perplexity unigram_entropy",
     "model.heads": "BertLabForEnhancedMaskedLM BertLabForMaskedDiffusion BertLabForMaskedLM",
     "model.task_heads": """
         BertLabForQuestionAnswering BertLabForSequenceClassification BertLabForTokenClassification""",
     "model.huggingface": "from_huggingface save_model to_huggingface",
-    "model.generate": "fill_mask",
+    "model.mask_filling": "fill_mask",
     "model.growth": "grow",
     "model.activation_checkpointing": "checkpoint_activations",
     "model.float8": "convert_to_float8",
     "model.vocabulary": "extend_vocabulary transplant_vocabulary trim_vocabulary",
     "model.adapters": "add_adapter",
     "model.context": "extend_context",
-    "model.samplers": "SamplingRule",
-    "model.writing": "generate",
+    "model.sampling": "SamplingConfig",
+    "model.generation": "generate",
     # optim: what moves which weight, and when
     "optim.schedulers": "InverseSqrtScheduler Schedule get_scheduler",
     "optim.budgets": "BatchSizeWarmup TimeBudgetLR steps_for_tokens",

@@ -51,11 +51,11 @@ from .model.config import modernbert_large as modernbert_large
 from .model.config import modernbert_tiny as modernbert_tiny
 from .model.config import neobert as neobert
 from .model.config import roberta_base as roberta_base
-from .model.layers import add_layer as add_layer
+from .model.layers import register_layer as register_layer
 from .model.attention import attend as attend
 from .model.attention import document_mask as document_mask
 from .model.encoder import BertLabModel as BertLabModel
-from .model.losses import LossRule as LossRule
+from .model.losses import LossConfig as LossConfig
 from .model.losses import bits_per_byte as bits_per_byte
 from .model.losses import masked_lm_loss as masked_lm_loss
 from .model.losses import perplexity as perplexity
@@ -69,7 +69,7 @@ from .model.task_heads import BertLabForTokenClassification as BertLabForTokenCl
 from .model.huggingface import from_huggingface as from_huggingface
 from .model.huggingface import save_model as save_model
 from .model.huggingface import to_huggingface as to_huggingface
-from .model.generate import fill_mask as fill_mask
+from .model.mask_filling import fill_mask as fill_mask
 from .model.growth import grow as grow
 from .model.activation_checkpointing import checkpoint_activations as checkpoint_activations
 from .model.float8 import convert_to_float8 as convert_to_float8
@@ -78,8 +78,8 @@ from .model.vocabulary import transplant_vocabulary as transplant_vocabulary
 from .model.vocabulary import trim_vocabulary as trim_vocabulary
 from .model.adapters import add_adapter as add_adapter
 from .model.context import extend_context as extend_context
-from .model.samplers import SamplingRule as SamplingRule
-from .model.writing import generate as generate
+from .model.sampling import SamplingConfig as SamplingConfig
+from .model.generation import generate as generate
 from .optim.schedulers import InverseSqrtScheduler as InverseSqrtScheduler
 from .optim.schedulers import Schedule as Schedule
 from .optim.schedulers import get_scheduler as get_scheduler

@@ -23,7 +23,7 @@ from ..finetuning.module import FinetuningModule
 from ..finetuning.runs import mode_of, find_monitor
 from ..finetuning.task_models import save_predictor
 from ..model.context import extend_context
-from ..model.huggingface import plain_copy, save_model
+from ..model.huggingface import merged_copy, save_model
 from ..model.loading import check_finite
 from ..train.averages import average_weights, find_models, greedy_soup, save_average
 from ..train.checkpoints import read_checkpoint
@@ -57,7 +57,7 @@ def _load_seeds(paths: list[Path], module: FinetuningModule) -> dict[str, dict[s
     found = {}
     for path in paths:
         module.load_state_dict(read_checkpoint(path)["state_dict"])
-        found[path.parent.name] = plain_copy(module.model).state_dict()
+        found[path.parent.name] = merged_copy(module.model).state_dict()
     return found
 
 

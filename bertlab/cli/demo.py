@@ -371,7 +371,7 @@ def run_prepared(
     "Train, validate, and write model, metrics, history and picture."
     from bertlab.cli.pretrain import validation_entropy
     from bertlab.model.huggingface import save_model
-    from bertlab.model.generate import fill_mask
+    from bertlab.model.mask_filling import fill_mask
     from bertlab.train.checkpoints import TrainingInterrupted
 
     started = started or time.perf_counter()

@@ -42,8 +42,8 @@ from ..finetuning.runs import ScoreLines, SeedResults, check_monitor, find_monit
 from ..finetuning.runs import finetune, metric_rank, validation_places
 from ..finetuning.task_models import save_predictor
 from ..finetuning.tasks import BUILTIN_DATASETS, describe_dataset, load_builtin_dataset
-from ..model.config import TOKEN_IDS
-from ..model.loading import find_weight_files
+from ..model.config import SPECIAL_TOKEN_IDS
+from ..model.loading import weight_files
 from ..optim.optimizers import optimizer_spec
 from ..train.checkpoints import TrainingCheckpoint, TrainingInterrupted, latest_checkpoint
 from ..train.checkpoints import read_checkpoint, check_same_run, run_fingerprint
@@ -185,7 +185,7 @@ def _name_weights(source: str | None) -> str:
     if source is None or not (place := Path(source).expanduser()).exists():
         return source or "random weights"
     try:
-        files = [place] if place.is_file() else find_weight_files(place)
+        files = [place] if place.is_file() else weight_files(place)
     except ValueError:  # a directory of another kind, such as an adapter
         files = sorted(place.glob("*.safetensors"))
     digest = hashlib.sha256()
@@ -289,7 +289,7 @@ class FinetuningRun:
         )
         self.data.tokenizer = self.tokenizer = tokenizer
         if model["model_config_kwargs"] is not None:  # random weights fit the tokenizer
-            ids = {name: getattr(tokenizer, name) for name in TOKEN_IDS}
+            ids = {name: getattr(tokenizer, name) for name in SPECIAL_TOKEN_IDS}
             asked = {k: v for k, v in model["model_config_kwargs"].items() if v is not None}
             model["model_config_kwargs"] = {"vocab_size": len(tokenizer), **ids, **asked}
         self.module_options = model

@@ -781,8 +781,8 @@ COMMANDS = {
             {"": ("cli/write.py", "write_texts")},
             ("directory", "*prompts"),
             choices={
-                "mode": ("model/writing.py", "MODES"),
-                "sampler": ("model/samplers.py", "SAMPLERS"),
+                "mode": ("model/generation.py", "MODES"),
+                "sampler": ("model/sampling.py", "SAMPLERS"),
                 "schedule": ("data/diffusion.py", "NOISE_SCHEDULES"),
             },
         ),

@@ -48,12 +48,12 @@ from ..data.sources import check_not_inside
 from ..data.tokenizers import TOKENIZER_TRAINERS, resolve_tokenizer, num_token_ids
 from ..data.tokenizers import load_tokenizer, train_tokenizer
 from ..model.adapters import add_adapter, freeze_weights
-from ..model.config import TOKEN_IDS, BertLabConfig, bert_base, bert_large, bert_tiny
+from ..model.config import SPECIAL_TOKEN_IDS, BertLabConfig, bert_base, bert_large, bert_tiny
 from ..model.config import modernbert_base, modernbert_large, modernbert_tiny, neobert
 from ..model.config import roberta_base
-from ..model.heads import BertLabForMaskedLM, BertLabTokenPredictor
-from ..model.huggingface import check_tokenizer, read_shape
-from ..model.layers import own_layers
+from ..model.heads import BertLabForMaskedLM, TokenPredictionModel
+from ..model.huggingface import check_tokenizer, read_config
+from ..model.layers import resolve_layers
 from ..model.losses import unigram_counts, unigram_entropy
 from ..optim.optimizers import OPTIMIZERS, backward_options, optimizer_spec
 from ..train.checkpoints import TrainingCheckpoint, TrainingInterrupted, check_resume
@@ -189,7 +189,7 @@ def run_monitors(run: RunChoices, module: PretrainingModule) -> list[Callback]:
 
         callbacks.append(WeightHistograms(run.histograms, path=output / "histograms.npz"))
     if run.preview_sentences:
-        from bertlab.model.generate import encode_masked
+        from bertlab.model.mask_filling import encode_masked
         from bertlab.train.previews import DiffusionPreview, FillMaskPreview
 
         texts = [t.replace("[MASK]", module.tokenizer.mask_token) for t in run.preview_sentences]
@@ -310,7 +310,7 @@ def check_parts(module: PretrainingModule) -> None:
     if h.adapter is None and h.freeze is None and not h.parameter_overrides:
         return
 
-    def build() -> BertLabTokenPredictor:
+    def build() -> TokenPredictionModel:
         model = module.build_fresh()
         if h.adapter is not None:
             add_adapter(model, h.adapter)
@@ -346,7 +346,7 @@ SHAPES = {
 
 def shape_settings(shape: BertLabConfig) -> dict[str, Any]:  # of BertLabConfig
     "What makes a shape, without what the tokenizer knows."
-    known = ("vocab_size", *TOKEN_IDS, "model_type", "transformers_version")
+    known = ("vocab_size", *SPECIAL_TOKEN_IDS, "model_type", "transformers_version")
     return {name: v for name, v in shape.to_diff_dict().items() if name not in known}
 
 
@@ -628,7 +628,9 @@ class Run:
             if not self.resume or name is None or Path(name).expanduser().exists():
                 raise
             try:
-                read_shape(name)  # on the hub, or in its cache here: what is wrong is another thing
+                read_config(
+                    name
+                )  # on the hub, or in its cache here: what is wrong is another thing
             except ValueError:
                 raise ValueError(
                     f"the run began with {name}, which is not here, and its shape and "
@@ -933,18 +935,18 @@ def fill_gaps(
     top_k: int = 5,  # guesses for each gap
 ) -> list[list[list[tuple[str, float]]]]:  # text -> gap -> (word, probability)
     "Let a model fill the gaps of texts. Raises `ValueError` for one that predicts no words."
-    from bertlab.model.generate import fill_each_mask
+    from bertlab.model.mask_filling import fill_masks
 
     place = find_model(directory)
     tokenizer, model = load_tokenizer(place), load_encoder(place)
     check_tokenizer(tokenizer, model.config.vocab_size)
-    if not isinstance(model, BertLabTokenPredictor):
+    if not isinstance(model, TokenPredictionModel):
         raise ValueError(
             f"the model in {place} is a {type(model).__name__}, which predicts no "
             "words: train it with an objective, as bertlab pretrain does"
         )
     texts = [text.replace("[MASK]", tokenizer.mask_token) for text in texts or []]
-    return fill_each_mask(model, tokenizer, texts, top_k)
+    return fill_masks(model, tokenizer, texts, top_k)
 
 # %% ../../nbs/cli/02_pretrain.ipynb #3e4bb1a1
 def validate(
@@ -965,7 +967,7 @@ def validate(
     model = config["model"]
     if f"model.{MODEL}" not in asked.given:
         model[MODEL] = str(find_model(output))
-    own_layers(model["model_config_kwargs"] or {})  # which the model may be made of
+    resolve_layers(model["model_config_kwargs"] or {})  # which the model may be made of
     model |= {"model_config_kwargs": None, "adapter": None, "freeze": None}  # it has its own
     # The run's mapping is from the names of the model that it began with: its own have ours.
     model["load_key_mapping"] = asked.given.get("model.load_key_mapping")

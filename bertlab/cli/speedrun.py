@@ -968,7 +968,7 @@ def _count_products(
     "The least that matrix products take in a recipe's training."
     if any(option(*name, None) for name in _COMPUTES_OTHERWISE) or any(_own_names(recipe)):
         return 0.0, 0.0
-    from bertlab.model.config import BertLabConfig, count_matrices
+    from bertlab.model.config import BertLabConfig, matmul_parameters
 
     shape = speedrun_config(track, recipe, "nowhere", 0)["model"]["model_config_kwargs"]
     if not shape or any(isinstance(value, str) and "." in value for value in shape.values()):
@@ -978,7 +978,7 @@ def _count_products(
     share = rule.get("mlm_probability", FIRST_RECIPE.mlm_probability)
     if not _is_number(share) or not 0 <= share <= 1 or "max_predictions" in rule:
         share = 0.0
-    sizes = count_matrices(config)
+    sizes = matmul_parameters(config)
     largest = max(sizes["attention"], sizes["MLP"], share * sizes["head"])
     return config.flops_per_token(1.0, share), 2.0 * positions * largest
 

@@ -35,7 +35,7 @@ from bertlab.core.files import (
 from ..core.names import did_you_mean
 from ..finetuning.module import FinetuningModule, make_scores
 from ..finetuning.runs import find_monitor
-from ..model.config import TOKEN_IDS, BertLabConfig
+from ..model.config import SPECIAL_TOKEN_IDS, BertLabConfig
 from ..optim.optimizers import get_optimizer
 from ..train.history import History, print_line
 from ..train.modules import optimizer_options
@@ -367,7 +367,7 @@ def _check_module(options: Mapping[str, Any]) -> None:
         h = FinetuningModule(**options).hparams
         if h.model_config_kwargs is not None:  # the ids are the tokenizer's
             asked = {k: v for k, v in h.model_config_kwargs.items() if v is not None}
-            BertLabConfig(**{**dict.fromkeys(TOKEN_IDS, 0), **asked})
+            BertLabConfig(**{**dict.fromkeys(SPECIAL_TOKEN_IDS, 0), **asked})
         get_optimizer(
             h.optimizer_class,
             [torch.nn.Parameter(torch.zeros(2, 2))],

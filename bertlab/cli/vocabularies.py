@@ -22,9 +22,9 @@ from ..data.tokenizer_measures import compare_tokenizers, measures_table
 from ..data.tokenizers import TOKENIZER_TRAINERS, load_tokenizer, normalization_note
 from ..data.tokenizers import train_tokenizer
 from ..data.vocabularies import extend_tokenizer, trim_tokenizer
-from ..model.heads import BertLabTokenPredictor
+from ..model.heads import TokenPredictionModel
 from ..model.huggingface import save_model
-from ..model.vocabulary import TRANSPLANTS, Adapted, extend_vocabulary
+from ..model.vocabulary import TRANSPLANTS, ModelAndTokenizer, extend_vocabulary
 from ..model.vocabulary import masked_bits_per_byte, transplant_vocabulary, trim_vocabulary
 from bertlab.train.model_directories import (
     SENTENCE_TRANSFORMERS_FILES,
@@ -128,7 +128,7 @@ def _predictor(name: str) -> Any:  # None: no directory of a model that guesses 
     if not Path(name, "config.json").is_file():
         return None
     model = load_encoder(name)
-    return model if isinstance(model, BertLabTokenPredictor) else None
+    return model if isinstance(model, TokenPredictionModel) else None
 
 # %% ../../nbs/cli/08_vocabularies.ipynb #736adec0
 def copy_sentence_transformers_files(
@@ -193,7 +193,9 @@ def extend(
     tokenizer, model, place = _open(directory)
     texts, options = read_text(text, text_column), {"min_count": min_count}
     if model is None:
-        found = Adapted(None, extend_tokenizer(tokenizer, texts, num_pieces, **options).tokenizer)
+        found = ModelAndTokenizer(
+            None, extend_tokenizer(tokenizer, texts, num_pieces, **options).tokenizer
+        )
     else:
         found = extend_vocabulary(model, tokenizer, texts, num_pieces, **options)
     return _write(
@@ -218,7 +220,7 @@ def trim(
     texts = read_text(text, text_column)
     options = {"keep": keep or (), "keep_characters": keep_characters}
     if model is None:
-        found = Adapted(None, trim_tokenizer(tokenizer, texts, **options).tokenizer)
+        found = ModelAndTokenizer(None, trim_tokenizer(tokenizer, texts, **options).tokenizer)
     else:
         found = trim_vocabulary(model, tokenizer, texts, **options)
     return _write(*found, place, output, f"{len(found.tokenizer):,} of {len(tokenizer):,} entries")

@@ -16,9 +16,9 @@ from ..core.reading import load_yaml
 from .pretrain import find_model
 from ..core.files import RUN_FILE
 from ..data.tokenizers import load_tokenizer
-from ..model.heads import BertLabTokenPredictor
-from ..model.samplers import Step
-from ..model.writing import generate
+from ..model.heads import TokenPredictionModel
+from ..model.sampling import SamplingStep
+from ..model.generation import generate
 from ..train.modules import load_encoder
 
 # %% ../../nbs/cli/05_write.ipynb #e44f2c0b
@@ -27,7 +27,7 @@ _OPEN, _BACK = "▁▁", "╳╳"
 
 def show_state(
     tokenizer: Any,
-    step: Step,
+    step: SamplingStep,
     row: int = 0,
     colours: bool = True,
 ) -> str:  # one line
@@ -79,7 +79,7 @@ class LiveView:
         self.tokenizer, self.stream = tokenizer, sys.stderr if stream is None else stream
         self.width, self.number, self.steps, self._lines = width, None, 0, 0
 
-    def __call__(self, number: int, step: Step) -> None:
+    def __call__(self, number: int, step: SamplingStep) -> None:
         "Draw a step of a prompt; a new prompt begins below the last one."
         if number != self.number:
             self.number, self.steps, self._lines = number, -1, 0
@@ -142,7 +142,7 @@ def write_texts(
     "Let a model write: `bertlab write`. Raises `ValueError` for one that predicts no words."
     place = find_model(directory)
     tokenizer, model = load_tokenizer(place), load_encoder(place)
-    if not isinstance(model, BertLabTokenPredictor):
+    if not isinstance(model, TokenPredictionModel):
         raise ValueError(
             f"the model in {place} is a {type(model).__name__}, which predicts no "
             "words: train it with an objective, as bertlab pretrain does"

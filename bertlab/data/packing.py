@@ -93,7 +93,7 @@ class TokenizedDocuments:
 # %% ../../nbs/data/11_packing.ipynb #77c2ff6f
 @dataclass(frozen=True)
 class Windows:
-    "Stretches of a flat token array that fit a row, and the account of what did not."
+    "VarlenMetadata of a flat token array that fit a row, and the account of what did not."
 
     starts: np.ndarray  # first token of each window, an index into the flat array
     stops: np.ndarray  # one past its last token; 1 to `room` further on

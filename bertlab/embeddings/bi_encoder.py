@@ -27,7 +27,7 @@ from ..data.tokenizers import load_tokenizer
 from .gradcache import encode_with_gradcache, chunk_batch
 from .pooling import POOLINGS, pack_for_encoder, document_index
 from ..model.encoder import BertLabModel
-from ..model.generate import evaluating
+from ..model.mask_filling import eval_mode
 from ..model.huggingface import END_OF_MODEL, check_tokenizer, save_model
 from ..train.modules import load_encoder
 
@@ -230,7 +230,7 @@ class BiEncoder(nn.Module):
                 found_ND[members] = self(batch, num_texts=len(members)).float().cpu().numpy()
 
         batches = [*length_batches([*map(len, ids)], batch_tokens, self.row_length)]
-        with evaluating(self):
+        with eval_mode(self):
             if device.type == "cpu":
                 map_threads(encode_batch, batches)
             else:

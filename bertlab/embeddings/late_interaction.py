@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from .bi_encoder import BiEncoder, map_threads, length_batches
 from .pooling import pack_for_encoder, document_index
-from ..model.generate import evaluating
+from ..model.mask_filling import eval_mode
 
 # %% ../../nbs/embeddings/09_late_interaction.ipynb #876133ec
 def token_vectors(
@@ -42,7 +42,7 @@ def token_vectors(
                 found[n] = states_BLD[slots_BL == slot].cpu()
 
     batches = [*length_batches(lengths, batch_tokens, model.row_length)]
-    with evaluating(model):
+    with eval_mode(model):
         if device.type == "cpu":
             map_threads(encode_batch, batches)
         else:

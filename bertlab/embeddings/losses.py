@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from ..core.names import look_up
 from ..data.rows import IGNORE_INDEX
-from ..model.losses import LossParts
+from ..model.losses import LossSums
 
 # %% ../../nbs/embeddings/02_losses.ipynb #5bfe7467
 def info_nce(
@@ -88,14 +88,14 @@ class ContrastiveLoss:
         temperature: Tensor | float,
         every_query: EmbeddedTexts | None = None,  # of all processes; None: those of this one
         own_Q: Tensor | None = None,  # where this process's queries stand among them
-    ) -> LossParts:  # over the queries of this process
+    ) -> LossSums:  # over the queries of this process
         "Sums over queries: loss (nats), how many count, and whose best document is the right one."
         self.check_width(documents.vectors_ND.shape[1])
         losses, widths = [], (*self.prefixes, documents.vectors_ND.shape[1])
         for width in widths:
             q_QD = F.normalize(queries.vectors_ND[:, :width], dim=1)
             d_ND = F.normalize(documents.vectors_ND[:, :width], dim=1)
-            loss_sum, num_right = self._pick(
+            loss_sum, num_correct = self._pick(
                 q_QD, queries.groups_N, d_ND, documents.groups_N, targets_Q, temperature
             )
             if self.symmetric:
@@ -113,8 +113,8 @@ class ContrastiveLoss:
                 loss_sum = (loss_sum + back) / 2
             losses.append(loss_sum)
         total = torch.stack(losses).mean()
-        return LossParts(
-            total, (targets_Q != IGNORE_INDEX).sum(), torch.zeros_like(total), num_right
+        return LossSums(
+            total, (targets_Q != IGNORE_INDEX).sum(), torch.zeros_like(total), num_correct
         )
 
     def _pick(

@@ -35,8 +35,8 @@ from ..model.adapters import adapter_overrides, add_adapter, freeze_weights, rea
 from ..model.adapters import save_adapter
 from ..model.config import BertLabConfig
 from ..model.encoder import BertLabModel
-from ..model.huggingface import bertlab_config, describe_saving, has_adapter, read_shape
-from ..model.losses import LossParts
+from ..model.huggingface import to_bertlab_config, saved_as, has_adapter, read_config
+from ..model.losses import LossSums
 from ..train.checkpoints import isolate_rng
 from bertlab.train.modules import (
     check_tokenizer_matches,
@@ -286,9 +286,9 @@ class EmbeddingModule(TrainingModule):
 
     @staticmethod
     def _fresh_encoder(source: str | os.PathLike) -> BertLabModel:
-        shape = read_shape(source)
+        shape = read_config(source)
         is_ours = shape.model_type == BertLabConfig.model_type
-        return BertLabModel(shape if is_ours else bertlab_config(shape))
+        return BertLabModel(shape if is_ours else to_bertlab_config(shape))
 
     def _find_preparation(self) -> Callable[[nn.Module], Any]:
         prepare = self.prepare_encoder
@@ -348,7 +348,7 @@ class EmbeddingModule(TrainingModule):
         self.model.train(self.training)
         still = f"; {len(self.frozen)} of its weights stay as they are" if self.frozen else ""
         known = self.prepare_encoder is None
-        saving = describe_saving(self.model.encoder, tokenizer=self.tokenizer) if known else ""
+        saving = saved_as(self.model.encoder, tokenizer=self.tokenizer) if known else ""
         cut, reads = self.max_sequence_length, self.model.max_sequence_length
         longer = f"; it reads {reads} tokens of a text, as before, and of pairs {cut}"
         rank_zero_info(
@@ -471,7 +471,7 @@ class EmbeddingModule(TrainingModule):
             EmbeddedTexts(vectors_ND[num_pairs:], groups_N[num_pairs:]),
         )
 
-    def label_loss(self, batch: dict[str, Tensor]) -> LossParts:
+    def label_loss(self, batch: dict[str, Tensor]) -> LossSums:
         "Sums over the queries of a batch, against the documents of all processes."
         queries, documents = self.embed(batch)
         parts, weight = self.score_pairs(queries, documents, batch), self.hparams.contrastive_weight
@@ -479,7 +479,7 @@ class EmbeddingModule(TrainingModule):
 
     def score_pairs(
         self, queries: EmbeddedTexts, documents: EmbeddedTexts, batch: Mapping[str, Tensor]
-    ) -> LossParts:
+    ) -> LossSums:
         "The loss of vectors that are there already, before `contrastive_weight`."
         targets_Q, shift, num_queries = batch["labels"], 0, len(batch["labels"])
         every, all_documents, own_Q = queries, documents, None
@@ -541,7 +541,12 @@ class EmbeddingModule(TrainingModule):
         queries, documents = self.embed(batch)
         parts, num_pairs = self.score_pairs(queries, documents, batch), len(batch["labels"])
         count = (batch["labels"] != IGNORE_INDEX).sum()
-        sums = [parts.loss_sum, count, parts.num_right, *(p for _, p in self.penalties().values())]
+        sums = [
+            parts.loss_sum,
+            count,
+            parts.num_correct,
+            *(p for _, p in self.penalties().values()),
+        ]
         self._sums[set_number] = self._sums.get(set_number, 0) + torch.stack(
             [
                 one.detach().double() if self.device.type == "cpu" else one.detach().float()

@@ -13,7 +13,7 @@ from typing import Any
 
 import ipywidgets
 
-from ..model.generate import fill_each_mask
+from ..model.mask_filling import fill_masks
 from ..core.plots import BLUE, GREY
 from .widgets import CONTROL_LOOK, Explorer, explore, flex_row
 
@@ -39,7 +39,7 @@ def ask_checkpoints(
                 "model with its own tokenizer"
             )
     return {
-        name: fill_each_mask(model, tokenizer, [text.replace(GAP, tokenizer.mask_token)], top_k)[0]
+        name: fill_masks(model, tokenizer, [text.replace(GAP, tokenizer.mask_token)], top_k)[0]
         for name, (model, tokenizer) in checkpoints.items()
     }
 

@@ -27,7 +27,7 @@ from transformers.modeling_outputs import BaseModelOutput
 from ..core.plots import BLUE, GREY, ORANGE, svg_box, svg_figure, svg_line, svg_text
 from .widgets import CONTROL_LOOK, Explorer, explore, downsample, flex_row
 from ..model.causal import BertLabForCausalLM
-from ..model.generate import evaluating
+from ..model.mask_filling import eval_mode
 from ..model.huggingface import check_tokenizer
 
 # %% ../../nbs/explorers/05_models.ipynb #a2304c99
@@ -66,7 +66,7 @@ def forward_with_attentions(
 ) -> Any:  # the output, attentions with it
     "Run a model without dropout and without a gradient, and leave it as it was."
     inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
-    with evaluating(model):
+    with eval_mode(model):
         if isinstance(model, BertLabForCausalLM):  # the encoder in it would look ahead
             model.read(**inputs, seen=(seen := []))
             return BaseModelOutput(attentions=tuple(seen))

@@ -16,8 +16,8 @@ import ipywidgets
 
 from ..core.plots import BLUE, GREEN, GREY, RED
 from .widgets import CONTROL_LOOK, Explorer, explore, svg_chart
-from ..model.samplers import SAMPLERS
-from ..model.writing import Writing, write
+from ..model.sampling import SAMPLERS
+from ..model.generation import GenerationResult, generate_with_steps
 
 # %% ../../nbs/explorers/10_stepper.ipynb #b8881295
 class TokenCell(NamedTuple):
@@ -30,7 +30,7 @@ class TokenCell(NamedTuple):
 
 def step_cells(
     tokenizer: Any,
-    writing: Writing,
+    writing: GenerationResult,
     step: int,  # 0 is the prompt
 ) -> list[TokenCell]:  # without special tokens
     "Say what became of each place in a step. Raises `ValueError` for a step that there is not."
@@ -98,7 +98,7 @@ def describe_step(cells: Sequence[TokenCell], step: int, last: int) -> str:
 
 def step_html(
     tokenizer: Any,
-    writing: Writing,
+    writing: GenerationResult,
     step: int,  # 0 is the prompt
 ) -> str:  # HTML
     "Draw a step: the text, what was done, and how many places are open over all steps."
@@ -122,16 +122,16 @@ def stepper(
     sampler: str = "confidence",  # a key of SAMPLERS
     num_steps: int = 8,  # in which all gaps are filled
     seed: int = 0,  # of the draws
-    **options: Any,  # of `write`: temperature, remask, ...; max_new_tokens is 12
+    **options: Any,  # of `generate_with_steps`: temperature, remask, ...; max_new_tokens is 12
 ) -> Explorer:
     "Walk through the unmasking of a text, forward and back."
     options = {"max_new_tokens": 12, **options}
 
     @lru_cache(maxsize=64)
-    def written(prompt: str, sampler: str, seed: int) -> Writing:
+    def written(prompt: str, sampler: str, seed: int) -> GenerationResult:
         if not prompt.strip():
             raise ValueError("type a prompt, such as: return the [MASK] of")
-        return write(
+        return generate_with_steps(
             model, tokenizer, [prompt], sampler=sampler, num_steps=num_steps, seed=seed, **options
         )[0]
 

@@ -32,8 +32,8 @@ from .task_models import count_and_balance, finetuning_groups, freeze_bottom
 from .task_models import rates_by_depth, reinit_top, settle_labels
 from ..model.adapters import add_adapter, read_adapter
 from ..model.config import BertLabConfig
-from ..model.huggingface import check_tokenizer, describe_saving
-from ..model.losses import LossParts
+from ..model.huggingface import check_tokenizer, saved_as
+from ..model.losses import LossSums
 from ..model.task_heads import weighted_loss
 from ..optim.optimizers import get_optimizer
 from ..optim.schedulers import ScheduledLR, get_scheduler
@@ -377,7 +377,7 @@ class FinetuningModule(TrainingModule):
         said[0] += f" ({', '.join(self.fresh[:4])}{', ...' * (len(self.fresh) > 4)})"
         said += [f"{len(self.frozen)} frozen"] * bool(self.frozen)
         tokenizer = getattr(self.data, "tokenizer", None)
-        return "; ".join([*said, describe_saving(self.model, tokenizer=tokenizer)])
+        return "; ".join([*said, saved_as(self.model, tokenizer=tokenizer)])
 
     # --- optimizer and checkpoint -----------------------------------------------------------------
 
@@ -423,7 +423,7 @@ class FinetuningModule(TrainingModule):
             )
         return self.model(**{name: batch[name] for name in (*names, *own) if name in batch})
 
-    def label_loss(self, batch: dict[str, Tensor]) -> LossParts:
+    def label_loss(self, batch: dict[str, Tensor]) -> LossSums:
         "Sums over the labels of a batch."
         return self._loss_parts(self.run_model(batch), batch)
 
@@ -432,7 +432,7 @@ class FinetuningModule(TrainingModule):
         output: Any,
         batch: dict[str, Tensor],
         weigh: bool = True,  # by `class_weights`
-    ) -> LossParts:
+    ) -> LossSums:
         "Sum and count of a batch's loss. Raises `ValueError` for a batch without labels."
         if output.loss_sum is None:
             raise ValueError("the batch has no labels: trainer.predict is for rows without")
@@ -440,7 +440,7 @@ class FinetuningModule(TrainingModule):
         if weigh and self.class_weights_C is not None:
             sums = weighted_loss(output.logits, batch["labels"], self.class_weights_C)
         nothing = torch.zeros_like(sums[0])
-        return LossParts(*sums, nothing, nothing)
+        return LossSums(*sums, nothing, nothing)
 
     # --- what a split is worth, over all batches and processes ------------------------------------
 

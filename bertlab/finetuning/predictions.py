@@ -44,7 +44,7 @@ from .files import read_labelled
 from .metrics import rank_answers, choose_answer, find_spans, merge_spans
 from .task_models import TASK_MODELS, without_reports
 from ..model.config import BertLabConfig
-from ..model.huggingface import check_tokenizer, load_pretrained, read_shape
+from ..model.huggingface import check_tokenizer, load_pretrained, read_config
 
 # %% ../../nbs/finetuning/10_predictions.ipynb #f878d28a
 HEADS = {  # how the name of a model's class ends, and what it is for
@@ -102,7 +102,7 @@ def load_predictor(
     max_sequence_length: int | None = None,  # tokens at once; None: as in training, else all
 ) -> Predictor:
     "Load a model with a head for a task. Raises `ValueError` for one without."
-    shape = read_shape(directory)
+    shape = read_config(directory)
     written = (shape.architectures or ["a model of no kind"])[0]
     head = next((ending for ending in HEADS if written.endswith(ending)), None)
     if head is None:

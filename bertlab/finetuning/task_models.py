@@ -24,14 +24,14 @@ from torch import Tensor, nn
 from ..model.adapters import adapter_overrides, freeze_weights, layer_depth, save_adapter
 from ..model.config import BertLabConfig
 from ..model.huggingface import find_kind, from_huggingface, has_adapter, load_pretrained
-from ..model.huggingface import read_shape, save_model, their_class
+from ..model.huggingface import read_config, save_model, their_class
 from ..model.loading import key_table, their_names
 from ..optim.groups import parameter_groups
 from ..optim.optimizers import optimizer_spec
 from ..model.task_heads import TEXT_LOSSES, BertLabForQuestionAnswering
 from ..model.task_heads import BertLabForSequenceClassification, BertLabForSpanClassification
 from ..model.task_heads import BertLabForTokenClassification
-from ..model.task_heads import balance_classes
+from ..model.task_heads import balanced_class_weights
 
 # %% ../../nbs/finetuning/04_task_models.ipynb #7f72650f
 TASK_MODELS = {
@@ -122,7 +122,7 @@ def load_ours(task: str, name: str | os.PathLike, num_labels: int) -> LoadedMode
     "Load a bertlab directory under a head for the task."
     # A head over the vocabulary has learned to prepare vectors: dense and norm go on.
     renamed = {r"^head\.(dense|norm)\.": r"task_head.\1."}
-    config = read_shape(name)
+    config = read_config(name)
     model, report = load_pretrained(
         TASK_MODELS[task],
         name,
@@ -138,7 +138,7 @@ def load_ours(task: str, name: str | os.PathLike, num_labels: int) -> LoadedMode
 
 def load_theirs(task: str, name: str | os.PathLike, num_labels: int) -> LoadedModel:
     "Let transformers put its own head for the task on a checkpoint, and convert both."
-    kind, ours = find_kind(read_shape(name)), TASK_MODELS[task]
+    kind, ours = find_kind(read_config(name)), TASK_MODELS[task]
     alone = ours is BertLabForSpanClassification  # which has no counterpart: tokens stand in
     head = (BertLabForTokenClassification if alone else ours).__name__.removeprefix("BertLab")
     theirs, report = load_pretrained(
@@ -176,7 +176,7 @@ def load_task_model(
     options: Mapping[str, Any] | None = None,  # of MODEL_OPTIONS
 ) -> LoadedModel:  # in float32, on the CPU
     "Put a head for a task on a pretrained encoder. Raises `ValueError` if that is not whole."
-    shape = read_shape(name)
+    shape = read_config(name)
     load = load_ours if shape.model_type == BertLabConfig.model_type else load_theirs
     with without_reports():
         loaded, fresh = load(task, name, labels.num_labels)
@@ -304,7 +304,7 @@ def count_and_balance(data: Any) -> list[float]:  # of a data module with named 
         )
     several = getattr(data.collator, "problem_type", None) == "multi_label_classification"
     counts, num_rows = data.count_labels("train"), len(data.datasets["train"])
-    return balance_classes(counts, num_rows if several else None)
+    return balanced_class_weights(counts, num_rows if several else None)
 
 
 def check_weights(

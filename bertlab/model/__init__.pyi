@@ -9,11 +9,11 @@ from . import heads as heads
 from . import task_heads as task_heads
 from . import loading as loading
 from . import huggingface as huggingface
-from . import generate as generate
-from . import samplers as samplers
-from . import writing as writing
+from . import mask_filling as mask_filling
+from . import sampling as sampling
 from . import causal as causal
-from . import text_measures as text_measures
+from . import generation as generation
+from . import likelihood as likelihood
 from . import growth as growth
 from . import activation_checkpointing as activation_checkpointing
 from . import float8 as float8

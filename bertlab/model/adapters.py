@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['ADAPTERS', 'AdapterKind', 'read_adapter', 'find_targets', 'add_adapter', 'layer_depth', 'freeze_weights',
-           'trained_shares', 'adapter_overrides', 'save_adapter', 'load_adapter']
+           'trained_fractions', 'adapter_overrides', 'save_adapter', 'load_adapter']
 
 # %% ../../nbs/model/18_adapters.ipynb #4cc27680
 import copy
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from ..core.files import atomic_write
 from ..core.names import did_you_mean, look_up
-from .config import count_matrices
+from .config import matmul_parameters
 from .huggingface import has_adapter, to_huggingface
 from .loading import SECOND_NAMES, find_ending
 from .loading import key_table, their_names, written_weights
@@ -158,7 +158,7 @@ def add_adapter(
 ) -> list[str]:  # names of the weights that move
     "Freeze a model and put an adapter of `peft` into it. Raises `ValueError`."
     if has_adapter(model):
-        raise ValueError("the model has an adapter already: merge it with plain_copy(model) first")
+        raise ValueError("the model has an adapter already: merge it with merged_copy(model) first")
     kind, options = read_adapter(setting)
     asked = options.pop("modules_to_save", None) or ()
     whole = dict.fromkeys([*([asked] if isinstance(asked, str) else asked), *also_train])
@@ -168,7 +168,7 @@ def add_adapter(
         options["feedforward_modules"] = (
             find_targets(model, into)
             if into is not None
-            else [name for name in targets if name.endswith("mlp.contract")]
+            else [name for name in targets if name.endswith("mlp.down_proj")]
         )
     config = getattr(_peft(), ADAPTERS[kind].config)(target_modules=targets, **options)
     return _put_in(model, config, list(whole))
@@ -224,10 +224,10 @@ def freeze_weights(
     return [name for name in names if name in frozen]
 
 # %% ../../nbs/model/18_adapters.ipynb #b3f95d21
-def trained_shares(
+def trained_fractions(
     model: nn.Module,  # with an `encoder`
 ) -> list[float] | None:  # of the embedding, each block, the head; None: all is trained
-    """How large a share of each part's matrices is trained, for `count_flops`.
+    """How large a share of each part's matrices is trained, for `training_flops_per_token`.
 
     Weights of an adapter count like the others, so what they cost forward (a share of some
     hundredths) is left out.
@@ -235,7 +235,7 @@ def trained_shares(
     config, n = model.config, model.config.num_hidden_layers
     if all(parameter.requires_grad for parameter in model.parameters()):
         return None
-    matrices, table = count_matrices(config), config.vocab_size * config.hidden_size
+    matrices, table = matmul_parameters(config), config.vocab_size * config.hidden_size
     sizes = [table, *[matrices["attention"] + matrices["MLP"]] * n, matrices["head"]]
     trained = [0.0] * (n + 2)
     for name, parameter in model.named_parameters():
@@ -468,7 +468,7 @@ def load_adapter(
             f"be read are {', '.join(sorted(known))}"
         )
     if has_adapter(model):
-        raise ValueError("the model has an adapter already: merge it with plain_copy(model) first")
+        raise ValueError("the model has an adapter already: merge it with merged_copy(model) first")
     found = {
         key.removeprefix("base_model.model."): tensor
         for key, tensor in load_file(directory / _FILES[1]).items()

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..data.rows import IGNORE_INDEX
 from .causal import BertLabForCausalLM
-from .heads import BertLabTokenPredictor
+from .heads import TokenPredictionModel
 
 # %% ../../nbs/model/22_context_parallel.ipynb #dd1a0704
 class _Gather(torch.autograd.Function):
@@ -58,21 +58,21 @@ class RowShare:
 
 # %% ../../nbs/model/22_context_parallel.ipynb #4c6553d4
 def share_rows(
-    model: BertLabTokenPredictor,  # changed in place
+    model: TokenPredictionModel,  # changed in place
     group: Any,  # the processes that compute the same rows
-) -> BertLabTokenPredictor:  # the same object
+) -> TokenPredictionModel:  # the same object
     "Let each process compute a stretch of every row. Raises `ValueError`."
-    if not isinstance(model, BertLabTokenPredictor) or isinstance(model, BertLabForCausalLM):
+    if not isinstance(model, TokenPredictionModel) or isinstance(model, BertLabForCausalLM):
         raise ValueError(
             f"context parallel shares the rows of bertlab's encoders with a "
             f"masked-word head, not of a {type(model).__name__}; take strategy='fsdp'"
         )
-    if model.encoder.compiled_layers is not None:
+    if model.encoder.compiled_blocks is not None:
         raise ValueError(
             "compile_model: a compiled model cannot share rows by context parallel; "
             "set compile_model=False"
         )
-    model.encoder.row_share = RowShare(group)
+    model.encoder.sequence_shard = RowShare(group)
     return model
 
 # %% ../../nbs/model/22_context_parallel.ipynb #f807c958

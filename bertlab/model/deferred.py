@@ -10,6 +10,7 @@ import copy
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -100,17 +101,18 @@ def build_deferred(
         _forget(None, "", part)
         apart = copy.copy(part)  # whose shapes stay whole when the model's own are cut
         apart.__dict__["_parameters"] = dict(part._parameters)
-        beginning = Beginning(apart, model.begin_weights, torch.get_rng_state())
+        beginning = Beginning(apart, partial(init_weights, model), torch.get_rng_state())
         complete &= not any(weight.isnan().any() for weight in _begun(beginning).values())
         noted[id(part)] = beginning
 
     hook = register_module_module_registration_hook(_forget)
-    BertLabPreTrainedModel.beginning = staticmethod(note)
+    init_weights = BertLabPreTrainedModel._init_weights
+    BertLabPreTrainedModel._init_weights = note
     try:
         model = build()
     finally:
         hook.remove()
-        BertLabPreTrainedModel.beginning = None
+        BertLabPreTrainedModel._init_weights = init_weights
     parts = dict(model.named_modules())
     complete &= all(type(part).__module__.split(".")[0] in _REPEATABLE for part in parts.values())
     owners = {path: part for path, part in parts.items()

@@ -12,7 +12,7 @@ from importlib import import_module
 import torch
 from torch import nn
 
-from .activation_checkpointing import find_blocks
+from .activation_checkpointing import transformer_blocks
 
 # %% ../../nbs/model/17_float8.ipynb #84341237
 MULTIPLE = 16  # rows and columns of a float8 product come in sixteens
@@ -23,7 +23,7 @@ def float8_layers(
 ) -> list[str]:  # names
     "The linear layers that may multiply in float8: inside blocks, both sizes multiples of 16."
     names = []
-    for block_name, block in find_blocks(model).items():
+    for block_name, block in transformer_blocks(model).items():
         for name, layer in block.named_modules(prefix=block_name):
             if isinstance(layer, nn.Linear) and not any(n % MULTIPLE for n in layer.weight.shape):
                 names.append(name)

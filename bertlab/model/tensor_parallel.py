@@ -19,9 +19,9 @@ from ..data.rows import IGNORE_INDEX
 from .causal import BertLabForCausalLM
 from .config import BertLabConfig
 from .encoder import SelfAttention
-from .heads import BertLabTokenPredictor
-from .layers import PlainMLP
-from .losses import UNREACHABLE, LossParts, LossRule
+from .heads import TokenPredictionModel
+from .layers import MLP, Projection
+from .losses import UNUSED_ROW_BIAS, LossSums, LossConfig
 
 # %% ../../nbs/model/21_tensor_parallel.ipynb #796bc8ec
 @dataclass(frozen=True)
@@ -201,10 +201,10 @@ class VocabularySplit:
         self,
         logits: Tensor,  # (..., V / W), nats: of the words of this process
         labels: Tensor,  # (...): the true id, or -100
-        rule: LossRule = LossRule(),
+        rule: LossConfig = LossConfig(),
         weights: Tensor | None = None,  # (...): of each label's cross-entropy; None: 1
-    ) -> LossParts:
-        "What `score_logits` says of all scores, which no process ever has."
+    ) -> LossSums:
+        "What `sum_losses` says of all scores, which no process ever has."
         logits = logits.flatten(0, -2)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         labels, smoothing = labels.flatten(), rule.label_smoothing
@@ -218,7 +218,7 @@ class VocabularySplit:
         of_label_N = shifted.gather(1, own_N.masked_fill(~here_N, 0)[:, None])[:, 0]
         sums = [shifted.exp().sum(-1), of_label_N.masked_fill(~here_N, 0.0)]
         if smoothing:
-            entries = logits > UNREACHABLE / 2
+            entries = logits > UNUSED_ROW_BIAS / 2
             sums += [shifted.masked_fill(~entries, 0.0).sum(-1), entries.sum(-1).to(shifted)]
         total_N, of_label_N, *all_N = leave(torch.stack(sums), self.group)
         log_total_N = total_N.log()
@@ -233,12 +233,12 @@ class VocabularySplit:
         if rule.z_weight:
             z_N = (log_total_N + highest_N).square().masked_fill(~scored_N, 0.0)
             z = rule.z_weight * z_N.sum()
-        if rule.only_loss:
-            return LossParts(loss_sum, scored_N.sum(), z, None)
+        if rule.loss_only:
+            return LossSums(loss_sum, scored_N.sum(), z, None)
         # The highest of all; of equal ones, the word with the lowest id.
         best_N = torch.where(best_here_N == highest_N, own_best_N + self.first, self.vocab_size)
         dist.all_reduce(best_N, dist.ReduceOp.MIN, group=self.group)
-        return LossParts(loss_sum, scored_N.sum(), z, (best_N == labels).sum())
+        return LossSums(loss_sum, scored_N.sum(), z, (best_N == labels).sum())
 
 # %% ../../nbs/model/21_tensor_parallel.ipynb #c3e2f030
 def check_split(
@@ -267,7 +267,7 @@ def check_split(
 
 def _plain(owner: nn.Module, name: str) -> nn.Linear:
     layer = getattr(owner, name)
-    if type(layer) is not nn.Linear:
+    if type(layer) not in (nn.Linear, Projection):
         raise ValueError(
             f"tensor parallel splits plain linear layers, and {name} is a "
             f"{type(layer).__name__}: leave float8 and adapter out"
@@ -277,9 +277,9 @@ def _plain(owner: nn.Module, name: str) -> nn.Linear:
 
 def _split_attention(attention: SelfAttention, group: Any) -> None:
     c, size = attention.config, dist.get_world_size(group)
-    D, of_keys = c.hidden_size, c.num_kv_heads * c.head_size
+    D, of_keys = c.hidden_size, c.num_kv_heads * c.head_dim
     attention.qkv = ColumnLinear(_plain(attention, "qkv"), (D, of_keys, of_keys), group)
-    attention.out = RowLinear(_plain(attention, "out"), (D,), group)
+    attention.out_proj = RowLinear(_plain(attention, "out_proj"), (D,), group)
     if attention.gate is not None:
         gate = _plain(attention, "gate")
         attention.gate = ColumnLinear(gate, (gate.out_features,), group)
@@ -289,41 +289,41 @@ def _split_attention(attention: SelfAttention, group: Any) -> None:
     attention.num_heads = c.num_attention_heads // size
 
 
-def _split_mlp(mlp: PlainMLP, group: Any) -> None:
-    units = mlp.contract.in_features
-    expand = _plain(mlp, "expand")
-    mlp.expand = ColumnLinear(expand, (units,) * (expand.out_features // units), group)
-    mlp.contract = RowLinear(_plain(mlp, "contract"), (units,), group)
+def _split_mlp(mlp: MLP, group: Any) -> None:
+    units = mlp.down_proj.in_features
+    expand = _plain(mlp, "up_proj")
+    mlp.up_proj = ColumnLinear(expand, (units,) * (expand.out_features // units), group)
+    mlp.down_proj = RowLinear(_plain(mlp, "down_proj"), (units,), group)
 
 
 def split_model(
-    model: BertLabTokenPredictor,  # changed in place
+    model: TokenPredictionModel,  # changed in place
     group: Any,  # the processes that compute it together
     device: torch.device | None = None,  # where they can send from; None: where the weights are
-) -> BertLabTokenPredictor:  # the same object
+) -> TokenPredictionModel:  # the same object
     """Leave each process its share of heads, hidden units and words, beginning with process 0's.
 
     Raises `ValueError` for models, dropouts and layers with which that would not be exact.
     """
     rank, size = dist.get_rank(group), dist.get_world_size(group)
-    if not isinstance(model, BertLabTokenPredictor) or isinstance(model, BertLabForCausalLM):
+    if not isinstance(model, TokenPredictionModel) or isinstance(model, BertLabForCausalLM):
         raise ValueError(
             f"tensor parallel splits bertlab's encoders with a masked-word head, not "
             f"a {type(model).__name__}; take strategy='fsdp'"
         )
-    if model.encoder.compiled_layers is not None:
+    if model.encoder.compiled_blocks is not None:
         raise ValueError(
             "compile_model: a compiled model cannot be split by tensor parallel; set "
             "compile_model=False"
         )
     check_split(model.config, size)
     layers = {type(block.mlp) for block in model.modules() if hasattr(block, "mlp")}
-    if own := [kind.__name__ for kind in layers if not issubclass(kind, PlainMLP)]:
+    if own := [kind.__name__ for kind in layers if not issubclass(kind, MLP)]:
         raise ValueError(
             f"mlp={own[0]} is a layer of your own, which tensor parallel cannot "
-            "split: derive it from PlainMLP, or take strategy='fsdp'"
+            "split: derive it from MLP, or take strategy='fsdp'"
         )
-    activations = [part.activation for part in model.modules() if isinstance(part, PlainMLP)]
+    activations = [part.activation for part in model.modules() if isinstance(part, MLP)]
     if any(isinstance(one, nn.Module) and one.state_dict() for one in activations):
         raise ValueError(
             f"hidden_activation={model.config.hidden_activation} has weights, which "
@@ -336,11 +336,11 @@ def split_model(
             tensor.detach().copy_(sent)
     heads = model.config.num_attention_heads // size
     encoder, head, vocab_size = model.encoder, model.head, model.config.vocab_size
-    encoder.heads_here = slice(rank * heads, (rank + 1) * heads)
+    encoder.local_heads = slice(rank * heads, (rank + 1) * heads)
     for module in list(model.modules()):
         if isinstance(module, SelfAttention):
             _split_attention(module, group)
-        elif isinstance(module, PlainMLP):
+        elif isinstance(module, MLP):
             _split_mlp(module, group)
     encoder.embeddings.tokens = VocabularyEmbedding(encoder.embeddings.tokens, group)
     head.split, head.cut_group = VocabularySplit(vocab_size, group), group

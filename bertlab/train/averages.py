@@ -22,8 +22,8 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
 from ..data.tokenizers import TOKENIZER_FILES, load_tokenizer
 from ..model.config import BertLabConfig
-from ..model.huggingface import HEADS, bertlab_config, read_shape, scored_settings
-from ..model.loading import check_finite, read_weights, written_weights
+from ..model.huggingface import ARCHITECTURES, to_bertlab_config, read_config, output_settings
+from ..model.loading import check_finite, read_state_dict, written_weights
 from ..model.tensor_parallel import find_cuts
 from bertlab.train.model_directories import (
     ModelShelf,
@@ -240,10 +240,10 @@ _ASIDE = ("dropout", "initializer", "dtype", "version", "path", "architectures",
 
 def _read_settings(model: Path) -> dict[str, Any]:
     "What a model's scores depend on besides its weights, and what each of them stands for."
-    shape = read_shape(model)
+    shape = read_config(model)
     found: dict[str, Any] = {"model_type": shape.model_type}
     try:
-        config = shape if isinstance(shape, BertLabConfig) else bertlab_config(shape)
+        config = shape if isinstance(shape, BertLabConfig) else to_bertlab_config(shape)
     except ValueError:  # a kind, or a shape, that only transformers has
         return found | {
             name: value
@@ -251,9 +251,9 @@ def _read_settings(model: Path) -> dict[str, Any]:
             if not any(part in name for part in _ASIDE)
         }
     name = (shape.architectures or [""])[0]
-    head = next((head for head in HEADS if name.endswith(head)), None)
-    for one in [head] if head else HEADS:
-        found |= scored_settings(config, one)
+    head = next((head for head in ARCHITECTURES if name.endswith(head)), None)
+    for one in [head] if head else ARCHITECTURES:
+        found |= output_settings(config, one)
     if head not in ("Model", "ForMaskedLM", "ForQuestionAnswering"):
         one = "regression" if len(shape.id2label) == 1 else "single_label_classification"
         found |= {"id2label": shape.id2label, "problem_type": shape.problem_type or one}
@@ -333,7 +333,7 @@ def save_average(
         raise ValueError(f"output {output} is there already; choose another one")
     _check_alike(models)
     if weights is None:
-        each = {model: read_weights(model) for model in models}
+        each = {model: read_state_dict(model) for model in models}
         for model, one in each.items():
             check_finite(one, model)
         weights = average_weights([each[model] for model in models])

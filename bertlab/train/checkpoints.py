@@ -34,7 +34,7 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 from ..core.files import atomic_write
 from ..data.cache import serialize_tokenizer
 from ..data.collators import COLLATORS
-from ..model.config import TOKEN_IDS, neobert
+from ..model.config import SPECIAL_TOKEN_IDS, neobert
 from ..model.loading import numpy_allowed, read_torch_file
 from ..optim.groups import main_param_group
 from .history import print_line
@@ -434,7 +434,7 @@ _UNRELATED = (
     "architectures",
     "dtype",
     "torch_dtype",
-    *TOKEN_IDS,
+    *SPECIAL_TOKEN_IDS,
 )
 
 
@@ -450,7 +450,7 @@ def _module_identity(module: L.LightningModule) -> dict[str, Any]:
         *_LOSS,
     )
     known = {name: hparams[name] for name in names if name in hparams}
-    if (rule := getattr(module, "loss_rule", None)) is not None:
+    if (rule := getattr(module, "loss_config", None)) is not None:
         known |= {"label_smoothing": rule.label_smoothing, "z_weight": rule.z_weight}
     # Rates and schedules may change; of all else an optimizer brings back what it was saved with.
     known |= {

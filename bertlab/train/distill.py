@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from .checkpoints import isolate_rng
 from ..data.tokenizers import check_same_vocabulary, load_tokenizer
 from ..model.encoder import BertLabModel
-from ..model.heads import BertLabTokenPredictor
+from ..model.heads import TokenPredictionModel
 from ..data.rows import IGNORE_INDEX
 from ..model.layers import gather_positions
-from ..model.losses import LossParts
+from ..model.losses import LossSums
 from .modules import OBJECTIVES, PretrainingModule
 from .modules import load_matching_weights, compile_model, load_encoder
 from .steps import gathered_labels
@@ -58,7 +58,7 @@ def load_reference(
     source: str | os.PathLike,  # a directory, or a name on the hub
     objective: str,
     vocab_size: int,  # of the model that learns
-) -> BertLabTokenPredictor:  # frozen, in evaluation mode
+) -> TokenPredictionModel:  # frozen, in evaluation mode
     "Load a model that answers and never learns. Raises `ValueError` where it cannot answer."
     with isolate_rng():  # building it draws weights, and must not move the run's
         loaded = load_encoder(source)
@@ -128,25 +128,25 @@ class DistillationModule(PretrainingModule):
         **kwargs: Any,  # of `PretrainingModule`
     ):
         super().__init__(**kwargs)
-        check_penalty(kl_weight, temperature, self.loss_rule.chunk_size)
+        check_penalty(kl_weight, temperature, self.loss_config.chunk_size)
         self.reference_hash: str | None = None  # None: there is no reference
         self.divergence: Tensor | None = None  # of the last batch, nats, a sum over its labels
-        self._reference: list[BertLabTokenPredictor] = []  # a list: not saved, trained or wrapped
+        self._reference: list[TokenPredictionModel] = []  # a list: not saved, trained or wrapped
         if kl_weight:
             reference = load_reference(reference_model_name_or_path, self.hparams.objective,
                                        self.config.vocab_size)  # fmt: skip
             check_same_words(reference_model_name_or_path, self.tokenizer)
             self._reference, self.reference_hash = [reference], state_dict_hash(reference)
 
-    def label_loss(self, batch: dict[str, Tensor]) -> LossParts:
+    def label_loss(self, batch: dict[str, Tensor]) -> LossSums:
         "Cross-entropy alone, so that it compares with other runs; `divergence` is set as well."
         if not self._reference:
             return super().label_loss(batch)
         inputs = self.model_inputs(batch)
         # The reference is compared with scores, so they are kept.
-        out = self.model(**inputs, loss_rule=replace(self.current_rule(), only_loss=False))
+        out = self.model(**inputs, loss_config=replace(self.current_rule(), loss_only=False))
         self.divergence = self.compare(out.logits, inputs)
-        return LossParts(out.loss_sum, out.num_labels, out.z_loss, out.num_right)
+        return LossSums(out.loss_sum, out.num_labels, out.z_loss, out.num_correct)
 
     def compare(self, logits: Tensor, inputs: dict[str, Tensor]) -> Tensor:  # nats, a sum
         "KL to the reference's answers to the same inputs, at the labels and weighed as they are."
@@ -169,7 +169,7 @@ class DistillationModule(PretrainingModule):
         if self._configured:
             return
         super().configure_model()
-        if self.model.encoder.compiled_layers is not None and self._reference:
+        if self.model.encoder.compiled_blocks is not None and self._reference:
             compile_model(*self._reference)
 
     def setup(self, stage: str) -> None:

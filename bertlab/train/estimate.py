@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..core.devices import default_precision, resident_memory_bytes, canonical_precision
-from ..model.activation_checkpointing import MemoryLedger
+from ..model.activation_checkpointing import MemoryTracker
 from ..model.adapters import add_adapter, freeze_weights
 from ..model.config import BertLabConfig, modernbert_tiny
 from ..model.heads import BertLabForMaskedLM
@@ -66,7 +66,7 @@ def trace_step(
     half: torch.dtype | None = None,  # of autocast; None: float32
 ) -> StepMemory:
     "Run two steps of a training on fake tensors, and count (`torch._subclasses`)."
-    device, ledger, entered = torch.device(device), MemoryLedger(), []
+    device, ledger, entered = torch.device(device), MemoryTracker(), []
     model = _on_meta(build)
     with FakeTensorMode(allow_non_fake_inputs=True), ledger:
         model.to_empty(device=device)
@@ -317,7 +317,7 @@ def estimate_memory(
         raise ValueError(
             f"precision={precision!r} cannot be estimated; known are {', '.join(_HALVES)}"
         )
-    rule = replace(module.loss_rule, only_loss=True)
+    rule = replace(module.loss_config, loss_only=True)
 
     def build() -> nn.Module:
         model = OBJECTIVES[h.objective](BertLabConfig(**config.to_diff_dict()))
@@ -350,7 +350,7 @@ def estimate_memory(
             ),
             lambda model: build_optimizer(model, h, 1000)["optimizer"],
             batch,
-            lambda model, batch: model(**batch, loss_rule=rule).loss_sum,
+            lambda model, batch: model(**batch, loss_config=rule).loss_sum,
             device,
             _HALVES[precision],
         )

@@ -27,8 +27,8 @@ from ..core.names import resolve
 from ..data.module import BlankRows, DataSource, filled_batches, build_packed_dataset
 from ..data.readers import TABLES, kind_of, read_lines
 from ..data.rows import IGNORE_INDEX
-from ..model.generate import encode_masked, fill_each_mask
-from ..model.losses import LossRule
+from ..model.mask_filling import encode_masked, fill_masks
+from ..model.losses import LossConfig
 from .history import History, print_line, paused
 from .previews import undisturbed
 from .steps import validation_sums, validation_metrics
@@ -227,7 +227,7 @@ class ProbeEvaluator(Evaluator):
                 ids_BL,
                 attention_mask=mask_BL,
                 labels=labels_BL,
-                loss_rule=LossRule(chunk_size=1024),
+                loss_config=LossConfig(chunk_size=1024),
             )
         finally:
             hook.remove()
@@ -297,7 +297,7 @@ class FillMaskEvaluator(Evaluator):
         first = any_ = seen = 0
         for begin in self.limit(range(0, len(self.texts), size)):
             texts = self.texts[begin : begin + size]
-            found = fill_each_mask(module.model, self.tokenizer, texts, self.top_k, size)
+            found = fill_masks(module.model, self.tokenizer, texts, self.top_k, size)
             for gaps, right in zip(found, self.answers[begin : begin + size]):
                 guesses = [word for word, _ in gaps[0]]
                 seen, first = seen + 1, first + (guesses[0] in right)

@@ -34,9 +34,9 @@ from ..core.reading import one_line, read_model_settings, read_text
 from ..data.corpus import load_corpus
 from ..data.sources import iter_documents
 from ..data.tokenizers import load_tokenizer
-from ..model.generate import encode_masked
-from ..model.heads import BertLabTokenPredictor
-from ..model.huggingface import check_tokenizer, plain_copy
+from ..model.mask_filling import encode_masked
+from ..model.heads import TokenPredictionModel
+from ..model.huggingface import check_tokenizer, merged_copy
 from ..model.layers import gather_positions
 from .model_cards import make_card
 from .modules import load_encoder
@@ -54,12 +54,12 @@ class InspectableMaskedLM(nn.Module):
 
     def __init__(
         self,
-        model: BertLabTokenPredictor,  # copied, without adapters; its weights are shared
+        model: TokenPredictionModel,  # copied, without adapters; its weights are shared
         parts: Sequence[str] = tuple(PARTS),  # of PARTS, in that order
     ):
         super().__init__()
         check_parts(parts)
-        self.model, self.parts = plain_copy(model, model.state_dict()), tuple(parts)
+        self.model, self.parts = merged_copy(model, model.state_dict()), tuple(parts)
         # The kernel that knows its weights, and the one made of nothing but plain products.
         self.model.config._attn_implementation = "eager"
         self.eval().requires_grad_(False)
@@ -132,7 +132,7 @@ def _quietly() -> Iterator[None]:
 
 
 def export_onnx(
-    model: BertLabTokenPredictor,
+    model: TokenPredictionModel,
     path: str | os.PathLike,  # of the file; it is overwritten
     parts: Sequence[str] = ("logits",),  # of PARTS
 ) -> None:
@@ -387,7 +387,7 @@ _NEVER_SAID = 1e3  # nats below the best: such an entry has no probability in an
 @torch.no_grad()
 def compare_with_torch(
     exported: OnnxModel,
-    model: BertLabTokenPredictor,
+    model: TokenPredictionModel,
     batches: Sequence[MaskedExamples],
 ) -> dict[str, float]:  # what differs, and the losses in nats per gap
     "Compute the same rows twice. Attention and lens are compared where the file has them."

@@ -27,7 +27,7 @@ from ..core.reading import check_beside, load_json
 from ..data.diffusion import DiffusionConfig
 from ..data.packing import PackedDataset
 from ..model.adapters import save_adapter
-from ..model.huggingface import check_tokenizer, has_adapter, plain_copy, save_model
+from ..model.huggingface import check_tokenizer, has_adapter, merged_copy, save_model
 from ..model.tensor_parallel import find_cuts
 from .parallel import gather_weights
 from .checkpoints import check_writable, dataset_fingerprint, isolate_rng
@@ -50,7 +50,7 @@ def rebuild(
 ) -> PreTrainedModel:  # on the CPU, in evaluation mode
     "Build a model anew around gathered weights; adapters are merged into them."
     with isolate_rng():  # building a model draws its first weights
-        return plain_copy(model, weights)
+        return merged_copy(model, weights)
 
 # %% ../../nbs/train/07_model_directories.ipynb #f5c8d321
 # How a model is used: the columns and the length that bertlab predict reads, and the pooling of

@@ -31,27 +31,32 @@ from torch import Tensor
 from tqdm import tqdm
 
 from ..model.adapters import adapter_overrides, add_adapter, freeze_weights, read_adapter
-from ..model.adapters import trained_shares
-from ..model.activation_checkpointing import checkpoint_activations, read_checkpointing
-from ..model.attention import allow_graphs
+from ..model.adapters import trained_fractions
+from ..model.activation_checkpointing import checkpoint_activations, parse_checkpointing
+from ..model.attention import raise_recompile_limit
 from ..model.causal import BertLabForCausalLM
-from ..model.config import TOKEN_IDS, BertLabConfig, count_flops, count_matrices
+from bertlab.model.config import (
+    SPECIAL_TOKEN_IDS,
+    BertLabConfig,
+    training_flops_per_token,
+    matmul_parameters,
+)
 from ..model.deferred import build_deferred, fill_weights, read_deferred
 from ..core.durations import parse_amount
 from ..core.names import import_object, resolve
 from ..data.collators import COLLATORS
 from ..data.rows import NON_MODEL_KEYS, IGNORE_INDEX
-from ..model.huggingface import bertlab_config, from_huggingface, load_pretrained
-from ..model.huggingface import plain_copy, read_shape, save_model, stored_head
+from ..model.huggingface import to_bertlab_config, from_huggingface, load_pretrained
+from ..model.huggingface import merged_copy, read_config, save_model, stored_head
 from ..data.tokenizers import check_same_vocabulary, num_token_ids, load_tokenizer
-from ..model.encoder import BertLabModel, BertLabPreTrainedModel, Rows, position_table
-from ..model.encoder import run_layers
+from ..model.encoder import BertLabModel, BertLabPreTrainedModel, EncoderInputs, layer_rope
+from ..model.encoder import run_blocks
 from ..model.float8 import convert_to_float8
 from ..model.heads import BertLabForEnhancedMaskedLM, BertLabForMaskedDiffusion
-from ..model.heads import BertLabForMaskedLM, BertLabTokenPredictor, score_vectors
-from ..model.layers import own_layers
-from ..model.loading import load_weights, map_weights
-from ..model.losses import LossParts, LossRule
+from ..model.heads import BertLabForMaskedLM, TokenPredictionModel, head_and_loss
+from ..model.layers import resolve_layers
+from ..model.loading import load_state_dict, map_weights
+from ..model.losses import LossSums, LossConfig
 from ..model.losses import token_bytes
 from ..model.task_heads import BertLabForQuestionAnswering, BertLabForSequenceClassification
 from ..model.task_heads import BertLabForSpanClassification, BertLabForTokenClassification
@@ -62,7 +67,7 @@ from ..optim.schedulers import OTHER_UNITS, CUSTOM_SCHEDULES, get_scheduler, cus
 from .steps import TrainingModule, data_parallel_size, plain_options, reads_decay
 
 # %% ../../nbs/train/02_modules.ipynb #bb3a719c
-OBJECTIVES: dict[str, type[BertLabTokenPredictor]] = {
+OBJECTIVES: dict[str, type[TokenPredictionModel]] = {
     "mlm": BertLabForMaskedLM,
     "enhanced_mlm": BertLabForEnhancedMaskedLM,
     "diffusion": BertLabForMaskedDiffusion,
@@ -84,7 +89,7 @@ def find_objective(
 ) -> str:  # the name under which OBJECTIVES has its model
     "Find the model of an objective; a user's own joins the table. Raises `ValueError`."
     model = resolve(objective, OBJECTIVES, "objective")
-    if not (isinstance(model, type) and issubclass(model, BertLabTokenPredictor)):
+    if not (isinstance(model, type) and issubclass(model, TokenPredictionModel)):
         raise ValueError(
             f"objective={objective!r} is no model that predicts tokens: derive it "
             "from bertlab.BertLabForMaskedLM; a collator goes to the data module, as "
@@ -119,16 +124,16 @@ def collator_objective(
 
 def check_batch(
     batch: dict[str, Tensor],
-    model: BertLabTokenPredictor,
+    model: TokenPredictionModel,
     objective: str,  # of the module
     plain_mean: bool = False,  # whether the module leaves diffusion's weights out
 ) -> None:
     "Raise `ValueError` where a batch was made for another objective, or nobody would read a key."
-    key = model.batch_key
+    key = model.required_input
     others = [
         name
         for name, other in OBJECTIVES.items()
-        if other.batch_key not in (None, key) and other.batch_key in batch
+        if other.required_input not in (None, key) and other.required_input in batch
     ]
     lacking = key is not None and key not in batch and not plain_mean
     if others or lacking:
@@ -169,7 +174,7 @@ def load_encoder(
     "Load BERT, RoBERTa, ModernBERT or a model of ours. Raises `ValueError` in one line."
     from transformers import AutoModel, AutoModelForMaskedLM
 
-    config = read_shape(source)
+    config = read_config(source)
     if config.model_type != BertLabConfig.model_type:
         return from_huggingface(source).float()
     named = config.architectures or [f"BertLab{stored_head(source, config.model_type)}"]
@@ -179,7 +184,7 @@ def load_encoder(
 
 
 def load_matching_weights(
-    model: BertLabTokenPredictor,  # changed in place
+    model: TokenPredictionModel,  # changed in place
     source: BertLabPreTrainedModel,
 ) -> list[str]:  # weights that the source does not have: they stay fresh
     "Copy what two models have in common: the encoder, and the head where there is one."
@@ -220,13 +225,13 @@ def initialize_model(
     overrides: dict[str, Any],  # settings of the configuration that leave the weights' shapes alone
     key_mapping: dict[str, str] | None = None,  # our names of weights: theirs
     deferred: bool = False,  # True: with shapes alone, to be filled by `fill_weights`
-) -> BertLabTokenPredictor:
+) -> TokenPredictionModel:
     """The objective's model with another's weights; says which are fresh, and keeps it as `fresh`.
 
     Raises `ValueError` where settings do not fit the weights, or leave some of them out.
     """
-    shape = read_shape(source)
-    shape = shape if shape.model_type == BertLabConfig.model_type else bertlab_config(shape)
+    shape = read_config(source)
+    shape = shape if shape.model_type == BertLabConfig.model_type else to_bertlab_config(shape)
     config = BertLabConfig(**{**shape.to_diff_dict(), **overrides})
     if lost := unused_weights(source, objective, shape, config, key_mapping):
         some = ", ".join(lost[:3]) + ", ..." * (len(lost) > 3)
@@ -240,7 +245,7 @@ def initialize_model(
     if getattr(model, "deferred", None) is not None:
         fresh = read_deferred(model, source, key_mapping)
     elif key_mapping:
-        report = load_weights(model, source, key_mapping, strict=False)
+        report = load_state_dict(model, source, key_mapping, strict=False)
         fresh, wrong = report.missing, "; ".join(report.mismatched)
     else:
         try:
@@ -306,7 +311,7 @@ def check_tokenizer_matches(
     if tokenizer is None:
         return
     needed = num_token_ids(tokenizer)
-    rows = getattr(read_shape(source), "vocab_size", needed)  # what has none is refused elsewhere
+    rows = getattr(read_config(source), "vocab_size", needed)  # what has none is refused elsewhere
     advice = "take the tokenizer that it was trained with"
     if needed > rows:
         raise ValueError(
@@ -445,23 +450,23 @@ def build_optimizer(
     return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
 # %% ../../nbs/train/02_modules.ipynb #7e0a41bf
-def compile_model(model: BertLabTokenPredictor, **options: Any) -> None:  # of torch.compile
+def compile_model(model: TokenPredictionModel, **options: Any) -> None:  # of torch.compile
     """Compile the path from token ids through the blocks, and from vectors to the loss's sums.
 
     Unpadding stays outside, and so do scores that somebody wants to see. On a CPU the loss does,
     too: its shapes follow the labels there.
     """
-    allow_graphs()  # models of several shapes, in training and validation
-    compiled, kinds = torch.compile(run_layers, **options), {*model.config.layer_kinds}
+    raise_recompile_limit()  # models of several shapes, in training and validation
+    compiled, kinds = torch.compile(run_blocks, **options), {*model.config.layer_types}
 
-    def run(encoder: BertLabModel, rows: Rows, *args: Any, **named: Any) -> dict[str, Any]:
+    def run(encoder: BertLabModel, rows: EncoderInputs, *args: Any, **named: Any) -> dict[str, Any]:
         # Angles are made here: inside, every layer would make its own for every head.
-        tables = {kind: position_table(encoder.config, kind, rows.positions) for kind in kinds}
+        tables = {kind: layer_rope(encoder.config, kind, rows.positions) for kind in kinds}
         return compiled(encoder, rows, *args, **named, tables=tables)
 
-    model.encoder.__dict__["compiled_layers"] = run
-    if isinstance(model, BertLabTokenPredictor):
-        model.__dict__["compiled_scores"] = torch.compile(score_vectors, **options)
+    model.encoder.__dict__["compiled_blocks"] = run
+    if isinstance(model, TokenPredictionModel):
+        model.__dict__["compiled_head"] = torch.compile(head_and_loss, **options)
 
 
 def resolve_compile(
@@ -486,7 +491,7 @@ def check_recomputing(
 ) -> None:
     "Raise `ValueError` for a setting that cannot be, or that the optimizer does not allow."
     second = optimizer_spec(optimizer_class).needs_create_graph
-    read_checkpointing(setting, compiled=compile_model, needs_create_graph=second)
+    parse_checkpointing(setting, compiled=compile_model, needs_create_graph=second)
     if second and compile_model:  # PyTorch: "does not currently support double backward"
         raise ValueError(
             f"compile_model={compile_model!r}: optimizer_class={optimizer_class!r} "
@@ -496,12 +501,12 @@ def check_recomputing(
 
 
 def apply_activation_checkpointing(
-    model: BertLabTokenPredictor,
-    setting: bool | str | dict[str, Any],  # of `read_checkpointing`
+    model: TokenPredictionModel,
+    setting: bool | str | dict[str, Any],  # of `parse_checkpointing`
     device: torch.device,
 ) -> None:
     "Let the backward pass compute anew what a setting says. Raises `ValueError` on a TPU."
-    mode, options = read_checkpointing(setting)
+    mode, options = parse_checkpointing(setting)
     if mode is not None and device.type == "xla":
         raise ValueError(
             f"gradient_checkpointing={setting!r} does not run on a TPU, where torch's "
@@ -529,7 +534,7 @@ class HuggingFaceCheckpointIO(_WrappingCheckpointIO):
                 for name, weight in weights.items()
                 if name.startswith("model.")
             }  # a subclass may have parts beside its model
-            model = plain_copy(module.model, own)
+            model = merged_copy(module.model, own)
         with torch.random.fork_rng(devices=[]):
             save_model(model, module.tokenizer, Path(path).with_suffix(""))
 
@@ -577,7 +582,7 @@ class PretrainingModule(TrainingModule):
         float8: str | None = None,  # a recipe of torchao, where the GPU multiplies float8
         load_key_mapping: dict[str, str] | None = None,  # our names: those in the checkpoint
         model_kwargs: dict[str, Any] | None = None,  # attn_implementation and the like
-        loss_kwargs: dict[str, Any] | None = None,  # of LossRule: z_weight, label_smoothing, ...
+        loss_kwargs: dict[str, Any] | None = None,  # of LossConfig: z_weight, label_smoothing, ...
         plain_mean: bool = False,  # diffusion: each label counts 1, not 1 / t
         schedule: Any = None,  # your own for the phases: f(step), a class, its name; time_budget
         parameter_overrides: dict[str, dict[str, Any]] | None = None,  # glob: lr, weight_decay
@@ -625,8 +630,8 @@ class PretrainingModule(TrainingModule):
             "scheduler_kwargs": scheduler_kwargs,
         }
         self.hparams.update(self._own)  # a subclass may hand on others than it was given
-        self.loss_rule, self.bounds_text = LossRule(**(loss_kwargs or {})), not plain_mean
-        self.reports_z_loss = self.loss_rule.z_weight > 0
+        self.loss_config, self.bounds_text = LossConfig(**(loss_kwargs or {})), not plain_mean
+        self.reports_z_loss = self.loss_config.z_weight > 0
         source, tokenizer = pretrained_model_name_or_path, pretrained_tokenizer_name_or_path
         own = tokenizer is None or str(tokenizer) == str(source)
         tokenizer = source if own else tokenizer
@@ -635,7 +640,7 @@ class PretrainingModule(TrainingModule):
         self.tokenizer, self.fresh = tokenizer, []  # weights that the continued model lacks
         # Kernels that skip pay where layers are compiled, and know no second derivative.
         plainly = compile_model is False or optimizer_spec(optimizer_class).needs_create_graph
-        overrides = own_layers(
+        overrides = resolve_layers(
             {
                 "attn_implementation": "sdpa" if plainly else "auto",
                 **(model_config_kwargs or {}),
@@ -653,7 +658,7 @@ class PretrainingModule(TrainingModule):
             self.config, self.fresh = self.model.config, self.model.fresh
             # BERT's own configuration names neither [CLS] nor [SEP], and others name what nobody
             # has looked at: labels are counted by these ids.
-            for name in TOKEN_IDS:
+            for name in SPECIAL_TOKEN_IDS:
                 known = getattr(tokenizer, name, None)
                 if known is not None and name not in overrides:
                     setattr(self.config, name, known)
@@ -703,28 +708,28 @@ class PretrainingModule(TrainingModule):
             inputs |= {"loss_weights": shares_BL, "token_shares": shares_BL}
         return inputs
 
-    def current_rule(self) -> LossRule:
+    def current_rule(self) -> LossConfig:
         "The rule of the loss in training; elsewhere it smooths nothing, so that losses compare."
-        return self.loss_rule if self.training else replace(self.loss_rule, label_smoothing=0.0)
+        return self.loss_config if self.training else replace(self.loss_config, label_smoothing=0.0)
 
-    def label_loss(self, batch: dict[str, Tensor]) -> LossParts:
+    def label_loss(self, batch: dict[str, Tensor]) -> LossSums:
         "Sums over the labels of a batch, each (B, L) or as its collator says."
-        rule = replace(self.current_rule(), only_loss=self.training)
-        out = self.model(**self.model_inputs(batch), loss_rule=rule)
-        return LossParts(out.loss_sum, out.num_labels, out.z_loss, out.num_right)
+        rule = replace(self.current_rule(), loss_only=self.training)
+        out = self.model(**self.model_inputs(batch), loss_config=rule)
+        return LossSums(out.loss_sum, out.num_labels, out.z_loss, out.num_correct)
 
     def num_flops_per_token(
         self,
         mean_context: float,  # tokens that a token may attend to: sum(n * n) / sum(n)
         label_rate: float,  # share of the tokens that are predicted
     ) -> float:  # floating-point operations per real token, forward and backward
-        """The cost of a token, its real context and the sparse head counted (see `count_flops`).
+        """The cost of a token, its real context and the sparse head counted (see `training_flops_per_token`).
 
         Once the model is built, what an adapter or `freeze` spares is left out.
         """
-        parts = count_flops(self.config, mean_context, label_rate, self._shares)
+        parts = training_flops_per_token(self.config, mean_context, label_rate, self._shares)
         if self.rebuilds:  # one block more, where half of all is seen
-            matrices = count_matrices(self.config)
+            matrices = matmul_parameters(self.config)
             parts["rebuilding"] = (
                 6.0 * (matrices["attention"] + matrices["MLP"])
                 + 6.0 * self.config.hidden_size * mean_context
@@ -797,7 +802,7 @@ class PretrainingModule(TrainingModule):
         if h.adapter is not None:
             add_adapter(model, h.adapter)
         freeze_weights(model, h.freeze)
-        self._shares = trained_shares(model)
+        self._shares = trained_fractions(model)
         device = torch.device("cpu") if self._trainer is None else self.trainer.strategy.root_device
         if h.float8:
             convert_to_float8(model, h.float8, device)

@@ -16,7 +16,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 
 from ..core.names import look_up
 from ..data.rows import IGNORE_INDEX
-from ..model.encoder import layer_context
+from ..model.encoder import make_layer_context
 from ..model.heads import BertLabForMaskedLM
 from ..model.layers import gather_positions
 from ..model.losses import masked_lm_loss
@@ -47,7 +47,7 @@ class EncoderStage(nn.Module):
         c, encoder = model.config, model.encoder
         self.config, self.first, self.last = c, index == 0, index == num_stages - 1
         own = stage_blocks(c.num_hidden_layers, num_stages)[index]
-        self.kinds = [c.layer_kinds[n] for n in own]
+        self.kinds = [c.layer_types[n] for n in own]
         self.blocks = nn.ModuleDict({str(n): encoder.blocks[n] for n in own})
         if self.first:
             self.embeddings = encoder.embeddings
@@ -65,7 +65,7 @@ class EncoderStage(nn.Module):
         label_positions: Tensor,  # (B, M)
     ) -> Tensor:  # (B, L, D), or (B, M, V) of the last stage
         x = self.embeddings(x, position_ids) if self.first else x
-        contexts = {kind: layer_context(self.config, kind, attention_mask, position_ids, "sdpa")
+        contexts = {kind: make_layer_context(self.config, kind, attention_mask, position_ids, "sdpa")
                     for kind in dict.fromkeys(self.kinds)}  # fmt: skip
         for block, kind in zip(self.blocks.values(), self.kinds):
             x, _ = block(x, contexts[kind])

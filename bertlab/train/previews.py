@@ -25,9 +25,9 @@ from torch import Tensor, nn
 from ..core.files import atomic_write
 from .checkpoints import isolate_rng
 from .history import RunProgress, print_line, paused
-from ..model.generate import encode_masked, fill_each_mask
-from ..model.samplers import SamplingRule
-from ..model.writing import generate
+from ..model.mask_filling import encode_masked, fill_masks
+from ..model.sampling import SamplingConfig
+from ..model.generation import generate
 
 # %% ../../nbs/train/11_previews.ipynb #81baefeb
 @contextmanager
@@ -175,7 +175,7 @@ class FillMaskPreview(Preview):
         self.top_k = top_k
 
     def ask(self, model: nn.Module) -> list:  # text -> gap -> [token, probability]
-        return fill_each_mask(model, self.tokenizer, self.texts, self.top_k)
+        return fill_masks(model, self.tokenizer, self.texts, self.top_k)
 
     def describe(self, answers: list) -> list[str]:
         words = lambda gap: ", ".join(f"{token} {p:.3f}" for token, p in gap)
@@ -213,7 +213,7 @@ class DiffusionPreview(Preview):
         self.sampling = dict(
             sampler=sampler, num_steps=num_steps, temperature=temperature, seed=seed
         )
-        SamplingRule(**self.sampling)  # or refuse now, not in the first preview
+        SamplingConfig(**self.sampling)  # or refuse now, not in the first preview
 
     def ask(self, model: nn.Module) -> list[str]:
         return generate(model, self.tokenizer, self.texts, mode="infill", **self.sampling)

@@ -27,7 +27,7 @@ from ..core.devices import describe_device, peak_memory_bytes
 from ..core.files import atomic_write
 from ..core.plots import GREY, ORANGE, new_axes, plot_loss
 from ..data.packing import PackedDataset
-from ..model.config import count_weights
+from ..model.config import count_parameters
 from ..data.rows import IGNORE_INDEX
 from .checkpoints import TrainingInterrupted
 from .history import History, RunRecord, format_seconds
@@ -73,7 +73,7 @@ def parameter_counts(
     model: torch.nn.Module,  # of bertlab, built
 ) -> dict[str, int]:  # part -> numbers; last "total", of those that are trained
     "Count the weights of a built model by part; tied ones once."
-    parts = count_weights(model.config)
+    parts = count_parameters(model.config)
     whole = sum(p.numel() for p in model.parameters())
     total = sum(p.numel() for p in model.parameters() if p.requires_grad)
     if whole != sum(parts.values()):

@@ -24,8 +24,8 @@ from lightning.pytorch.utilities import rank_zero_only
 from .history import History, RunProgress
 from ..model.config import BertLabConfig, modernbert_tiny
 from ..model.heads import BertLabForMaskedLM
-from ..model.huggingface import bertlab_config, read_shape, save_model
-from ..model.layers import own_layers
+from ..model.huggingface import to_bertlab_config, read_config, save_model
+from ..model.layers import resolve_layers
 from .model_directories import rebuild, full_state_dict
 from ..data.tokenizers import resolve_tokenizer, train_tokenizer
 from ..data.module import PretrainingDataModule, training_texts
@@ -284,8 +284,8 @@ def _check_values(
 
 def _config_of(model: Path | str | BertLabConfig) -> BertLabConfig:
     "The shape of a model in a directory, or on the hub, as one of ours."
-    shape = model if isinstance(model, BertLabConfig) else read_shape(model)
-    return shape if shape.model_type == BertLabConfig.model_type else bertlab_config(shape)
+    shape = model if isinstance(model, BertLabConfig) else read_config(model)
+    return shape if shape.model_type == BertLabConfig.model_type else to_bertlab_config(shape)
 
 
 def _shape_of(
@@ -295,11 +295,11 @@ def _shape_of(
     module = stage.module
     given = {**(module.get("model_config_kwargs") or {}), **(module.get("model_kwargs") or {})}
     if before is None and not module.get(_MODEL):
-        return BertLabConfig(**own_layers(given))
+        return BertLabConfig(**resolve_layers(given))
     shape = _config_of(before or module[_MODEL])
     # The size of a vocabulary may be known only when the text is read.
     given = {name: value for name, value in given.items() if name != "vocab_size"}
-    config = BertLabConfig(**{**shape.to_diff_dict(), **own_layers(given)})
+    config = BertLabConfig(**{**shape.to_diff_dict(), **resolve_layers(given)})
     if previous is not None and not module.get("load_key_mapping"):
         _check_fit(
             shape,
@@ -358,14 +358,14 @@ def _check_module(stage: Stage, number: int) -> None:
         build_optimizer(toy, module.hparams, stage.num_steps())
     if stage.reference is None:
         return
-    check_penalty(kl_weight, temperature, module.loss_rule.chunk_size)
+    check_penalty(kl_weight, temperature, module.loss_config.chunk_size)
     strategy = get_strategy(stage.trainer.get("strategy") or "auto")
     if hasattr(strategy, "mesh_sizes") and kl_weight:
         check_whole_scores(strategy.mesh_sizes(num_processes(stage.trainer))[0])
     if stage.reference != "previous" and kl_weight:
         if not Path(stage.reference).is_dir() and not looks_like_hub_name(stage.reference):
             raise ValueError(f"reference {stage.reference!r} is neither a directory nor a hub name")
-        read_shape(stage.reference)  # asks the hub for a small file now, not after days of stage 1
+        read_config(stage.reference)  # asks the hub for a small file now, not after days of stage 1
 
 # %% ../../nbs/train/15_stages.ipynb #9135b4a5
 def _shared_tokenizer(stages: Sequence[Stage], output: Path) -> Any:

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from ..data.rows import IGNORE_INDEX
 from ..model.layers import gather_positions
-from ..model.losses import LossParts, shapes_are_free
+from ..model.losses import LossSums, allows_dynamic_shapes
 from ..model.losses import perplexity
 from ..optim.budgets import cpu_process_group
 from ..optim.groups import main_param_group
@@ -215,13 +215,13 @@ def label_bytes(
 
 def validation_sums(
     batch: dict[str, Tensor],
-    parts: LossParts,  # of the batch
+    parts: LossSums,  # of the batch
     bytes_V: Tensor | None,  # UTF-8 bytes of each token of the vocabulary
 ) -> Tensor:  # (5,) float64 where there is such: loss, its divisor, right, labels, bytes
     "What validation adds up over batches."
     scored = (gathered_labels(batch) != IGNORE_INDEX).sum()
     num_bytes = torch.zeros_like(scored) if bytes_V is None else label_bytes(batch, bytes_V)
-    sums = (parts.loss_sum, parts.num_labels, parts.num_right, scored, num_bytes)
+    sums = (parts.loss_sum, parts.num_labels, parts.num_correct, scored, num_bytes)
     exact = torch.float32 if scored.device.type in ("xla", "mps") else torch.float64
     return torch.stack([part.detach().to(exact) for part in sums])
 
@@ -231,12 +231,12 @@ def validation_metrics(
     stage: str = "val",  # or test
 ) -> dict[str, Tensor]:  # val_loss, val_accuracy, ... over all sets, and val_loss_i of each
     "Divide once, at the end."
-    loss_sum, divisor, num_right, scored, num_bytes = sums.sum(0)
+    loss_sum, divisor, num_correct, scored, num_bytes = sums.sum(0)
     loss = loss_sum / divisor
     # Where a run keeps its numbers in 16 bits, a tensor without a type would be one of those.
     metrics = {
         "loss": loss,
-        "accuracy": num_right / scored,
+        "accuracy": num_correct / scored,
         "perplexity": torch.tensor(perplexity(loss.item()), dtype=torch.float32),
     }
     if num_bytes > 0:
@@ -340,7 +340,7 @@ class TrainingModule(L.LightningModule):
 
     # --- what a subclass says -------------------------------------------------------------------
 
-    def label_loss(self, batch: dict[str, Tensor]) -> LossParts:
+    def label_loss(self, batch: dict[str, Tensor]) -> LossSums:
         "Sums over the labels of a batch: loss, count, z-loss, how many were right."
         raise NotImplementedError(f"{type(self).__name__} must say what the labels are worth")
 
@@ -438,7 +438,7 @@ class TrainingModule(L.LightningModule):
                     p.grad.clamp_(-gradient_clip_val, gradient_clip_val)
         elif gradient_clip_val:
             # A factor of 1 changes nothing. A CPU may ask for it; elsewhere asking is waiting.
-            if shapes_are_free(self._norm) and self._norm + 1e-6 <= gradient_clip_val:
+            if allows_dynamic_shapes(self._norm) and self._norm + 1e-6 <= gradient_clip_val:
                 return
             torch.nn.utils.clip_grads_with_norm_(self.parameters(), gradient_clip_val, self._norm)
 

@@ -235,7 +235,7 @@ def test_a_wrong_option_of_optimizer_schedule_or_parts_is_refused_before_the_tex
 
 @pytest.mark.parametrize("more", [
     ["--model.parameter_overrides", '{"*blocks.1.*": {lr: 1.0e-4}}'],
-    ["--model.parameter_overrides", '{"*rebuilder*": {lr: 1.0e-4}}', "--model.objective", "enhanced_mlm"],
+    ["--model.parameter_overrides", '{"*decoder*": {lr: 1.0e-4}}', "--model.objective", "enhanced_mlm"],
     ["--model.parameter_overrides", '{"*lora_*": {weight_decay: 0.0}}', "--model.adapter", "lora"],
     ["--model.parameter_overrides", '{"*blocks.1.mlp*": {hidden: false}}', "--model.optimizer_class", "muon"],
     ["--model.parameter_overrides", '{"*blocks.1.*": {lr: 1.0e-4}}', "--model.freeze", "1"],

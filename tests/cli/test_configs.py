@@ -7,7 +7,7 @@ import pytest
 import yaml
 from test_training import word_tokenizer
 
-from bertlab.model.huggingface import describe_saving, save_model
+from bertlab.model.huggingface import saved_as, save_model
 from bertlab.cli.pretrain import Run, ask_for_run, find_model, pretrain, settle_shape
 from bertlab.model.config import BertLabConfig, bert_base, modernbert_base, modernbert_large
 from bertlab.data.module import PretrainingDataModule
@@ -152,7 +152,7 @@ def test_domain_adaptation_goes_on_from_a_directory_that_stands_for_a_hub_name(t
     module.configure_model()
     known = tmp_path / "published"
     save_model(module.model, tokenizer, known)
-    assert "ModernBert" in describe_saving(module.model)
+    assert "ModernBert" in saved_as(module.model)
     path = next(path for path in CONFIGS if path.stem == "domain-adaptation")
     words = [
         "--config",

@@ -23,7 +23,7 @@ from bertlab.cli.options import COMMANDS
 from bertlab.cli.pretrain import ask_for_run
 from bertlab.finetuning.runs import finetune
 from bertlab.finetuning.predictions import load_predictor, predict_rows
-from bertlab.model.loading import read_weights
+from bertlab.model.loading import read_state_dict
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -192,7 +192,7 @@ def test_the_average_of_a_run_is_the_mean_of_the_seeds_that_it_has_finished(
     more = ["--run.seeds", "[0,1]", *(["--model.adapter", adapter] if adapter else [])]
     assert by_words(words_for(tok, source, output, *more)) == 0
     seeds = [
-        read_weights(path)["task_head.classifier.weight"]
+        read_state_dict(path)["task_head.classifier.weight"]
         for path in sorted(output.glob("seed-*/best.ckpt"))
     ]
     shutil.copytree(

@@ -457,7 +457,7 @@ def test_a_model_directory_of_somebody_else_may_not_name_code_to_import(place):
     (place / "theirs" / "config.json").write_text(
         json.dumps({"model_type": "bertlab", "norm": "evil.Norm"})
     )
-    with pytest.raises(ValueError, match="evil.Norm.*add_layer"):
+    with pytest.raises(ValueError, match="evil.Norm.*register_layer"):
         BertLabConfig.from_pretrained(place / "theirs")
     assert not (place / "ran").exists()
 

@@ -12,7 +12,7 @@ import torch
 
 from bertlab.core import devices
 from bertlab.model import attention
-from bertlab.model.attention import Setting, choose_kernel
+from bertlab.model.attention import KernelRequest, choose_kernel
 from bertlab.cli.main import main
 from bertlab.core.devices import (
     check_device,
@@ -334,17 +334,17 @@ def test_the_kernel_that_is_foretold_is_the_one_that_a_model_takes(monkeypatch, 
         ("cpu", "cuda", "mps"), types, (64, 128, 512, 1024), ((7, 5), (8, 0), (9, 0))
     )
     for kind, precision, row_length, capability in cases:
-        setting = Setting(kind, types[precision], row_length, capability=capability)
+        setting = KernelRequest(kind, types[precision], row_length, capability=capability)
         assert (
             describe_attention(kind, precision, row_length, capability)[0]
             == choose_kernel(setting)[0]
         ), setting
     assert (
         describe_attention("cuda", "64-true")[0]
-        == choose_kernel(Setting("cuda", torch.float64))[0]
+        == choose_kernel(KernelRequest("cuda", torch.float64))[0]
         == "sdpa"
     )
-    in_graph = Setting("cuda", torch.bfloat16, compiled=True)
+    in_graph = KernelRequest("cuda", torch.bfloat16, compiled=True)
     name, reason = describe_attention("cuda", "bf16-mixed")
     assert (f"in a compiled graph, {choose_kernel(in_graph)[0]}" in reason) == bool(varlen)
     assert name == ("varlen" if varlen else choose_kernel(in_graph)[0])

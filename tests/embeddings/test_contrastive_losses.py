@@ -55,7 +55,7 @@ def test_the_loss_is_the_cross_entropy_of_picking_the_right_document(num_negativ
         max(range(len(d.vectors_ND)), key=lambda n: cosine(v, d.vectors_ND[n].tolist()))
         for v in q.vectors_ND.tolist()
     ]
-    assert parts.num_right == sum(b == i for i, b in enumerate(best))
+    assert parts.num_correct == sum(b == i for i, b in enumerate(best))
 
 
 def test_both_directions_and_prefixes_are_means_of_single_losses():
@@ -121,7 +121,7 @@ def test_blanks_count_neither_as_queries_nor_as_documents():
     three = [EmbeddedTexts(e.vectors_ND[:3], groups[:3]) for e in (q, d)]
     alone = rule(*three, targets[:3], 0.1)
     assert with_blank.loss_sum.item() == pytest.approx(alone.loss_sum.item(), rel=1e-9)
-    assert with_blank.num_labels == 3 and with_blank.num_right == alone.num_right
+    assert with_blank.num_labels == 3 and with_blank.num_correct == alone.num_correct
     grads = torch.autograd.grad(with_blank.loss_sum, (q.vectors_ND, d.vectors_ND))
     assert all(torch.isfinite(g).all() and (g[3] == 0).all() for g in grads)
 

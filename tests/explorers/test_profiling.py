@@ -116,7 +116,7 @@ def test_operations_know_their_layer_and_the_backward_pass():
     layers = {o.layer.partition(".")[2] for o in found if not o.backward}
     assert {
         "encoder.blocks.0.attention.qkv",
-        "encoder.blocks.1.mlp.contract",
+        "encoder.blocks.1.mlp.down_proj",
         "encoder.embeddings.tokens",
     } <= layers
     forward = sum(o.flops for o in found if o.name in ("mm", "addmm") and not o.backward)
@@ -299,7 +299,7 @@ def test_a_training_step_with_all_that_watches_it_reads_nothing_back(
 ):
     for user in ("model.heads", "train.steps"):
         monkeypatch.setattr(
-            f"bertlab.{user}.shapes_are_free", lambda values: False
+            f"bertlab.{user}.allows_dynamic_shapes", lambda values: False
         )  # as on a device
     watchers = [
         NonFiniteGuard(),

@@ -11,7 +11,7 @@ from bertlab.data.tokenizers import train_tokenizer
 from bertlab.explorers.stepper import step_cells, step_html, stepper
 from bertlab.model.config import modernbert_tiny
 from bertlab.model.heads import BertLabForMaskedDiffusion
-from bertlab.model.writing import write
+from bertlab.model.generation import generate_with_steps
 
 torch.set_num_threads(1)
 TOKENIZER = train_tokenizer(["the cat sat on the mat <b> bold"] * 20, vocab_size=80)
@@ -23,7 +23,7 @@ MASK = TOKENIZER.mask_token_id
 
 @pytest.mark.parametrize("sampler", ["confidence", "remask", "ancestral"])
 def test_the_fates_of_all_places_follow_from_the_states(sampler):
-    writing = write(
+    writing = generate_with_steps(
         MODEL,
         TOKENIZER,
         ["the [MASK] sat [MASK] [MASK] [MASK] mat"],
@@ -50,7 +50,7 @@ def test_the_fates_of_all_places_follow_from_the_states(sampler):
 
 
 def test_each_step_is_drawn_with_its_words_and_their_confidence():
-    writing = write(MODEL, TOKENIZER, ["the [MASK] [MASK] mat"], seed=1)[0]
+    writing = generate_with_steps(MODEL, TOKENIZER, ["the [MASK] [MASK] mat"], seed=1)[0]
     [place] = np.flatnonzero(writing.states[0] != writing.states[1])
     drawn = step_html(TOKENIZER, writing, 1)
     sure = writing.confidence[1, place]

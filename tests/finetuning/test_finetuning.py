@@ -17,7 +17,7 @@ from bertlab.data.tokenizers import train_tokenizer
 from bertlab.finetuning.module import FinetuningModule, finetuning_schedule, make_scores
 from bertlab.finetuning.data import FinetuningDataModule
 from bertlab.finetuning.metrics import labels_of_words
-from bertlab.model.task_heads import balance_classes, weighted_loss
+from bertlab.model.task_heads import balanced_class_weights, weighted_loss
 from bertlab.train.history import History
 from bertlab.train.trainer import make_trainer, seed_everything
 
@@ -623,10 +623,10 @@ def test_balanced_weights_are_sklearns():
 
     labels = ["a"] * 7 + ["b"] * 2 + ["c"]
     expected = compute_class_weight("balanced", classes=np.array(["a", "b", "c"]), y=labels)
-    np.testing.assert_allclose(balance_classes({"a": 7, "b": 2, "c": 1}), expected)
-    assert balance_classes({"a": 8, "b": 2}, positives_of=10) == [0.25, 4.0]
+    np.testing.assert_allclose(balanced_class_weights({"a": 7, "b": 2, "c": 1}), expected)
+    assert balanced_class_weights({"a": 8, "b": 2}, positives_of=10) == [0.25, 4.0]
     with pytest.raises(ValueError, match="rows without a label, too, and all have 'b'"):
-        balance_classes({"a": 8, "b": 10}, positives_of=10)
+        balanced_class_weights({"a": 8, "b": 10}, positives_of=10)
 
 
 def test_weighted_losses_are_torchs():

@@ -27,8 +27,12 @@ from bertlab.finetuning.predictions import (
 )
 from bertlab.finetuning.runs import finetune
 from bertlab.model.config import bert_tiny, modernbert_tiny
-from bertlab.model.huggingface import describe_saving
-from bertlab.model.task_heads import BertLabForSpanClassification, allowed_spans, span_loss
+from bertlab.model.huggingface import saved_as
+from bertlab.model.task_heads import (
+    BertLabForSpanClassification,
+    allowed_spans,
+    global_pointer_loss,
+)
 from bertlab.train.trainer import make_trainer, seed_everything
 
 warnings.filterwarnings("ignore", module="lightning")
@@ -406,13 +410,14 @@ def test_the_loss_is_that_of_a_plain_loop_and_so_is_its_gradient():
     labels = torch.full((4, 3, 3), -100)
     labels[0, :3] = torch.tensor([[1, 6, 0], [2, 3, 0], [2, 3, 1]])
     labels[1, :2] = torch.tensor([[0, 1, 0], [3, 5, 0]])
-    found = span_loss(scores, labels, allowed_spans(documents, special), documents)
+    found = global_pointer_loss(scores, labels, allowed_spans(documents, special), documents)
     expected, count = loss_by_hand(scores.detach(), labels, documents, special)
     assert (
         found[0].item() == pytest.approx(expected, rel=1e-12) and found[1].item() == count == 2 * 6
     )
     assert torch.autograd.gradcheck(
-        lambda s: span_loss(s, labels, allowed_spans(documents, special), documents)[0], scores
+        lambda s: global_pointer_loss(s, labels, allowed_spans(documents, special), documents)[0],
+        scores,
     )
 
 
@@ -421,7 +426,7 @@ def test_scores_far_from_zero_neither_overflow_nor_vanish():
     scores = torch.full((1, 1, 4, 4), -5000.0)
     scores[..., 0, 1] = 5000.0
     scores.requires_grad_()
-    total, _ = span_loss(scores, labels, allowed_spans(documents), documents)
+    total, _ = global_pointer_loss(scores, labels, allowed_spans(documents), documents)
     total.backward()
     assert total.item() == pytest.approx(10000.0) and scores.grad[0, 0, 0, :2].tolist() == [
         -1.0,
@@ -596,7 +601,7 @@ def test_a_directory_says_the_same_as_its_module(trained):
         ("LOC", "ORG"),
         6,
     )
-    assert "BertLabForSpanClassification, which loads where bertlab is imported" in describe_saving(
+    assert "BertLabForSpanClassification, which loads where bertlab is imported" in saved_as(
         run.module.model
     )
     rows = data.records["test"].rows

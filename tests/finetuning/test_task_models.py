@@ -215,7 +215,7 @@ def fresh_model():
 
 
 def test_depths_count_from_the_tokens_up():
-    names = {"encoder.embeddings.tokens.weight": 0, "encoder.blocks.0.mlp.expand.weight": 1, "blocks.11.mlp.x": 12,
+    names = {"encoder.embeddings.tokens.weight": 0, "encoder.blocks.0.mlp.up_proj.weight": 1, "blocks.11.mlp.x": 12,
              "encoder.final_norm.weight": 13, "task_head.dense.weight": 13, "embeddings.norm.weight": 0}  # fmt: skip
     assert {name: layer_depth(name, 12) for name in names} == names
 
@@ -278,7 +278,7 @@ def test_reinit_begins_the_top_anew_and_leaves_the_rest(tmp_path):
     assert changed == set(anew) == expected
     assert (
         model.encoder.final_norm.weight.eq(1).all()
-        and model.encoder.blocks[1].mlp_norm.weight.eq(1).all()
+        and model.encoder.blocks[1].pre_mlp_norm.weight.eq(1).all()
     )
     widths = {key: fresh_model().state_dict()[key].std() for key in expected if "norm" not in key}
     for key, width in widths.items():
@@ -292,7 +292,7 @@ def test_reinit_narrows_what_deepnorm_narrows_though_transformers_marks_it_as_lo
     model, fresh = BertLabForMaskedLM.from_pretrained(tmp_path), BertLabForMaskedLM(config)
     reinit_top(model, 1)
     narrow, expected = (
-        one.encoder.blocks[2].attention.out.weight.std().item() for one in (model, fresh)
+        one.encoder.blocks[2].attention.out_proj.weight.std().item() for one in (model, fresh)
     )
     assert narrow == pytest.approx(expected, rel=0.2)
 
@@ -376,5 +376,5 @@ def test_what_no_other_library_has_is_written_in_our_class(tmp_path):
     place = save_predictor(BertLabForSequenceClassification(config), tmp_path / "own", TOKENIZER)
     assert (
         type(BertLabForSequenceClassification.from_pretrained(place).encoder.final_norm).__name__
-        == "DynamicTanhNorm"
+        == "DynamicTanh"
     )

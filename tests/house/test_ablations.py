@@ -72,7 +72,7 @@ def test_zero_outputs_hand_the_embedding_on_and_caps_hold():
     model = tricks.ZeroOutputs(modernbert_tiny(**SHAPE)).eval()
     states = model(**rows, output_hidden_states=True).hidden_states
     torch.testing.assert_close(states[1], states[0])
-    assert all(block.mlp_end_norm.factor_D.eq(0.1).all() for block in
+    assert all(block.post_mlp_norm.factor_D.eq(0.1).all() for block in
                tricks.BranchScales(modernbert_tiny(**SHAPE)).encoder.blocks)  # fmt: skip
     capped = tricks.SoftCapped(modernbert_tiny(**SHAPE, initializer_range=5.0)).eval()
     assert capped(**rows).logits.abs().max() <= tricks.CappedHead.cap

@@ -29,7 +29,7 @@ from bertlab.model.huggingface import to_huggingface  # noqa: E402
 from bertlab.data.corpus import make_corpus  # noqa: E402
 from bertlab.data.tokenizers import train_tokenizer  # noqa: E402
 from bertlab.data.documents import Document  # noqa: E402
-from bertlab.model.huggingface import huggingface_config, their_class  # noqa: E402
+from bertlab.model.huggingface import to_family_config, their_class  # noqa: E402
 from bertlab.finetuning.data import FinetuningDataModule  # noqa: E402
 from bertlab.model.heads import BertLabForMaskedLM  # noqa: E402
 from bertlab.finetuning.tasks import BuiltinDataset  # noqa: E402
@@ -679,7 +679,7 @@ def dropped_numbers(model: torch.nn.Module, ids: torch.Tensor) -> int:
 def test_both_sides_train_one_architecture_with_the_same_dropout(kind):
     config = pretraining.shape(kind, "tiny")
     ours = BertLabForMaskedLM(config)
-    theirs = their_class(kind, "ForMaskedLM")(huggingface_config(config, kind, "ForMaskedLM"))
+    theirs = their_class(kind, "ForMaskedLM")(to_family_config(config, kind, "ForMaskedLM"))
     assert sum(p.numel() for p in ours.parameters()) == sum(p.numel() for p in theirs.parameters())
     ids = torch.randint(5, 2048, (2, 16))
     assert (

@@ -13,7 +13,7 @@ ONE_CHILD: dict[str, str] = {
     "BatchGrowth": "growth by tokens seen; BatchSizeWarmup is the same by steps, and both are for users",
     "BertLabModel": "the encoder; its child is BERT's bare model, which has a pooler",
     "Block": "its child rebuilds hidden words with the same weights and another way forward",
-    "PlainMLP": "its child is the same with a gate",
+    "MLP": "its child is the same with a gate",
     "RunCheckpoint": "one checkpoint, for users; its child keeps a series of them",
     "ScheduledLR": "any schedule as torch's scheduler; its child is a name of the reference API",
     "SelfAttention": "its child looks at other words than its own with the same weights",
@@ -84,7 +84,10 @@ def above(name: str, found: dict[str, Found]) -> list[str]:
 
 def height(name: str, found: dict[str, Found]) -> int:
     "How many classes of ours stand one upon the other above the library's, this one left out."
-    return max((1 + height(base, found) for base in found[name].bases if base in found), default=0)
+    return max(
+        (1 + height(base, found) for base in found[name].bases if base in found and base != name),
+        default=0,
+    )
 
 
 def children(name: str, found: dict[str, Found]) -> list[str]:

@@ -53,8 +53,8 @@ from bertlab.finetuning.predictions import load_predictor
 from bertlab.finetuning.task_models import TaskLabels, load_task_model
 from bertlab.model.config import BertLabConfig, modernbert_tiny
 from bertlab.model.heads import BertLabForMaskedLM
-from bertlab.model.huggingface import from_huggingface, read_shape, save_model
-from bertlab.model.loading import load_weights, read_torch_file, read_weights
+from bertlab.model.huggingface import from_huggingface, read_config, save_model
+from bertlab.model.loading import load_state_dict, read_torch_file, read_state_dict
 from bertlab.optim.optimizers import get_optimizer
 from bertlab.train.checkpoints import check_resume, latest_checkpoint, read_checkpoint
 from bertlab.train.histograms import read_histograms
@@ -287,7 +287,7 @@ def test_what_is_whole_is_read_by_every_reader(place):
     "The control: none of the answers above is given to everybody."
     for name, read in READERS.values():
         read(place / name)
-    assert read_weights(place / "theirs") and load_tokenizer(place / "ours")
+    assert read_state_dict(place / "theirs") and load_tokenizer(place / "ours")
 
 
 @pytest.mark.parametrize("wrong", ["a width that fills this machine", "NaN among the weights", "code beside the model",
@@ -308,7 +308,7 @@ def test_a_shape_alone_is_measured_before_anything_is_built(place):
         num_attention_heads=100,
         intermediate_size=10**6,
     )
-    assert "parameters" in answer_of(lambda: read_shape(place / "ours"))
+    assert "parameters" in answer_of(lambda: read_config(place / "ours"))
 
 
 # ---- tokenizers -----------------------------------------------------------------------------------
@@ -477,7 +477,7 @@ def test_a_checkpoint_of_a_module_is_loaded_without_code(place):
 def test_weights_of_a_bomb_are_not_unpacked(place):
     put_zip_bomb(place / "weights.bin")
     model = BertLabForMaskedLM(BertLabConfig(**SHAPE, vocab_size=50))
-    assert "compressed" in answer_of(lambda: load_weights(model, place / "weights.bin"))
+    assert "compressed" in answer_of(lambda: load_state_dict(model, place / "weights.bin"))
 
 
 # ---- runs, shelves, histories ---------------------------------------------------------------------

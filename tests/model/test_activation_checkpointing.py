@@ -15,20 +15,20 @@ from torch.utils.checkpoint import (
 
 from bertlab.model.activation_checkpointing import (
     CHECKPOINTING_MODES,
-    MemoryLedger,
+    MemoryTracker,
     checkpoint_activations,
-    keep_products,
-    read_checkpointing,
+    save_matmuls,
+    parse_checkpointing,
 )
-from bertlab.model.attention import KERNELS, Kernel, write_stretches
+from bertlab.model.attention import ATTENTION_KERNELS, AttentionKernel, make_varlen_metadata
 from bertlab.model.config import BertLabConfig, modernbert_tiny
-from bertlab.model.encoder import run_layers
+from bertlab.model.encoder import run_blocks
 from bertlab.model.heads import (
     BertLabForEnhancedMaskedLM,
     BertLabForMaskedDiffusion,
     BertLabForMaskedLM,
 )
-from bertlab.model.losses import LossRule
+from bertlab.model.losses import LossConfig
 
 torch.set_num_threads(1)
 V, B, L = 50, 4, 24
@@ -83,7 +83,7 @@ def step(model, batch, seed=7, **more) -> tuple[torch.Tensor, torch.Tensor, int,
     "Loss, gradient, bytes kept for the backward pass, bytes at the peak."
     model.zero_grad()
     torch.manual_seed(seed)
-    with MemoryLedger() as ledger:
+    with MemoryTracker() as ledger:
         loss = model(**batch, **more).loss
         kept = ledger.now
         loss.backward()
@@ -131,9 +131,11 @@ def one_by_one(q, k, v, stretches, dropout=0.0):
 
 @pytest.mark.parametrize("mode", EAGER_MODES)
 def test_unpadded_rows_and_a_head_in_chunks_come_out_the_same(mode, monkeypatch):
-    monkeypatch.setitem(KERNELS, "varlen", Kernel(write_stretches, one_by_one, unpads=True))
+    monkeypatch.setitem(
+        ATTENTION_KERNELS, "varlen", AttentionKernel(make_varlen_metadata, one_by_one, unpads=True)
+    )
     model, batch = lively(BertLabForMaskedLM(small(attn_implementation="varlen"))), some_batch()
-    chunked = dict(loss_rule=LossRule(chunk_size=10))
+    chunked = dict(loss_config=LossConfig(chunk_size=10))
     loss, gradient, kept, _ = step(model, batch, **chunked)
     checkpoint_activations(model, mode, **EAGER_MODES[mode])
     again, gradient_again, less, _ = step(model, batch, **chunked)
@@ -195,7 +197,7 @@ def count_runs(model, batch) -> dict[str, int]:
             # Blocks are repeated below their hooks; what is inside them runs hooks again.
             handles.append(
                 (
-                    module.mlp_norm if hasattr(module, "mlp_norm") else module
+                    module.pre_mlp_norm if hasattr(module, "pre_mlp_norm") else module
                 ).register_forward_pre_hook(note)
             )
     step(model, batch)
@@ -288,7 +290,7 @@ def test_attention_that_draws_random_numbers_is_repeated_and_does_not_shift_late
 
     gradients, x = [], torch.randn(6, 8, requires_grad=True)
     for run in (block, partial(checkpoint, block, use_reentrant=False, context_fn=partial(
-            create_selective_checkpoint_contexts, keep_products))):  # fmt: skip
+            create_selective_checkpoint_contexts, save_matmuls))):  # fmt: skip
         torch.manual_seed(0)
         gradients.append(torch.autograd.grad(run(x).sum(), (x, weight)))
     assert all(map(torch.equal, *gradients))
@@ -299,7 +301,7 @@ def test_products_and_attention_are_kept_scores_and_all_else_are_not():
     aten = torch.ops.aten
     flash = aten._scaled_dot_product_flash_attention.default
     decide = lambda op, *args, **kwargs: (
-        keep_products(None, op, *args, **kwargs) is CheckpointPolicy.MUST_SAVE
+        save_matmuls(None, op, *args, **kwargs) is CheckpointPolicy.MUST_SAVE
     )
     assert decide(aten.mm.default, a[0], b[0]) and decide(aten.addmm.default, a[0], a[0], b[0])
     assert decide(aten.bmm.default, scores, a) and not decide(aten.bmm.default, a, b)
@@ -360,8 +362,8 @@ def test_a_budget_is_kept_by_the_compiler_and_changes_no_gradient():
         twin = copy.deepcopy(model)
         if budget is not None:
             checkpoint_activations(twin, "budget", budget=budget)
-        compiled = torch.compile(run_layers, backend=COMPILER, fullgraph=True)
-        twin.encoder.__dict__["compiled_layers"] = compiled  # the layers alone, as in training
+        compiled = torch.compile(run_blocks, backend=COMPILER, fullgraph=True)
+        twin.encoder.__dict__["compiled_blocks"] = compiled  # the layers alone, as in training
         found[budget] = kept_by_autograd(twin, batch)
     for loss, gradient, _ in found.values():
         torch.testing.assert_close((loss, gradient), found[None][:2], rtol=0, atol=1e-6)
@@ -408,7 +410,7 @@ def test_a_budget_refuses_dropout_which_compilers_do_not_repeat():
     ],
 )
 def test_settings_are_read(setting, meaning):
-    assert read_checkpointing(setting) == meaning
+    assert parse_checkpointing(setting) == meaning
 
 
 @pytest.mark.parametrize(
@@ -438,25 +440,25 @@ def test_settings_are_read(setting, meaning):
 )
 def test_a_wrong_setting_is_refused_with_its_remedy(setting, message):
     with pytest.raises(ValueError, match=message):
-        read_checkpointing(setting)
+        parse_checkpointing(setting)
 
 
 def test_a_budget_is_refused_early_where_nothing_will_be_compiled():
     setting = {"mode": "budget", "budget": 0.5}
     assert (
-        read_checkpointing(setting, compiled=True)
-        == read_checkpointing(setting)
+        parse_checkpointing(setting, compiled=True)
+        == parse_checkpointing(setting)
         == ("budget", {"budget": 0.5})
     )
     with pytest.raises(ValueError, match="budget.*compile_model=True"):
-        read_checkpointing(setting, compiled=False)
+        parse_checkpointing(setting, compiled=False)
 
 
 def test_every_mode_has_an_example_that_fits_and_is_tested():
     assert CHECKPOINTING_MODES.keys() == {*EAGER_MODES, "budget"}
     for mode, kind in CHECKPOINTING_MODES.items():
         options = {kind.option: kind.example} if kind.option else {}
-        assert read_checkpointing({"mode": mode, **options}) == (mode, options)
+        assert parse_checkpointing({"mode": mode, **options}) == (mode, options)
 
 
 def test_a_model_without_blocks_is_sent_to_its_modules():
@@ -471,7 +473,7 @@ def test_a_model_without_blocks_is_sent_to_its_modules():
 
 def test_the_ledger_counts_new_storages_once_and_forgets_the_dead():
     given = torch.zeros(100)
-    with MemoryLedger() as ledger:
+    with MemoryTracker() as ledger:
         a = given + 1  # 400 bytes
         views = a.view(10, 10).t(), given[:50]  # nothing new
         b = a.double()  # 800
@@ -519,6 +521,6 @@ def test_the_curvature_of_a_recomputed_model_is_that_of_the_model(mode, options)
 
 @pytest.mark.parametrize("setting", ["selected_ops", {"mode": "budget", "budget": 0.5}])
 def test_a_mode_with_one_backward_pass_is_refused_where_two_are_needed(setting):
-    read_checkpointing(setting)
+    parse_checkpointing(setting)
     with pytest.raises(ValueError, match="sophiah.*full, selected_blocks, selected_modules"):
-        read_checkpointing(setting, needs_create_graph=True)
+        parse_checkpointing(setting, needs_create_graph=True)

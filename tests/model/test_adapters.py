@@ -13,7 +13,7 @@ from bertlab.model.adapters import (  # noqa: E402
 )  # fmt: skip
 from bertlab.model.config import bert_tiny, modernbert_tiny, roberta_base  # noqa: E402
 from bertlab.model.heads import BertLabForMaskedLM  # noqa: E402
-from bertlab.model.huggingface import plain_copy, save_model, to_huggingface  # noqa: E402
+from bertlab.model.huggingface import merged_copy, save_model, to_huggingface  # noqa: E402
 from bertlab.model.task_heads import BertLabForSequenceClassification  # noqa: E402
 from bertlab.optim.groups import parameter_groups  # noqa: E402
 from bertlab.optim.optimizers import get_optimizer, optimizer_state_bytes  # noqa: E402
@@ -68,7 +68,7 @@ def test_an_adapter_changes_nothing_at_first_learns_alone_and_merges_to_the_same
         if name not in moving and (plain := name.replace("base_layer.", "")) in old:
             assert torch.equal(weight, old[plain])
     trained = model(IDS).logits
-    merged = plain_copy(model)
+    merged = merged_copy(model)
     assert set(merged.state_dict()) == set(old)
     torch.testing.assert_close(merged(IDS).logits, trained, rtol=0, atol=1e-5)
     torch.testing.assert_close(
@@ -135,12 +135,12 @@ def test_a_saved_adapter_comes_back(shape, kind, tmp_path):
 
 
 OPTIONS = [
-    {"use_dora": True, "use_rslora": True}, {"alpha_pattern": {"attention.qkv": 64, "blocks.1.mlp.expand": 32}},
-    {"rank_pattern": {"attention.qkv": 2}}, {"lora_bias": True}, {"exclude_modules": ["encoder.blocks.0.mlp.expand"]},
+    {"use_dora": True, "use_rslora": True}, {"alpha_pattern": {"attention.qkv": 64, "blocks.1.mlp.up_proj": 32}},
+    {"rank_pattern": {"attention.qkv": 2}}, {"lora_bias": True}, {"exclude_modules": ["encoder.blocks.0.mlp.up_proj"]},
     {"modules_to_save": ["head.dense"]}, {"modules_to_save": ["head", "embeddings.norm"]},
     {"type": "lokr", "decompose_both": True, "r": 2}, {"type": "lokr", "decompose_factor": 4},
     {"type": "ia3", "feedforward_modules": []},
-    {"type": "ia3", "target_modules": ["qkv", "expand"], "feedforward_modules": ["blocks.0.mlp.expand"]},
+    {"type": "ia3", "target_modules": ["qkv", "up_proj"], "feedforward_modules": ["blocks.0.mlp.up_proj"]},
     {"type": "oft", "oft_block_size": 0, "r": 4}, {"type": "oft", "oft_block_size": 8, "block_share": True},
     {"type": "oft", "oft_block_size": 8, "coft": True, "eps": 1.0},
 ]  # fmt: skip
@@ -255,7 +255,7 @@ def test_an_adapter_of_a_kind_that_is_not_known_is_refused_by_name(tmp_path):
         load_adapter(build(), tmp_path)
 
 
-@pytest.mark.parametrize("part", ["nope", "mlp.expand"])
+@pytest.mark.parametrize("part", ["nope", "mlp.up_proj"])
 def test_a_part_that_cannot_be_free_is_refused_and_the_model_stays_as_it_was(part):
     model = build()
     with pytest.raises(ValueError, match=f"modules_to_save '{part}'"):
@@ -272,7 +272,7 @@ def test_the_head_of_a_task_goes_along(shape, tmp_path):
     moving = add_adapter(model, "lora", ["task_head"])
     assert any(name.startswith("task_head.classifier") for name in moving)
     move(model)
-    torch.testing.assert_close(plain_copy(model)(IDS).logits, model(IDS).logits, rtol=0, atol=1e-5)
+    torch.testing.assert_close(merged_copy(model)(IDS).logits, model(IDS).logits, rtol=0, atol=1e-5)
     save_adapter(model, tmp_path)
     load_adapter(fresh, tmp_path)
     torch.testing.assert_close(fresh(IDS).logits, model(IDS).logits, rtol=0, atol=1e-5)
@@ -332,7 +332,7 @@ def test_layers_are_named_by_end_or_pattern():
     model = build()
     assert find_targets(model, ["qkv"]) == [f"encoder.blocks.{i}.attention.qkv" for i in (0, 1)]
     assert find_targets(model, "*.blocks.1.mlp.*") == [
-        f"encoder.blocks.1.mlp.{n}" for n in ("expand", "contract")
+        f"encoder.blocks.1.mlp.{n}" for n in ("up_proj", "down_proj")
     ]
     assert len(find_targets(model)) == 8
     with pytest.raises(ValueError, match="qvk"):
@@ -353,16 +353,17 @@ def test_a_model_with_an_adapter_is_not_grown_before_it_is_merged():
     larger = copy.deepcopy(model.config)
     larger.num_hidden_layers = 3
     add_adapter(model)
-    with pytest.raises(ValueError, match="merge it with plain_copy"):
+    with pytest.raises(ValueError, match="merge it with merged_copy"):
         grow(model, larger)
-    assert grow(plain_copy(model), larger)(IDS).logits.isfinite().all()
+    assert grow(merged_copy(model), larger)(IDS).logits.isfinite().all()
 
 
 @pytest.mark.parametrize("freeze, free", [
     ("embeddings", {"blocks.0", "blocks.1", "final_norm", "head"}),
     (1, {"blocks.1", "final_norm", "head"}),
     ("encoder", {"head"}),
-    (["*.attention.*", "head.*"], {"embeddings", "blocks.0.mlp", "blocks.1.mlp", "blocks.1.attention_norm",
+    (["*.attention.*", "head.*"], {"embeddings", "blocks.0.mlp", "blocks.1.mlp", "blocks.0.pre_mlp_norm",
+                                   "blocks.1.pre_mlp_norm", "blocks.1.pre_attention_norm",
                                    "final_norm"}),
 ])  # fmt: skip
 def test_frozen_weights_get_no_gradient_and_no_state(freeze, free):

@@ -12,7 +12,7 @@ from bertlab.data.rows import Vocabulary
 from bertlab.data.tokenizers import train_tokenizer
 from bertlab.model.config import modernbert_tiny
 from bertlab.model.heads import BertLabForMaskedLM
-from bertlab.model.samplers import SamplingRule, sampling_steps
+from bertlab.model.sampling import SamplingConfig, iterate_unmasking
 
 torch.set_num_threads(1)
 PAD, MASK = 0, 4
@@ -47,8 +47,10 @@ class AfterNeighbour(torch.nn.Module):
 
 def sample(model, input_ids, attention_mask=None, words=WORDS, **options) -> list[torch.Tensor]:
     "All states: the input first, the finished text last."
-    rule = SamplingRule("ancestral", **options)
-    return [step.ids_BL for step in sampling_steps(model, input_ids, words, rule, attention_mask)]
+    rule = SamplingConfig("ancestral", **options)
+    return [
+        step.ids_BL for step in iterate_unmasking(model, input_ids, words, rule, attention_mask)
+    ]
 
 
 def gaps(rows: int, length: int) -> torch.Tensor:

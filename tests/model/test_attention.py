@@ -9,20 +9,20 @@ from hypothesis import strategies as st
 
 import bertlab.model.attention as attention
 from bertlab.model.attention import (
-    KERNELS,
-    Kernel,
-    Pattern,
-    Setting,
+    ATTENTION_KERNELS,
+    AttentionKernel,
+    AttentionMaskSpec,
+    KernelRequest,
     attend,
     check_kernel,
     choose_kernel,
     document_mask,
-    pad_again,
-    restart_positions,
-    share_heads,
-    unpad,
-    write_blocks,
-    write_stretches,
+    pad_input,
+    document_position_ids,
+    repeat_kv,
+    unpad_input,
+    make_flex_mask,
+    make_varlen_metadata,
 )
 from bertlab.core.devices import default_attention
 
@@ -57,7 +57,7 @@ def test_window_reaches_equally_far_to_both_sides_and_stays_inside_documents():
 def test_positions_restart_in_each_document_and_ignore_padding_on_either_side():
     documents = torch.tensor([[1, 1, 1, 2, 3, 3, 0], [0, 0, 1, 1, 1, 1, 1]])
     want = [[0, 1, 2, 0, 0, 1, 0], [0, 0, 0, 1, 2, 3, 4]]
-    assert restart_positions(documents).tolist() == want
+    assert document_position_ids(documents).tolist() == want
 
 
 @given(st.lists(st.integers(1, 6), max_size=6), st.integers(0, 4))
@@ -65,7 +65,7 @@ def test_positions_restart_in_each_document_and_ignore_padding_on_either_side():
 def test_positions_equal_counting_by_hand(lengths, padding):
     documents = [d for d, n in enumerate(lengths, 1) for _ in range(n)] + [0] * (padding + 1)
     want = [i for n in lengths for i in range(n)] + [0] * (padding + 1)
-    assert restart_positions(torch.tensor([documents])).tolist() == [want]
+    assert document_position_ids(torch.tensor([documents])).tolist() == [want]
 
 
 def test_distance_takes_the_slope_off_once_per_place_to_both_sides():
@@ -76,8 +76,8 @@ def test_distance_takes_the_slope_off_once_per_place_to_both_sides():
 
 def test_neighbouring_queries_share_a_head_of_keys():
     kv = torch.arange(3.0).view(1, 3, 1, 1)
-    assert share_heads(kv, 6).flatten().tolist() == [0, 0, 1, 1, 2, 2]
-    assert share_heads(kv, 3) is kv
+    assert repeat_kv(kv, 6).flatten().tolist() == [0, 0, 1, 1, 2, 2]
+    assert repeat_kv(kv, 3) is kv
 
 
 # ---- kernels agree ---------------------------------------------------------------------------
@@ -104,12 +104,14 @@ def one_by_one(q, k, v, stretches, dropout=0.0):
 def run(kernel, q, k, v, documents, window=None, slopes=None):
     "Attend with any kernel on padded rows; `varlen` unpads first and is imitated."
     if kernel != "varlen":
-        return attend(q, k, v, Pattern(documents, window, slopes), kernel)
-    places, numbers = unpad(documents)
+        return attend(q, k, v, AttentionMaskSpec(documents, window, slopes), kernel)
+    places, numbers = unpad_input(documents)
     flat = [t.transpose(1, 2).flatten(0, 1)[places].transpose(0, 1)[None] for t in (q, k, v)]
-    y = one_by_one(*flat, write_stretches(Pattern(numbers, window, slopes, documents.shape[1])))
+    y = one_by_one(
+        *flat, make_varlen_metadata(AttentionMaskSpec(numbers, window, slopes, documents.shape[1]))
+    )
     return (
-        pad_again(y.transpose(1, 2).flatten(2), places, documents.shape)
+        pad_input(y.transpose(1, 2).flatten(2), places, documents.shape)
         .unflatten(2, (q.shape[1], -1))
         .transpose(1, 2)
     )
@@ -131,7 +133,7 @@ PATTERNS = {
 
 @pytest.mark.parametrize("groups", [4, 2, 1])
 @pytest.mark.parametrize("pattern", PATTERNS)
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kernel", ATTENTION_KERNELS)
 def test_each_kernel_equals_softmax_written_out_for_one_query_at_a_time(kernel, pattern, groups):
     q, k, v = some_heads(4, groups)
     window, slopes = (
@@ -165,7 +167,7 @@ def test_each_kernel_has_the_gradients_of_the_plain_one(kernel, pattern, groups)
         torch.testing.assert_close(got, want, **TOLERANCE)
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kernel", ATTENTION_KERNELS)
 def test_a_changed_document_moves_itself_and_no_other(kernel):
     q, k, v = some_heads(2, 2)
     before = run(kernel, q, k, v, DOCUMENTS)
@@ -181,7 +183,7 @@ def test_a_changed_document_moves_itself_and_no_other(kernel):
 @pytest.mark.parametrize("slopes", [None, torch.tensor([0.5, 0.1])], ids=["plain", "distances"])
 def test_padding_gives_zero_and_no_nan_in_half_precision(kernel, slopes):
     q, k, v = (t.to(HALF).requires_grad_() for t in some_heads(2, 2))
-    y = attend(q, k, v, Pattern(DOCUMENTS, None, slopes), kernel)
+    y = attend(q, k, v, AttentionMaskSpec(DOCUMENTS, None, slopes), kernel)
     y.float().square().sum().backward()
     assert (y.transpose(1, 2)[DOCUMENTS == 0] == 0).all()
     assert all(t.grad.isfinite().all() for t in (q, k, v))
@@ -193,7 +195,7 @@ def test_dropout_drops_weights_and_leaves_their_sum_in_the_mean():
     torch.manual_seed(0)
     for kernel in ("eager", "sdpa"):
         sums = torch.stack(
-            [attend(q, k, ones, Pattern(DOCUMENTS), kernel, 0.5) for _ in range(200)]
+            [attend(q, k, ones, AttentionMaskSpec(DOCUMENTS), kernel, 0.5) for _ in range(200)]
         )
         real = sums.mean(0)[:4, 0, :, 0][DOCUMENTS[:4] > 0]
         assert sums.std() > 0.1 and (real - 1).abs().max() < 0.35  # 200 draws: 5 deviations of 0.07
@@ -204,9 +206,12 @@ def test_dropout_drops_weights_and_leaves_their_sum_in_the_mean():
 
 def test_blocks_between_documents_are_never_computed():
     documents = torch.arange(1, 9).repeat_interleave(128)[None]
-    blocks = write_blocks(Pattern(documents)).block_mask
+    blocks = make_flex_mask(AttentionMaskSpec(documents)).block_mask
     assert blocks.to_dense()[0, 0].tolist() == torch.eye(8).int().tolist()
-    assert write_blocks(Pattern(documents * 0 + 1, 64)).block_mask.to_dense().sum() == 8 + 2 * 7
+    assert (
+        make_flex_mask(AttentionMaskSpec(documents * 0 + 1, 64)).block_mask.to_dense().sum()
+        == 8 + 2 * 7
+    )
 
 
 rows_of_lengths = st.lists(st.lists(st.integers(1, 5), max_size=4), min_size=1, max_size=4)
@@ -221,47 +226,47 @@ def test_unpadding_keeps_every_token_and_every_border(rows, padding_left, first_
         numbers = [first_number + d for d, n in enumerate(lengths) for _ in range(n)]
         start = width - len(numbers) if padding_left else 0
         row[start : start + len(numbers)] = torch.tensor(numbers, dtype=torch.long)
-    places, numbers = unpad(documents)
+    places, numbers = unpad_input(documents)
     x = torch.randn(len(rows), width, 3)
-    back = pad_again(x.flatten(0, 1)[places][None], places, documents.shape)
+    back = pad_input(x.flatten(0, 1)[places][None], places, documents.shape)
     assert torch.equal(back, x * (documents > 0)[..., None])
-    got = write_stretches(Pattern(numbers, max_length=width))
+    got = make_varlen_metadata(AttentionMaskSpec(numbers, max_length=width))
     want = [0, *itertools.accumulate(itertools.chain(*rows))]
     assert got.cu_lengths.tolist() == want and got.cu_lengths.dtype == torch.int32
 
 
 def test_last_document_of_a_row_and_first_of_the_next_stay_two():
     for documents in ([[1, 1], [1, 1]], [[1, 2], [3, 3]], [[4, 4], [1, 1]], [[9, 9], [0, 1]]):
-        _, numbers = unpad(torch.tensor(documents))
-        lengths = write_stretches(Pattern(numbers)).cu_lengths.diff().tolist()
+        _, numbers = unpad_input(torch.tensor(documents))
+        lengths = make_varlen_metadata(AttentionMaskSpec(numbers)).cu_lengths.diff().tolist()
         want = [len(list(same)) for row in documents for d, same in itertools.groupby(row) if d]
         assert lengths == want
 
 
 def test_a_boolean_mask_unpads_like_one_of_0_and_1():
     mask = torch.tensor([[1, 1, 0], [0, 1, 1]])
-    for got, want in zip(unpad(mask.bool()), unpad(mask)):
+    for got, want in zip(unpad_input(mask.bool()), unpad_input(mask)):
         assert torch.equal(got, want)
 
 
 def test_a_batch_of_padding_only_unpads_to_nothing():
-    places, numbers = unpad(torch.zeros(2, 3, dtype=torch.long))
-    stretches = write_stretches(Pattern(numbers))
+    places, numbers = unpad_input(torch.zeros(2, 3, dtype=torch.long))
+    stretches = make_varlen_metadata(AttentionMaskSpec(numbers))
     assert len(places) == 0 and stretches.cu_lengths.tolist() == [0]
     q = torch.zeros(1, 2, 0, 8)
-    assert KERNELS["varlen"].attend(q, q, q, stretches).shape == q.shape
-    assert (pad_again(torch.zeros(1, 0, 4), places, (2, 3)) == torch.zeros(2, 3, 4)).all()
+    assert ATTENTION_KERNELS["varlen"].attend(q, q, q, stretches).shape == q.shape
+    assert (pad_input(torch.zeros(1, 0, 4), places, (2, 3)) == torch.zeros(2, 3, 4)).all()
 
 
 # ---- choice and refusals ---------------------------------------------------------------------
 
 
 every_setting = st.builds(
-    Setting,
+    KernelRequest,
     device=st.sampled_from(["cpu", "cuda", "mps", "xla"]),
     dtype=st.sampled_from([torch.float32, HALF, torch.float16]),
     row_length=st.sampled_from([16, 128, 512, 513, 8192]),
-    head_size=st.sampled_from([4, 8, 12, 64, 264]),
+    head_dim=st.sampled_from([4, 8, 12, 64, 264]),
     dropout=st.sampled_from([0.0, 0.1]),
     alibi=st.booleans(),
     trains=st.booleans(),
@@ -276,7 +281,7 @@ every_setting = st.builds(
 def test_the_choice_can_run_gives_a_reason_and_off_cuda_is_that_of_the_demo(setting):
     name, reason = choose_kernel(setting)
     check_kernel(name, setting)
-    assert reason and not (setting.compiled and KERNELS[name].unpads)
+    assert reason and not (setting.compiled and ATTENTION_KERNELS[name].unpads)
     if setting.weights:
         assert name == "eager"
     elif setting.device != "cuda":
@@ -289,32 +294,32 @@ def test_the_choice_can_run_gives_a_reason_and_off_cuda_is_that_of_the_demo(sett
 @pytest.mark.parametrize(
     "setting, want",
     [
-        (Setting("cuda", HALF), "varlen"),
-        (Setting("cuda", torch.float16, capability=(7, 5)), "sdpa"),  # a T4: nobody tried
-        (Setting("cuda", HALF, compiled=True), "flex"),
+        (KernelRequest("cuda", HALF), "varlen"),
+        (KernelRequest("cuda", torch.float16, capability=(7, 5)), "sdpa"),  # a T4: nobody tried
+        (KernelRequest("cuda", HALF, compiled=True), "flex"),
         (
-            Setting("cuda", HALF, compiled=True, trains=False),
+            KernelRequest("cuda", HALF, compiled=True, trains=False),
             "sdpa",
         ),  # torch 2.11 reads flex's tables wrongly
-        (Setting("cuda", HALF, head_size=20), "flex"),
-        (Setting("cuda", torch.float32), "sdpa"),  # nobody timed flex there
-        (Setting("cuda", torch.float64), "sdpa"),
+        (KernelRequest("cuda", HALF, head_dim=20), "flex"),
+        (KernelRequest("cuda", torch.float32), "sdpa"),  # nobody timed flex there
+        (KernelRequest("cuda", torch.float64), "sdpa"),
         (
-            Setting("cuda", HALF, compiled=True, head_size=128),
+            KernelRequest("cuda", HALF, compiled=True, head_dim=128),
             "sdpa",
         ),  # too wide for a small card's tiles
         (
-            Setting("cuda", HALF, compiled=True, row_length=128),
+            KernelRequest("cuda", HALF, compiled=True, row_length=128),
             "sdpa",
         ),  # one block: nothing to skip
-        (Setting("cuda", HALF, dropout=0.1), "sdpa"),
-        (Setting("cuda", HALF, compiled=True, head_size=8), "sdpa"),
-        (Setting("cuda", HALF, weights=True), "eager"),
-        (Setting("cpu", trains=False), "sdpa"),
-        (Setting("cpu", HALF, row_length=128), "eager"),
-        (Setting("cpu", HALF, row_length=128, trains=False), "sdpa"),
+        (KernelRequest("cuda", HALF, dropout=0.1), "sdpa"),
+        (KernelRequest("cuda", HALF, compiled=True, head_dim=8), "sdpa"),
+        (KernelRequest("cuda", HALF, weights=True), "eager"),
+        (KernelRequest("cpu", trains=False), "sdpa"),
+        (KernelRequest("cpu", HALF, row_length=128), "eager"),
+        (KernelRequest("cpu", HALF, row_length=128, trains=False), "sdpa"),
         (
-            Setting("cpu", dropout=0.1, trains=False),
+            KernelRequest("cpu", dropout=0.1, trains=False),
             "eager",
         ),  # a first pass drops as the second will
     ],
@@ -326,26 +331,26 @@ def test_fastest_kernel_of_a_setting(setting, want, monkeypatch):
 
 
 def test_flash_attn_brings_dropout_and_distances(monkeypatch):
-    setting = Setting("cuda", HALF, dropout=0.1, alibi=True)
+    setting = KernelRequest("cuda", HALF, dropout=0.1, alibi=True)
     for flash, want in ((True, ""), (False, "flash-attn")):
         monkeypatch.setattr(attention, "_FLASH", flash)
-        assert want in KERNELS["varlen"].objection(setting)
-        assert bool(KERNELS["varlen"].objection(setting)) == bool(want)
+        assert want in ATTENTION_KERNELS["varlen"].unsupported_reason(setting)
+        assert bool(ATTENTION_KERNELS["varlen"].unsupported_reason(setting)) == bool(want)
 
 
 @pytest.mark.parametrize(
     "kernel, setting, message",
     [
-        ("flex", Setting("cuda", dropout=0.1), "attention_dropout 0.1 to 0.*'sdpa'"),
-        ("flex", Setting("cpu"), "backward.*no_grad.*'eager' or 'sdpa'"),
-        ("flex", Setting("mps", trains=False), "mps"),
-        ("flex", Setting("cuda", head_size=8), "16 numbers.*8"),
-        ("varlen", Setting("cpu", HALF), "CUDA.*cpu.*'eager' or 'sdpa'"),
-        ("varlen", Setting("cuda"), "16 bits.*float32.*bf16-mixed.*'flex'"),
-        ("varlen", Setting("cuda", HALF, head_size=20), "multiple of 8.*20"),
-        ("varlen", Setting("cuda", HALF, capability=(7, 5)), "Ampere"),
-        ("sdpa", Setting("cpu", weights=True), "output_attentions.*'eager'"),
-        ("fast", Setting("cpu"), "'fast'.*eager, sdpa, flex, varlen"),
+        ("flex", KernelRequest("cuda", dropout=0.1), "attention_dropout 0.1 to 0.*'sdpa'"),
+        ("flex", KernelRequest("cpu"), "backward.*no_grad.*'eager' or 'sdpa'"),
+        ("flex", KernelRequest("mps", trains=False), "mps"),
+        ("flex", KernelRequest("cuda", head_dim=8), "16 numbers.*8"),
+        ("varlen", KernelRequest("cpu", HALF), "CUDA.*cpu.*'eager' or 'sdpa'"),
+        ("varlen", KernelRequest("cuda"), "16 bits.*float32.*bf16-mixed.*'flex'"),
+        ("varlen", KernelRequest("cuda", HALF, head_dim=20), "multiple of 8.*20"),
+        ("varlen", KernelRequest("cuda", HALF, capability=(7, 5)), "Ampere"),
+        ("sdpa", KernelRequest("cpu", weights=True), "output_attentions.*'eager'"),
+        ("fast", KernelRequest("cpu"), "'fast'.*eager, sdpa, flex, varlen"),
     ],
 )
 def test_kernel_that_cannot_run_says_why_and_names_those_that_can(kernel, setting, message):
@@ -356,11 +361,11 @@ def test_kernel_that_cannot_run_says_why_and_names_those_that_can(kernel, settin
 def test_flex_alone_trains_nowhere_on_a_cpu_but_runs_without_gradients():
     q, k, v = some_heads(2, 2, grad=True)
     with pytest.raises(ValueError, match="no_grad"):
-        attend(q, k, v, Pattern(DOCUMENTS), "flex")
+        attend(q, k, v, AttentionMaskSpec(DOCUMENTS), "flex")
     with torch.no_grad():  # in a model nothing that is computed under it wants a gradient
-        assert attend(q * 1, k * 1, v * 1, Pattern(DOCUMENTS), "flex").shape == q.shape
+        assert attend(q * 1, k * 1, v * 1, AttentionMaskSpec(DOCUMENTS), "flex").shape == q.shape
     with pytest.raises(ValueError, match="attention_dropout"):
-        attend(q.detach(), k.detach(), v.detach(), Pattern(DOCUMENTS), "flex", 0.1)
+        attend(q.detach(), k.detach(), v.detach(), AttentionMaskSpec(DOCUMENTS), "flex", 0.1)
 
 
 def test_attention_refuses_a_mask_and_lists_the_kernels_it_knows():
@@ -369,18 +374,20 @@ def test_attention_refuses_a_mask_and_lists_the_kernels_it_knows():
         with pytest.raises(ValueError, match="Pattern"):
             attend(x, x, x, mask)
     with pytest.raises(ValueError, match="eager, sdpa, flex, varlen"):
-        attend(x, x, x, Pattern(torch.ones(1, 2)), "fast")
+        attend(x, x, x, AttentionMaskSpec(torch.ones(1, 2)), "fast")
 
 
 def test_a_kernel_of_ones_own_runs_by_its_name(monkeypatch):
-    monkeypatch.setitem(KERNELS, "values", Kernel(lambda pattern: None, lambda q, k, v, p, d: v))
+    monkeypatch.setitem(
+        ATTENTION_KERNELS, "values", AttentionKernel(lambda pattern: None, lambda q, k, v, p, d: v)
+    )
     q, k, v = some_heads(2, 2)
-    assert attend(q, k, v, Pattern(DOCUMENTS), "values") is v
+    assert attend(q, k, v, AttentionMaskSpec(DOCUMENTS), "values") is v
 
 
 def test_queries_that_may_look_nowhere_are_opened_and_the_others_stay():
-    mask = attention.write_out(Pattern(torch.tensor([[1, 1, 2, 0, 0]]))).mask_B1LL
-    opened = attention.open_blind(mask)[0, 0]
+    mask = attention.make_dense_mask(AttentionMaskSpec(torch.tensor([[1, 1, 2, 0, 0]]))).mask_B1LL
+    opened = attention.unmask_empty_rows(mask)[0, 0]
     assert opened[3:].all() and torch.equal(opened[:3], mask[0, 0, :3])
 
 
@@ -406,16 +413,16 @@ def on_gpu(kernel, dtype, pattern, groups=2):
         * (documents > 0)[:, None, :, None]
     )
     if kernel == "varlen":
-        places, numbers = unpad(documents)
+        places, numbers = unpad_input(documents)
         flat = [t.transpose(1, 2).flatten(0, 1)[places].transpose(0, 1)[None] for t in qkv]
-        y = attend(*flat, Pattern(numbers, pattern.get("window"), slopes, 400), kernel)
+        y = attend(*flat, AttentionMaskSpec(numbers, pattern.get("window"), slopes, 400), kernel)
         y = (
-            pad_again(y.transpose(1, 2).flatten(2), places, (3, 400))
+            pad_input(y.transpose(1, 2).flatten(2), places, (3, 400))
             .unflatten(2, (4, -1))
             .transpose(1, 2)
         )
     else:
-        y = attend(*qkv, Pattern(documents, pattern.get("window"), slopes), kernel)
+        y = attend(*qkv, AttentionMaskSpec(documents, pattern.get("window"), slopes), kernel)
     (y * weights).sum().backward()
     return [y.detach().float() * (documents > 0)[:, None, :, None], *(t.grad.float() for t in qkv)]
 
@@ -455,7 +462,7 @@ def test_no_score_is_large_enough_to_be_seen_in_another_document(dtype):
         torch.tensor([-80.0, -80.0, 80.0, 80.0])[:, None].expand(1, 1, 4, 4).to(dtype)
     )  # -32,000 within, 32,000 across
     weights = attention.attention_weights(
-        q, k, attention.write_out(Pattern(torch.tensor([[1, 1, 2, 2]])))
+        q, k, attention.make_dense_mask(AttentionMaskSpec(torch.tensor([[1, 1, 2, 2]])))
     )
     assert torch.equal(weights[0, 0, :2, 2:], torch.zeros(2, 2)) and torch.equal(
         weights[0, 0, 2:, :2], torch.zeros(2, 2)

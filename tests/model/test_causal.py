@@ -5,9 +5,9 @@ import torch
 
 from bertlab.data.collators import EnhancedMaskedLanguageModelingCollator
 from bertlab.data.rows import Vocabulary
-from bertlab.model.causal import BertLabForCausalLM, Memory, continue_ids
+from bertlab.model.causal import BertLabForCausalLM, Memory, generate_causal
 from bertlab.model.config import bert_tiny, modernbert_tiny
-from bertlab.model.samplers import SamplingRule
+from bertlab.model.sampling import SamplingConfig
 from bertlab.train.modules import CausalModule, PretrainingModule
 
 torch.set_num_threads(1)
@@ -54,11 +54,11 @@ def test_who_looks_at_whom_is_told_as_the_vectors_are_made(kind):
     # The first block's answer is made of the values with these shares.
     block, c = model.encoder.blocks[0], model.config
     values = []
-    block.attention.out.register_forward_pre_hook(lambda module, args: values.append(args[0]))
+    block.attention.out_proj.register_forward_pre_hook(lambda module, args: values.append(args[0]))
     block.attention.qkv.register_forward_hook(lambda module, args, out: values.append(out))
     with torch.no_grad():
         model.read(text, documents)
-    heads, y_BLD = values[0].unflatten(-1, (-1, c.head_size)).transpose(1, 2), values[1]
+    heads, y_BLD = values[0].unflatten(-1, (-1, c.head_dim)).transpose(1, 2), values[1]
     v_BHLK = heads[:, -c.num_kv_heads :].repeat_interleave(
         c.num_attention_heads // c.num_kv_heads, 1
     )
@@ -97,11 +97,11 @@ def test_the_cache_changes_no_vector(kind):
 
 def test_writing_is_the_same_with_and_without_the_cache_alone_and_in_company():
     model, start = twin(), ids(3, 4)
-    rule = SamplingRule(seed=2, temperature=0.9, top_p=0.9)
-    together = continue_ids(model, start, WORDS, 20, rule)
-    assert torch.equal(together, continue_ids(model, start, WORDS, 20, rule, use_cache=False))
+    rule = SamplingConfig(seed=2, temperature=0.9, top_p=0.9)
+    together = generate_causal(model, start, WORDS, 20, rule)
+    assert torch.equal(together, generate_causal(model, start, WORDS, 20, rule, use_cache=False))
     assert torch.equal(
-        together[2:], continue_ids(model, start[2:], WORDS, 20, rule, prompt_numbers=[2])
+        together[2:], generate_causal(model, start[2:], WORDS, 20, rule, prompt_numbers=[2])
     )
     assert (together[:, 4:] >= 5).all() and torch.equal(together[:, :4], start)
 
@@ -112,7 +112,7 @@ def test_words_are_drawn_from_the_models_law():
         p = model.head(model.read(start[:1])[0, 0], model.get_input_embeddings().weight)
     p[:5] = -torch.inf
     p = p.softmax(-1).double()
-    counts = torch.bincount(continue_ids(model, start, WORDS, 1)[:, 1], minlength=V).double()
+    counts = torch.bincount(generate_causal(model, start, WORDS, 1)[:, 1], minlength=V).double()
     common = p * 4000 >= 5
     chi = ((counts - 4000 * p) ** 2 / (4000 * p))[common].sum()
     freedom = int(common.sum()) - 1
@@ -147,9 +147,9 @@ def test_the_module_trains_it_on_the_rows_of_the_encoder():
 
 
 @pytest.mark.parametrize("call, said", [
-    (lambda: continue_ids(twin(), ids(1, 4), WORDS, 45), "max_position_embeddings"),
-    (lambda: continue_ids(twin(), ids(1, 4), WORDS, 0), "num_new=0"),
-    (lambda: continue_ids(twin(), ids(1, 4)[0], WORDS, 3), "input_ids must be"),
+    (lambda: generate_causal(twin(), ids(1, 4), WORDS, 45), "max_position_embeddings"),
+    (lambda: generate_causal(twin(), ids(1, 4), WORDS, 0), "num_new=0"),
+    (lambda: generate_causal(twin(), ids(1, 4)[0], WORDS, 3), "input_ids must be"),
     (lambda: BertLabForCausalLM(modernbert_tiny(**SHAPE, attention_positions="alibi")), "alibi"),
     (lambda: CausalModule({}, objective="mlm"), "objective='mlm'"),
 ])  # fmt: skip

@@ -22,14 +22,14 @@ from transformers.configuration_utils import PretrainedConfig
 from bertlab.model.config import (
     CHOICES,
     SWITCHES,
-    TOKEN_IDS,
+    SPECIAL_TOKEN_IDS,
     BertLabConfig,
     bert_base,
     bert_large,
     bert_tiny,
-    count_flops,
-    count_matrices,
-    count_weights,
+    training_flops_per_token,
+    matmul_parameters,
+    count_parameters,
     modernbert_base,
     modernbert_large,
     modernbert_tiny,
@@ -60,8 +60,8 @@ OTHER = dict(
     tie_word_embeddings=False, head_activation="relu", head_bias=True, decoder_bias=False,
     classifier_pooling="cls", classifier_head="tanh", classifier_dropout=0.1, pad_token_id=0,
     cls_token_id=2, sep_token_id=3, mask_token_id=4, num_attention_heads=6, num_key_value_heads=3,
-    attention_positions="alibi", global_rope_theta=500.0, local_rope_theta=100.0, rope_share=0.5,
-    rope_stretch={"rope_type": "linear", "factor": 2.0}, global_attention_every_n_layers=2, local_attention=6, attention_bias=True, qk_norm=True,
+    attention_positions="alibi", global_rope_theta=500.0, local_rope_theta=100.0, partial_rotary_factor=0.5,
+    rope_scaling={"rope_type": "linear", "factor": 2.0}, global_attention_every_n_layers=2, local_attention=6, attention_bias=True, qk_norm=True,
     output_gate="head", attention_dropout=0.1, num_hidden_layers=3, intermediate_size=20,
     mlp="plain", hidden_activation="silu", mlp_bias=True, mlp_dropout=0.1, hidden_dropout=0.1,
     norm="deep", norm_position="post", norm_bias=True, residual_in_fp32=False, norm_eps=1e-6, norm_groups=4,
@@ -121,14 +121,15 @@ def test_two_configurations_that_differ_in_one_setting_are_not_equal(name):
 
 def test_layer_kinds_by_hand():
     kinds = lambda every: "".join(
-        k[0] for k in small(global_attention_every_n_layers=every).layer_kinds
+        "g" if k == "full_attention" else "l"
+        for k in small(global_attention_every_n_layers=every).layer_types
     )
     assert [kinds(every) for every in (1, 2, 3, 5)] == ["gggg", "glgl", "gllg", "glll"]
 
 
 def test_sizes_that_follow_by_hand():
-    config = small(num_key_value_heads=2, local_attention=7, rope_share=0.5)
-    assert (config.head_size, config.num_kv_heads, config.window, config.rotary_size) == (
+    config = small(num_key_value_heads=2, local_attention=7, partial_rotary_factor=0.5)
+    assert (config.head_dim, config.num_kv_heads, config.window, config.rotary_dim) == (
         4,
         2,
         3,
@@ -218,7 +219,7 @@ def test_a_preset_is_a_shape_that_can_be_overridden_and_knows_no_tokenizer(prese
     config = preset(vocab_size=77, num_attention_heads=1, num_hidden_layers=1, mask_token_id=4)
     assert (config.vocab_size, config.num_attention_heads, config.num_hidden_layers) == (77, 1, 1)
     assert config.mask_token_id == 4
-    assert all(getattr(preset(), name) is None for name in TOKEN_IDS)
+    assert all(getattr(preset(), name) is None for name in SPECIAL_TOKEN_IDS)
     with pytest.raises(ValueError, match="hiden_size.*hidden_size"):
         preset(hiden_size=64)
 
@@ -255,7 +256,7 @@ shapes = st.fixed_dictionaries(
 @settings(max_examples=120, deadline=None, derandomize=True)
 def test_parts_of_the_count_are_the_parts_of_any_model(shape):
     config = small(**shape)
-    parts = dict.fromkeys(count_weights(config), 0)
+    parts = dict.fromkeys(count_parameters(config), 0)
     for name, p in built(config).named_parameters():
         if "attention." in name:
             key = "attention"
@@ -264,7 +265,7 @@ def test_parts_of_the_count_are_the_parts_of_any_model(shape):
         else:
             key = "MLP" if ".mlp." in name else "embedding" if "embeddings." in name else "head"
         parts[key] += p.numel()
-    assert count_weights(config) == parts
+    assert count_parameters(config) == parts
     assert config.num_params() == sum(parts.values())
 
 
@@ -300,9 +301,9 @@ def test_flops_equal_what_torch_counts_for_a_dense_head(shape):
 
 def test_matrices_by_hand():
     config = small(num_key_value_heads=2, output_gate="head")  # D = 24, K = 4, two heads of keys
-    assert count_matrices(config)["attention"] == 24 * 24 + 2 * 24 * 8 + 24 * 24 + 24 * 6
-    assert count_matrices(small(output_gate="element"))["attention"] == 5 * 24 * 24
-    assert count_matrices(small(mlp="plain"))["MLP"] == 2 * 24 * 20
+    assert matmul_parameters(config)["attention"] == 24 * 24 + 2 * 24 * 8 + 24 * 24 + 24 * 6
+    assert matmul_parameters(small(output_gate="element"))["attention"] == 5 * 24 * 24
+    assert matmul_parameters(small(mlp="plain"))["MLP"] == 2 * 24 * 20
 
 
 @pytest.mark.parametrize(
@@ -311,7 +312,7 @@ def test_matrices_by_hand():
 )
 def test_costs_of_nothing_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
-        count_flops(small(), *arguments)
+        training_flops_per_token(small(), *arguments)
 
 
 # ---- refusals --------------------------------------------------------------------------------
@@ -350,9 +351,12 @@ def test_every_known_name_builds_a_model(name, known):
         ),
         (dict(hidden_size=20), r"hidden_size 20 .* 6 heads; heads that fit are \[1, 2, 5, 10\]"),
         (dict(hidden_size=18), r"hidden_size 18 / num_attention_heads 6.* 3 numbers.*even"),
-        (dict(rope_share=0.75), r"rope_share 0.75.*turns 3 numbers.*change rope_share"),
-        (dict(rope_share=0.1), "rope_share 0.1.*turns 0 numbers"),
-        (dict(rope_share=1.5), "rope_share 1.5.*from 2 to 4"),
+        (
+            dict(partial_rotary_factor=0.75),
+            r"partial_rotary_factor 0.75.*turns 3 numbers.*change partial_rotary_factor",
+        ),
+        (dict(partial_rotary_factor=0.1), "partial_rotary_factor 0.1.*turns 0 numbers"),
+        (dict(partial_rotary_factor=1.5), "partial_rotary_factor 1.5.*from 2 to 4"),
         (
             dict(num_key_value_heads=4),
             r"num_key_value_heads 4 must divide num_attention_heads 6; .*\[1, 2, 3, 6\]",
@@ -385,7 +389,7 @@ def test_settings_that_do_not_fit_are_refused_with_the_way_out(shape, message):
     "shape",
     [
         dict(hidden_size=18, attention_positions="alibi"),  # heads of 3: nothing is turned
-        dict(rope_share=0.5),
+        dict(partial_rotary_factor=0.5),
         dict(norm="group", norm_groups=24),
         dict(norm_groups=5),  # read by norm "group" only
         dict(global_attention_every_n_layers=99),

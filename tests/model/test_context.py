@@ -12,15 +12,15 @@ from bertlab.data.packing import TokenizedDocuments
 from bertlab.data.tokenizers import train_tokenizer
 from bertlab.model.config import BertLabConfig, bert_tiny, modernbert_tiny, roberta_base
 from bertlab.model.context import (
-    CONTEXT_WAYS,
+    CONTEXT_METHODS,
     context_config,
     extend_context,
     loss_by_position,
     needle_test,
 )
-from bertlab.model.heads import BertLabForMaskedLM, LabelledOutput
+from bertlab.model.heads import BertLabForMaskedLM, TokenPredictionOutput
 from bertlab.model.huggingface import from_huggingface, save_model
-from bertlab.model.layers import rotary_frequencies
+from bertlab.model.layers import rope_frequencies
 
 SIZE = dict(
     vocab_size=60, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2
@@ -28,7 +28,7 @@ SIZE = dict(
 SHAPES = {"bert": bert_tiny(**SIZE, max_position_embeddings=12),
           "roberta": roberta_base(**SIZE, max_position_embeddings=12, pad_token_id=1),
           "modernbert": modernbert_tiny(**SIZE, max_position_embeddings=12, local_attention=4)}  # fmt: skip
-PAIRS = [(shape, how) for how, kind in CONTEXT_WAYS.items() for shape in SHAPES
+PAIRS = [(shape, how) for how, kind in CONTEXT_METHODS.items() for shape in SHAPES
          if (kind == "rope") == (shape == "modernbert")]  # fmt: skip
 
 
@@ -64,7 +64,7 @@ def test_stretched_angles_are_those_of_transformers(stretch):
         rope_parameters={"full_attention": {"rope_theta": 10_000.0, **stretch},
                          "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0}})  # fmt: skip
     want, scale = ROPE_INIT_FUNCTIONS[stretch["rope_type"]](config, layer_type="full_attention")
-    got, ours = rotary_frequencies(64, 10_000.0, stretch)
+    got, ours = rope_frequencies(64, 10_000.0, stretch)
     torch.testing.assert_close(got, want)
     assert math.isclose(ours, scale)
 
@@ -95,21 +95,21 @@ def test_a_way_that_does_not_fit_is_refused(shape, length, how, theta, word):
 
 def test_one_pair_that_is_turned_cannot_be_slowed_down_by_ntk():
     config = modernbert_tiny(**{**SIZE, "num_attention_heads": 16})
-    with pytest.raises(ValueError, match="how='ntk'.*rotary_size=2 .*yarn"):
+    with pytest.raises(ValueError, match="how='ntk'.*rotary_dim=2 .*yarn"):
         context_config(config, 600, "ntk")
-    assert context_config(config, 600, "linear").rope_stretch
+    assert context_config(config, 600, "linear").rope_scaling
 
 
 def test_an_adapter_is_to_be_merged_first():
     pytest.importorskip("peft")
     from bertlab.model.adapters import add_adapter
-    from bertlab.model.huggingface import plain_copy
+    from bertlab.model.huggingface import merged_copy
 
     model = build("modernbert")
     add_adapter(model, "lora")
-    with pytest.raises(ValueError, match="plain_copy"):
+    with pytest.raises(ValueError, match="merged_copy"):
         extend_context(model, 40)
-    assert extend_context(plain_copy(model), 40).config.max_position_embeddings == 40
+    assert extend_context(merged_copy(model), 40).config.max_position_embeddings == 40
 
 
 @pytest.mark.parametrize("stretch", [
@@ -117,8 +117,8 @@ def test_an_adapter_is_to_be_merged_first():
     {"rope_type": "linear", "factor": 2, "beta_fast": 3},
 ])  # fmt: skip
 def test_a_stretch_that_cannot_be_is_refused(stretch):
-    with pytest.raises(ValueError, match="rope_stretch"):
-        BertLabConfig(rope_stretch=stretch)
+    with pytest.raises(ValueError, match="rope_scaling"):
+        BertLabConfig(rope_scaling=stretch)
 
 
 def test_loss_by_position_counts_positions_and_lengths_within_documents():
@@ -167,7 +167,7 @@ def test_a_model_that_reads_the_needle_gains_by_it_and_trains_on_afterwards(monk
         places = ids_BL.unfold(1, len(named), 1).eq(torch.tensor(named)).all(-1).int().argmax(1)
         words_B1 = ids_BL.gather(1, places[:, None] + len(named))
         sides.append(words_B1)
-        return LabelledOutput(logits=5 * torch.eye(len(READER))[words_B1])
+        return TokenPredictionOutput(logits=5 * torch.eye(len(READER))[words_B1])
 
     monkeypatch.setattr(model, "forward", read)
     lines = needle_test(model, READER, HAY, [32, 40], [0.0, 1.0], num_rows=3, seed=1)
@@ -182,7 +182,7 @@ def test_needles_are_sent_to_the_model_s_device(monkeypatch):
 
     def blind(ids_BL, label_positions):
         assert ids_BL.device == label_positions.device == model.device
-        return LabelledOutput(logits=torch.zeros(len(ids_BL), 1, len(READER)))
+        return TokenPredictionOutput(logits=torch.zeros(len(ids_BL), 1, len(READER)))
 
     monkeypatch.setattr(model, "forward", blind)
     assert needle_test(model, READER, HAY, [32], [0.5], num_rows=2)[0]["gain"] == 0

@@ -15,7 +15,7 @@ from bertlab.model.deferred import build_deferred, fill_weights, read_deferred
 from bertlab.model.encoder import BertLabPreTrainedModel
 from bertlab.model.heads import BertLabForMaskedLM
 from bertlab.model.huggingface import save_model
-from bertlab.model.layers import NORMS, add_layer
+from bertlab.model.layers import NORMS, register_layer
 from bertlab.train.modules import OBJECTIVES, PretrainingModule, initialize_model
 
 CONFIG = dict(vocab_size=101, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
@@ -76,7 +76,7 @@ def test_shares_are_asked_for_one_weight_at_a_time_and_each_once():
 
 
 def test_no_two_parts_have_numbers_at_the_same_time(monkeypatch):
-    most, begin = [], BertLabPreTrainedModel.begin_weights
+    most, begin = [], BertLabPreTrainedModel._init_weights
 
     def watch(model, part):
         most.append(
@@ -94,7 +94,7 @@ def test_no_two_parts_have_numbers_at_the_same_time(monkeypatch):
     monkeypatch.setattr(
         nn.Module, "__init__", lambda self, *a, **k: (init(self, *a, **k), alive.append(self))[0]
     )
-    monkeypatch.setattr(BertLabPreTrainedModel, "begin_weights", watch)
+    monkeypatch.setattr(BertLabPreTrainedModel, "_init_weights", watch)
     build_deferred(lambda: BertLabForMaskedLM(BertLabConfig(**CONFIG)))
     assert most and max(most) <= 101, "at most a bias that the outermost module owns itself"
 
@@ -111,7 +111,7 @@ def test_a_fresh_part_and_a_part_of_a_file(tmp_path):
         found.append(fill_weights(model))
     assert equal(*found)
     assert torch.equal(
-        found[1].encoder.blocks[0].mlp.expand.weight, encoder.blocks[0].mlp.expand.weight
+        found[1].encoder.blocks[0].mlp.up_proj.weight, encoder.blocks[0].mlp.up_proj.weight
     )
 
 
@@ -172,7 +172,7 @@ class Tilted(nn.Module):
 
 def test_a_layer_that_nobody_can_begin_again_is_built_whole():
     if "tilted" not in NORMS:
-        add_layer("norm", "tilted", Tilted)
+        register_layer("norm", "tilted", Tilted)
     usual, later = both(lambda: BertLabForMaskedLM(BertLabConfig(**CONFIG, norm="tilted")))
     assert not any(weight.is_meta for weight in later.parameters()) and equal(later, usual)
     assert fill_weights(later) is later

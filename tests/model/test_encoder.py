@@ -19,20 +19,20 @@ from transformers import AutoModelForMaskedLM, ModernBertConfig, ModernBertForMa
 import bertlab.model.attention
 import bertlab.model.encoder
 from bertlab.model.attention import (
-    KERNELS,
-    Kernel,
-    Pattern,
+    ATTENTION_KERNELS,
+    AttentionKernel,
+    AttentionMaskSpec,
     attend,
-    restart_positions,
-    write_stretches,
+    document_position_ids,
+    make_varlen_metadata,
 )
 from bertlab.model.config import (
     ACTIVATION_NAMES,
     BertLabConfig,
     bert_tiny,
-    count_flops,
-    count_matrices,
-    count_weights,
+    training_flops_per_token,
+    matmul_parameters,
+    count_parameters,
     modernbert_base,
     modernbert_tiny,
 )
@@ -41,7 +41,7 @@ from bertlab.model.causal import BertLabForCausalLM
 from bertlab.model.heads import BertLabForEnhancedMaskedLM, BertLabForMaskedLM
 from bertlab.model.layers import gather_positions
 from bertlab.model.losses import masked_lm_loss, mean_loss
-from bertlab.model.layers import ACTIVATIONS, GatedMLP, init_truncated_, rotary_table, rotate
+from bertlab.model.layers import ACTIVATIONS, GLU, trunc_normal_, rope_cos_sin, apply_rope
 
 torch.set_num_threads(1)
 TOLERANCE = dict(rtol=0, atol=1e-5)
@@ -94,7 +94,7 @@ def test_rotated_scores_depend_on_the_distance_alone():
     q, k = torch.randn(
         2, 1, 1, 1, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1)
     )
-    at = lambda x, p: rotate(x, rotary_table(torch.tensor([[p]]), 8, 100.0))
+    at = lambda x, p: apply_rope(x, rope_cos_sin(torch.tensor([[p]]), 8, 100.0))
     near, far = ((at(q, p) * at(k, p + 3)).sum() for p in (2, 40))
     torch.testing.assert_close(near, far, rtol=0, atol=1e-4)
     assert (near - (at(q, 2) * at(k, 6)).sum()).abs() > 1e-3
@@ -102,21 +102,21 @@ def test_rotated_scores_depend_on_the_distance_alone():
 
 def test_first_pair_turns_by_one_radian_a_position():
     x = torch.tensor([[[1.0, 0.0, 0.0, 0.0]]])  # K = 4: pairs (0, 2) and (1, 3)
-    turned = rotate(x, rotary_table(torch.tensor([[2]]), 4, 10.0))[0, 0]
+    turned = apply_rope(x, rope_cos_sin(torch.tensor([[2]]), 4, 10.0))[0, 0]
     want = [torch.tensor(2.0).cos(), 0.0, torch.tensor(2.0).sin(), 0.0]
     torch.testing.assert_close(turned, torch.tensor(want))
 
 
 def test_gated_mlp_multiplies_the_activated_half_by_the_other():
-    mlp = GatedMLP(1, 1, "relu")
+    mlp = GLU(1, 1, "relu")
     with torch.no_grad():
-        mlp.expand.weight.copy_(torch.tensor([[2.0], [-3.0]]))
-        mlp.contract.weight.fill_(10.0)
+        mlp.up_proj.weight.copy_(torch.tensor([[2.0], [-3.0]]))
+        mlp.down_proj.weight.fill_(10.0)
     assert mlp(torch.tensor([[1.0], [-1.0]])).flatten().tolist() == [-60.0, 0.0]
 
 
 def test_truncated_start_has_no_tail():
-    w = init_truncated_(torch.empty(400, 400), 0.02)
+    w = trunc_normal_(torch.empty(400, 400), 0.02)
     assert w.abs().max() <= 0.04 and 0.016 < w.std() < 0.019
 
 
@@ -124,11 +124,11 @@ def test_out_projections_start_smaller_and_everything_else_at_the_given_width():
     config = small(vocab_size=500, hidden_size=128, intermediate_size=256, initializer_range=0.02)
     model = BertLabForMaskedLM(config)
     block = model.encoder.blocks[1]
-    wide = [model.get_input_embeddings(), block.attention.qkv, block.mlp.expand]
-    narrow = [block.attention.out, block.mlp.contract, model.head.dense]
+    wide = [model.get_input_embeddings(), block.attention.qkv, block.mlp.up_proj]
+    narrow = [block.attention.out_proj, block.mlp.down_proj, model.head.dense]
     for module, cut in [(m, 0.04) for m in wide] + [(m, 0.04 / 8**0.5) for m in narrow]:
         assert 0.9 * cut < module.weight.abs().max() <= cut
-    assert (block.mlp_norm.weight == 1).all() and (model.head.bias == 0).all()
+    assert (block.pre_mlp_norm.weight == 1).all() and (model.head.bias == 0).all()
 
 
 def test_weights_missing_from_a_checkpoint_start_like_those_of_a_new_model(tmp_path):
@@ -136,7 +136,7 @@ def test_weights_missing_from_a_checkpoint_start_like_those_of_a_new_model(tmp_p
     lively(encoder).save_pretrained(tmp_path)
     model = BertLabForMaskedLM.from_pretrained(tmp_path)
     assert torch.equal(
-        model.encoder.blocks[1].mlp.expand.weight, encoder.blocks[1].mlp.expand.weight
+        model.encoder.blocks[1].mlp.up_proj.weight, encoder.blocks[1].mlp.up_proj.weight
     )
     assert 0.9 * 0.04 / 8**0.5 < model.head.dense.weight.abs().max() <= 0.04 / 8**0.5
     assert (model.head.bias == 0).all() and (model.head.norm.weight == 1).all()
@@ -153,14 +153,16 @@ def one_by_one(q, k, v, stretches, dropout):
     "The variable-length kernel needs CUDA; this one runs each document of its row by itself."
     parts = []
     for a, b in itertools.pairwise(stretches.cu_lengths.tolist()):
-        alone = Pattern(torch.ones(1, b - a), stretches.window, stretches.slopes_H)
+        alone = AttentionMaskSpec(torch.ones(1, b - a), stretches.window, stretches.slopes_H)
         parts.append(attend(*(t[:, :, a:b] for t in (q, k, v)), alone, "eager", dropout))
     return torch.cat(parts, 2) if parts else q
 
 
 @pytest.fixture
 def varlen_anywhere(monkeypatch):
-    monkeypatch.setitem(KERNELS, "varlen", Kernel(write_stretches, one_by_one, unpads=True))
+    monkeypatch.setitem(
+        ATTENTION_KERNELS, "varlen", AttentionKernel(make_varlen_metadata, one_by_one, unpads=True)
+    )
 
 
 TRAINING_KERNELS = ["eager", "sdpa", "varlen"]  # flex trains on CUDA only
@@ -213,7 +215,7 @@ def test_packed_documents_are_computed_as_if_alone(row, every, kernel, varlen_an
 
 POSITIONS = {  # and with each, something else that could let documents meet
     "rope": {},
-    "partial_rope": dict(rope_share=0.5, num_key_value_heads=1, norm="rms"),
+    "partial_rope": dict(partial_rotary_factor=0.5, num_key_value_heads=1, norm="rms"),
     "alibi": dict(attention_positions="alibi", output_gate="element", mlp="plain"),
     "learned": dict(embedding_positions="learned", attention_positions="none", norm_position="post",
                     attention_bias=True, type_vocab_size=2, norm_bias=True),
@@ -250,7 +252,7 @@ def test_without_the_document_mask_the_comparison_fails(kernel, positions, varle
     model, ids, restarted = (
         lively(BertLabForMaskedLM(config)),
         some_ids(1, L),
-        restart_positions(DOCUMENTS[:1]),
+        document_position_ids(DOCUMENTS[:1]),
     )
     one_document = torch.ones_like(DOCUMENTS[:1])
     with pytest.raises(AssertionError, match="not close"):
@@ -263,7 +265,7 @@ def test_a_mask_that_forgets_documents_is_noticed(kernel, monkeypatch):
         return (documents != 0)[:, None, None, :].expand(-1, -1, documents.shape[1], -1)
 
     model, ids = lively(BertLabForMaskedLM(small(attn_implementation=kernel))), some_ids(1, L)
-    restarted = restart_positions(DOCUMENTS[:1])
+    restarted = document_position_ids(DOCUMENTS[:1])
     monkeypatch.setattr(bertlab.model.attention, "document_mask", forgetful)
     with pytest.raises(AssertionError, match="not close"):
         check_packed_equals_alone(model, ids, DOCUMENTS[:1], [ROWS["three_documents"]], restarted)
@@ -302,7 +304,7 @@ def test_packed_documents_do_not_see_each_other():
 
 def test_given_restarted_positions_equal_none():
     model, ids = lively(BertLabForMaskedLM(small())), some_ids(5, L)
-    given_positions = model(ids, DOCUMENTS, restart_positions(DOCUMENTS)).logits
+    given_positions = model(ids, DOCUMENTS, document_position_ids(DOCUMENTS)).logits
     assert torch.equal(model(ids, DOCUMENTS).logits, given_positions)
 
 
@@ -342,7 +344,7 @@ def test_a_post_norm_stream_may_be_as_precise_as_the_products(kind):
         model.load_state_dict(weights)
         sums = types[in_fp32, autocast] = []
         for name, norm in model.named_modules():
-            if name.endswith("_end_norm"):
+            if "post_" in name:
                 norm.register_forward_pre_hook(
                     lambda _, inputs, sums=sums: sums.append(inputs[0].dtype)
                 )
@@ -372,7 +374,7 @@ def test_kernels_get_queries_keys_and_values_of_one_type_under_autocast(monkeypa
         types.append({q.dtype, k.dtype, v.dtype})
         return v
 
-    monkeypatch.setitem(KERNELS, "look", Kernel(lambda pattern: None, look))
+    monkeypatch.setitem(ATTENTION_KERNELS, "look", AttentionKernel(lambda pattern: None, look))
     model = lively(BertLabForMaskedLM(small(qk_norm=True)))
     for block in model.encoder.blocks:  # some devices run norms in float32
         for norm in (block.attention.q_norm, block.attention.k_norm):
@@ -421,9 +423,9 @@ def test_attention_weights_are_shares_inside_documents_and_windows(kernel):
     assert [tuple(w.shape) for w in out.attentions] == [(5, 2, L, L)] * 4
     same = (DOCUMENTS[:, :, None] == DOCUMENTS[:, None]) & (DOCUMENTS > 0)[:, None]
     near = (torch.arange(L)[:, None] - torch.arange(L)).abs() <= 2
-    for weights, kind in zip(out.attentions, model.config.layer_kinds):
+    for weights, kind in zip(out.attentions, model.config.layer_types):
         real = weights.transpose(1, 2)[DOCUMENTS > 0]  # (tokens, H, L)
-        seen = (same if kind == "global" else same & near)[DOCUMENTS > 0]
+        seen = (same if kind == "full_attention" else same & near)[DOCUMENTS > 0]
         torch.testing.assert_close(real.sum(-1), torch.ones(real.shape[:2]))
         assert (real.amin(1)[seen] > 0).all() and (real.amax(1)[~seen] == 0).all()
     torch.testing.assert_close(
@@ -484,9 +486,9 @@ def test_auto_says_what_it_picked_once_and_follows_autocast(caplog):
     assert len(caplog.records) == 2  # who asks for nothing special is told nothing
 
 
-@pytest.mark.parametrize("share", [dict(row_share=object()), dict(heads_here=slice(0, 1))])
+@pytest.mark.parametrize("share", [dict(sequence_shard=object()), dict(local_heads=slice(0, 1))])
 def test_processes_that_share_a_model_take_the_kernel_that_was_tried_there(share, monkeypatch):
-    monkeypatch.setattr("bertlab.model.encoder.find_capability", lambda device: (9, 0))
+    monkeypatch.setattr("bertlab.model.encoder.device_capability", lambda device: (9, 0))
     config = small(hidden_size=64, num_attention_heads=2, attn_implementation="auto")
     model, gpu = BertLabModel(config).bfloat16(), torch.device("cuda")
     assert model.attention_kernel(gpu, 512)[0] in ("varlen", "flex")
@@ -760,9 +762,9 @@ def test_deepnorm_begins_values_outputs_and_mlps_smaller_and_queries_keys_and_ga
     block = lambda model: model.encoder.blocks[1]
     smaller = {
         "values": lambda m: block(m).attention.qkv.weight[-32:],
-        "output": lambda m: block(m).attention.out.weight,
-        "expand": lambda m: block(m).mlp.expand.weight[:96],
-        "contract": lambda m: block(m).mlp.contract.weight,
+        "output": lambda m: block(m).attention.out_proj.weight,
+        "expand": lambda m: block(m).mlp.up_proj.weight[:96],
+        "contract": lambda m: block(m).mlp.down_proj.weight,
     }
     alike = {
         "queries and keys": lambda m: block(m).attention.qkv.weight[:-32],
@@ -770,7 +772,7 @@ def test_deepnorm_begins_values_outputs_and_mlps_smaller_and_queries_keys_and_ga
         "tokens": lambda m: m.get_input_embeddings().weight,
     }
     if mlp == "glu":
-        alike["gate of the MLP"] = lambda m: block(m).mlp.expand.weight[96:]
+        alike["gate of the MLP"] = lambda m: block(m).mlp.up_proj.weight[96:]
     if initialization == "xavier":
         alike["dense of the head"] = lambda m: m.head.dense.weight
     assert {name: ratio(part) for name, part in smaller.items()} == pytest.approx(
@@ -790,11 +792,13 @@ def test_what_a_checkpoint_brings_is_not_begun_again_where_its_neighbour_is_miss
     )
     encoder = lively(BertLabModel(small(**settings)))
     state = {
-        k: v for k, v in encoder.state_dict().items() if not k.endswith(("out.bias", "qkv.bias"))
+        k: v
+        for k, v in encoder.state_dict().items()
+        if not k.endswith(("out_proj.bias", "qkv.bias"))
     }
     encoder.save_pretrained(tmp_path, state_dict=state)
     again = BertLabModel.from_pretrained(tmp_path)
-    for part in ("out", "qkv"):
+    for part in ("out_proj", "qkv"):
         theirs, ours = (getattr(model.blocks[1].attention, part) for model in (encoder, again))
         assert torch.equal(ours.weight, theirs.weight) and (ours.bias == 0).all()
 
@@ -812,10 +816,10 @@ def test_xavier_begins_each_map_of_a_fused_matrix_by_its_own_fans(key_heads, gat
         "queries": q,
         "keys": k,
         "values": v,
-        "out": block.attention.out.weight,
-        "contract": block.mlp.contract.weight,
+        "out": block.attention.out_proj.weight,
+        "contract": block.mlp.down_proj.weight,
     }
-    maps |= {f"expand {i}": part for i, part in enumerate(block.mlp.expand.weight.split(I))}
+    maps |= {f"expand {i}": part for i, part in enumerate(block.mlp.up_proj.weight.split(I))}
     maps |= {} if gate == "none" else {"gate": block.attention.gate.weight}
     for name, part in maps.items():
         # The standard error of a width is 1 / sqrt(2 n) of it: 1.1 % for 4,096 numbers, 2.2 % for the 1,024 of a gate.
@@ -837,10 +841,10 @@ def test_maps_in_one_matrix_change_the_start_of_xavier_alone(monkeypatch, initia
         torch.manual_seed(0)
         return {**BertLabForMaskedLM(config).state_dict(), "next": torch.rand(3)}
 
-    begin, now = bertlab.model.encoder.init_matrix_, start()
+    begin, now = bertlab.model.encoder.init_linear_, start()
     monkeypatch.setattr(
         bertlab.model.encoder,
-        "init_matrix_",
+        "init_linear_",
         lambda weight, c, narrow, parts: begin(weight, c, narrow),
     )
     differ = {name for name, weight in start().items() if not torch.equal(weight, now[name])}
@@ -849,7 +853,7 @@ def test_maps_in_one_matrix_change_the_start_of_xavier_alone(monkeypatch, initia
     else:
         assert {
             "encoder.blocks.0.attention.qkv.weight",
-            "encoder.blocks.0.mlp.expand.weight",
+            "encoder.blocks.0.mlp.up_proj.weight",
         } <= differ
 
 
@@ -860,7 +864,7 @@ shapes = st.fixed_dictionaries(
     dict(
         vocab_size=st.integers(1, 60),
         num_attention_heads=st.integers(1, 4),
-        head_size=st.integers(1, 4),
+        head_dim=st.integers(1, 4),
         intermediate_size=st.integers(1, 30),
         num_hidden_layers=st.integers(1, 5),
         global_attention_every_n_layers=st.integers(1, 5),
@@ -872,7 +876,7 @@ shapes = st.fixed_dictionaries(
 @given(shapes)
 @settings(max_examples=40, deadline=None)
 def test_predicted_number_of_weights_equals_the_built_model(shape):
-    shape["hidden_size"] = shape["num_attention_heads"] * 2 * shape.pop("head_size")
+    shape["hidden_size"] = shape["num_attention_heads"] * 2 * shape.pop("head_dim")
     config = BertLabConfig(**shape)
     model = BertLabForMaskedLM(config)
     assert config.num_params() == sum(p.numel() for p in model.parameters())
@@ -888,12 +892,12 @@ def test_base_preset_counts_as_many_weights_as_transformers_builds():
 
 def test_parts_of_the_count_are_the_parts_of_the_model():
     config = small(tie_word_embeddings=False)
-    built = dict.fromkeys(count_weights(config), 0)
+    built = dict.fromkeys(count_parameters(config), 0)
     for name, p in BertLabForMaskedLM(config).named_parameters():
         key = "norms" if "norm" in name else "embedding" if "tokens" in name else "head"
         key = "attention" if ".attention." in name else "MLP" if ".mlp." in name else key
         built[key] += p.numel()
-    assert count_weights(config) == built
+    assert count_parameters(config) == built
 
 
 def test_flops_equal_what_torch_counts_for_one_document_and_a_dense_head():
@@ -920,14 +924,17 @@ def test_flops_equal_what_torch_counts_where_few_are_predicted():
 
 def test_windows_and_rare_labels_make_a_token_cheaper():
     config = small()  # windows of 2 to each side: 5 tokens
-    dense, sparse = count_flops(config, 100, 1.0), count_flops(config, 100, 0.25)
-    spared = 6 * 0.75 * (16 * 16 + count_matrices(config)["MLP"])  # of the last layer
+    dense, sparse = (
+        training_flops_per_token(config, 100, 1.0),
+        training_flops_per_token(config, 100, 0.25),
+    )
+    spared = 6 * 0.75 * (16 * 16 + matmul_parameters(config)["MLP"])  # of the last layer
     assert sum(dense.values()) - sum(sparse.values()) == pytest.approx(
         spared + 0.75 * dense["head"]
     )
     assert dense["scores"] == 12 * 16 * (100 + 5 + 5 + 100)
     assert sparse["head"] == dense["head"] / 4
-    assert count_flops(config, 3, 1.0)["scores"] == 12 * 16 * 3 * 4
+    assert training_flops_per_token(config, 3, 1.0)["scores"] == 12 * 16 * 3 * 4
 
 
 # ---- what is wanted alone ----------------------------------------------------------------------
@@ -953,7 +960,7 @@ def test_wanted_vectors_and_their_gradients_are_those_of_the_whole(
     wanted = WANTED[: len(DOCUMENTS)]
     found = []
     for fewer in (None, wanted):
-        x = model(ids, DOCUMENTS, wanted_positions=fewer).last_hidden_state
+        x = model(ids, DOCUMENTS, output_positions=fewer).last_hidden_state
         x = gather_rows(x, wanted) if fewer is None else x
         assert x.shape == (*wanted.shape, 16) and x.isfinite().all()
         model.zero_grad()
@@ -968,7 +975,7 @@ def test_the_last_block_works_for_what_is_wanted_alone():
     model, seen = BertLabModel(small()), []
     for block in model.blocks:
         block.mlp.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0].shape[1]))
-    model(some_ids(3, L), wanted_positions=WANTED)
+    model(some_ids(3, L), output_positions=WANTED)
     assert seen == [L, L, L, 4]
 
 
@@ -976,28 +983,28 @@ def test_whoever_reads_states_gets_all_of_them():
     model = lively(BertLabModel(small(attn_implementation="eager"))).eval()
     ids = some_ids(3, L)
     whole = model(ids, output_hidden_states=True, output_attentions=True)
-    fewer = model(ids, output_hidden_states=True, output_attentions=True, wanted_positions=WANTED)
+    fewer = model(ids, output_hidden_states=True, output_attentions=True, output_positions=WANTED)
     torch.testing.assert_close(
         fewer.last_hidden_state, gather_rows(whole.last_hidden_state, WANTED)
     )
     torch.testing.assert_close(fewer.hidden_states, whole.hidden_states)
     torch.testing.assert_close(fewer.attentions, whole.attentions)
-    alone = model(ids, output_attentions=True, wanted_positions=WANTED)
+    alone = model(ids, output_attentions=True, output_positions=WANTED)
     torch.testing.assert_close(alone.attentions, whole.attentions)
 
 
 def test_wanting_everything_in_another_order_is_answered_in_that_order():
     model, ids = lively(BertLabModel(small())).eval(), some_ids(2, L)
     backwards = torch.arange(L).flip(0).expand(2, -1)
-    found = model(ids, wanted_positions=backwards).last_hidden_state
+    found = model(ids, output_positions=backwards).last_hidden_state
     torch.testing.assert_close(found, model(ids).last_hidden_state.flip(1))
 
 
 def test_checkpointed_blocks_know_what_is_wanted():
     model, ids = lively(BertLabModel(small())).train(), some_ids(3, L)
-    plain = model(ids, wanted_positions=WANTED).last_hidden_state
+    plain = model(ids, output_positions=WANTED).last_hidden_state
     model.gradient_checkpointing_enable()
-    again = model(ids, wanted_positions=WANTED).last_hidden_state
+    again = model(ids, output_positions=WANTED).last_hidden_state
     torch.testing.assert_close(again, plain)
 
 

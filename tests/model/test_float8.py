@@ -108,9 +108,9 @@ def on_a_card(monkeypatch, capability, name="NVIDIA Test"):
 
 def test_all_products_of_the_blocks_and_nothing_else():
     names = float8_layers(BertLabForEnhancedMaskedLM(small(num_hidden_layers=1)))
-    parts = ["attention.qkv", "attention.out", "mlp.expand", "mlp.contract"]
+    parts = ["attention.qkv", "attention.out_proj", "mlp.up_proj", "mlp.down_proj"]
     assert sorted(names) == sorted(
-        f"{block}.{part}" for block in ("encoder.blocks.0", "rebuilder") for part in parts
+        f"{block}.{part}" for block in ("encoder.blocks.0", "decoder") for part in parts
     )
 
 
@@ -119,11 +119,12 @@ def test_layers_whose_sizes_are_no_multiples_of_sixteen_stay():
         BertLabForMaskedLM(small(num_hidden_layers=1, output_gate="head"))
     )  # 2 heads: 32 -> 2
     assert (
-        "encoder.blocks.0.attention.gate" not in gated and "encoder.blocks.0.attention.out" in gated
+        "encoder.blocks.0.attention.gate" not in gated
+        and "encoder.blocks.0.attention.out_proj" in gated
     )
     odd = float8_layers(BertLabForMaskedLM(small(num_hidden_layers=1, intermediate_size=40)))
     # 40 units make an expansion to 80 = 5 x 16; only the way back from 40 does not fit
-    assert "encoder.blocks.0.mlp.expand" in odd and "encoder.blocks.0.mlp.contract" not in odd
+    assert "encoder.blocks.0.mlp.up_proj" in odd and "encoder.blocks.0.mlp.down_proj" not in odd
 
 
 def test_a_model_without_a_fitting_layer_is_refused():

@@ -11,11 +11,11 @@ from bertlab.model.encoder import BertLabModel
 from bertlab.model.growth import (
     MUST_AGREE,
     check_growth,
-    find_axes,
+    axes_of,
     grow,
-    map_axes,
-    map_layers,
-    tile_places,
+    axis_maps,
+    layer_map,
+    tile_indices,
 )
 from bertlab.model.heads import (
     BertLabForEnhancedMaskedLM,
@@ -70,7 +70,7 @@ VARIANTS = {
     "rms_untied": dict(norm="rms", tie_word_embeddings=False, embedding_norm=False, decoder_bias=False),
     "tanh_head_gate": dict(norm="dynamic_tanh", output_gate="head", norm_position="pre_and_post", norm_bias=True),
     "element_gate_qk_norm": dict(output_gate="element", qk_norm=True, mlp_bias=True),
-    "deep": dict(norm="deep", norm_position="post", hidden_activation="silu", rope_share=0.5),
+    "deep": dict(norm="deep", norm_position="post", hidden_activation="silu", partial_rotary_factor=0.5),
     "grouped": dict(num_attention_heads=4, hidden_size=16, num_key_value_heads=2, attention_bias=True),
 }  # fmt: skip
 
@@ -97,13 +97,13 @@ def doubled(variant: dict, **overrides) -> BertLabConfig:
     ],
 )
 def test_the_source_stands_in_the_centre_and_wraps_around(size, source, expected):
-    assert torch.tensor(source)[tile_places(size, len(source))].tolist() == expected
+    assert torch.tensor(source)[tile_indices(size, len(source))].tolist() == expected
 
 
 @settings(max_examples=60, derandomize=True, deadline=None)
 @given(st.integers(1, 40), st.integers(0, 80))
 def test_layers_keep_their_order_and_all_are_used_about_equally_often(num_source, more):
-    layers = map_layers(num_source + more, num_source)
+    layers = layer_map(num_source + more, num_source)
     counts = torch.tensor(layers).bincount(minlength=num_source)
     assert layers == sorted(layers) and len(layers) == num_source + more
     assert counts.min() >= 1 and counts.max() - counts.min() <= 1
@@ -154,7 +154,7 @@ def test_the_encoder_alone_grows_and_its_states_are_the_small_ones_tiled():
     larger = grow(model, doubled({}), rescale=True)
     assert type(larger) is BertLabModel
     before, after = (m(**some_batch()).last_hidden_state for m in (model, larger))
-    assert_close(real(after), real(before)[:, tile_places(16, 8)], rtol=0, atol=1e-5)
+    assert_close(real(after), real(before)[:, tile_indices(16, 8)], rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("variant", ["modernbert", "bert"])
@@ -196,12 +196,12 @@ def test_each_tile_of_each_matrix_is_its_source(width_factor, inner):
         )
         assert new.final_norm.weight[j] == old.final_norm.weight[source]
     for block, small_block in zip(new.blocks, old.blocks, strict=True):
-        expand, contract = block.mlp.expand.weight, block.mlp.contract.weight
-        value, gate = small_block.mlp.expand.weight.chunk(2)
+        expand, contract = block.mlp.up_proj.weight, block.mlp.down_proj.weight
+        value, gate = small_block.mlp.up_proj.weight.chunk(2)
         for unit, source in enumerate(units):
             assert torch.equal(expand[unit], value[source][stream])
             assert torch.equal(expand[inner + unit], gate[source][stream])
-            assert torch.equal(contract[:, unit], small_block.mlp.contract.weight[stream, source])
+            assert torch.equal(contract[:, unit], small_block.mlp.down_proj.weight[stream, source])
 
 
 @pytest.mark.parametrize(
@@ -216,7 +216,7 @@ def test_heads_stay_whole_and_queries_keep_their_keys(heads, groups, more_heads,
         num_attention_heads=more_heads,
         num_key_value_heads=more_groups,
     )
-    rows = map_axes(small, large)["qkv"].view(-1, width)
+    rows = axis_maps(small, large)["qkv"].view(-1, width)
     assert (rows[:, 0] % width == 0).all() and (rows.diff(dim=1) == 1).all()
     sources = (rows[:, 0] // width).tolist()  # the small model's heads, in the order of its qkv
     q, k, v = (
@@ -231,7 +231,7 @@ def test_heads_stay_whole_and_queries_keep_their_keys(heads, groups, more_heads,
     for head, source in enumerate(q):
         assert k[head // sharing] - heads == source // (heads // groups)
     # and what attention returns is read in the same order
-    assert map_axes(small, large)["queries"].tolist() == rows[:more_heads].flatten().tolist()
+    assert axis_maps(small, large)["queries"].tolist() == rows[:more_heads].flatten().tolist()
 
 
 def test_attention_of_a_copied_head_is_the_small_heads_attention():
@@ -241,7 +241,7 @@ def test_attention_of_a_copied_head_is_the_small_heads_attention():
         m.config._attn_implementation = "eager"
     small, large = (m(**some_batch(), output_attentions=True).attentions for m in (model, larger))
     for a, b in zip(small, large, strict=True):
-        assert_close(b[:2], a[:2, tile_places(4, 2)], rtol=0, atol=1e-5)
+        assert_close(b[:2], a[:2, tile_indices(4, 2)], rtol=0, atol=1e-5)
 
 
 def test_layers_of_a_deeper_model_are_copies_and_only_the_missing_norm_is_fresh():
@@ -253,7 +253,7 @@ def test_layers_of_a_deeper_model_are_copies_and_only_the_missing_norm_is_fresh(
             if name in source:
                 assert torch.equal(weight, source[name]), (i, name)
             else:
-                assert name == "attention_norm.weight" and i in (1, 2) and (weight == 1).all()
+                assert name == "pre_attention_norm.weight" and i in (1, 2) and (weight == 1).all()
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -265,7 +265,7 @@ def test_decoder_and_its_bias_follow_the_embedding(tied):
     decoders = [name for name in names if "decoder" in name]
     assert len(decoders) == (not tied)
     for name in decoders:
-        assert torch.equal(names[name], model.get_parameter(name)[:, tile_places(16, 8)])
+        assert torch.equal(names[name], model.get_parameter(name)[:, tile_indices(16, 8)])
 
 
 def test_growth_leaves_the_small_model_and_its_mode_as_they_were():
@@ -314,8 +314,8 @@ def test_without_jitter_or_dropout_twins_stay_twins():
             larger(**some_batch(), labels=some_batch()["input_ids"]).loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-        value = larger.encoder.blocks[1].mlp.expand.weight[:12]
-        twins = [value[tile_places(12, 6) == unit] for unit in range(6)]
+        value = larger.encoder.blocks[1].mlp.up_proj.weight[:12]
+        twins = [value[tile_indices(12, 6) == unit] for unit in range(6)]
         distances = [((a - b).norm() / a.norm()).item() for a, b in twins]
         assert min(distances) > 1e-2 if apart else max(distances) < 1e-4
 
@@ -323,7 +323,7 @@ def test_without_jitter_or_dropout_twins_stay_twins():
 OTHER = {
     "vocab_size": V + 1, "type_vocab_size": 2, "embedding_positions": "learned", "position_offset": 1,
     "embedding_norm": False, "tie_word_embeddings": False, "head_activation": "relu", "head_bias": True,
-    "decoder_bias": False, "attention_positions": "none", "rope_share": 0.5, "attention_bias": True, "qk_norm": True,
+    "decoder_bias": False, "attention_positions": "none", "partial_rotary_factor": 0.5, "attention_bias": True, "qk_norm": True,
     "output_gate": "head", "mlp": "plain", "hidden_activation": "relu", "mlp_bias": True, "norm": "rms",
     "norm_position": "post", "norm_bias": True, "classifier_head": "tanh", "num_labels": 5,
 }  # fmt: skip
@@ -372,7 +372,7 @@ def test_a_longer_table_of_learned_positions_is_refused_and_a_longer_rotary_reac
 
 
 @pytest.mark.parametrize("name, value", [
-    ("rope_stretch", {"rope_type": "linear", "factor": 2.0}), ("global_rope_theta", 1e6), ("local_rope_theta", 5e3),
+    ("rope_scaling", {"rope_type": "linear", "factor": 2.0}), ("global_rope_theta", 1e6), ("local_rope_theta", 5e3),
     ("local_attention", 2), ("global_attention_every_n_layers", 1)])  # fmt: skip
 def test_a_larger_model_that_reads_positions_otherwise_is_said_to(name, value, caplog):
     grow(lively(shape()), doubled({}))
@@ -399,7 +399,7 @@ def test_a_bert_grows_with_its_pooler(rescale):
     model = lively(shape(**variant), BertLabModelWithPooler)
     larger = grow(model, doubled(variant), rescale=rescale)
     small, large = (m(**some_batch()).pooler_output for m in (model, larger))
-    apart = (large - small[:, tile_places(16, 8)]).abs().max()
+    apart = (large - small[:, tile_indices(16, 8)]).abs().max()
     assert apart < 1e-5 if rescale else apart > 0.1
     same = grow(model, shape(**variant), rescale=rescale)
     assert torch.equal(same.pooler.weight, model.pooler.weight)
@@ -443,7 +443,7 @@ def test_other_names_of_labels_are_refused_where_a_head_has_them(name, have, wan
 
 def test_a_weight_that_no_rule_knows_is_refused_by_name():
     with pytest.raises(ValueError, match="'head.surprise.weight'.*model.encoder"):
-        find_axes("head.surprise.weight", 2)
+        axes_of("head.surprise.weight", 2)
 
 
 def test_a_grown_model_survives_saving(tmp_path):

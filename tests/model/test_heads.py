@@ -18,12 +18,12 @@ from bertlab.model.heads import (
     BertLabForMaskedDiffusion,
     BertLabForMaskedLM,
     MaskedLMHead,
-    count_ordinary,
-    keep_half,
-    others_mask,
-    scramble_bits,
+    count_maskable,
+    sample_half_of_pairs,
+    enhanced_decoding_mask,
+    splitmix64,
 )
-from bertlab.model.losses import LossRule
+from bertlab.model.losses import LossConfig
 
 torch.set_num_threads(1)
 TOLERANCE = dict(rtol=0, atol=1e-5)
@@ -137,9 +137,9 @@ def test_the_first_loss_is_that_of_knowing_nothing():
 def test_sparse_and_chunked_losses_and_gradients_are_the_dense_ones(cls, variant):
     model = lively(cls(small(**VARIANTS[variant])))
     batch, at = some_batch()
-    ways = [dict(loss_rule=LossRule(0.1, 1e-3)), dict(loss_rule=LossRule(0.1, 1e-3), label_positions=at),
-            dict(loss_rule=LossRule(0.1, 1e-3, chunk_size=3), label_positions=at),
-            dict(loss_rule=LossRule(0.1, 1e-3, chunk_size=7))]  # fmt: skip
+    ways = [dict(loss_config=LossConfig(0.1, 1e-3)), dict(loss_config=LossConfig(0.1, 1e-3), label_positions=at),
+            dict(loss_config=LossConfig(0.1, 1e-3, chunk_size=3), label_positions=at),
+            dict(loss_config=LossConfig(0.1, 1e-3, chunk_size=7))]  # fmt: skip
     outs, grads = [], []
     for way in ways:
         model.zero_grad()
@@ -150,7 +150,7 @@ def test_sparse_and_chunked_losses_and_gradients_are_the_dense_ones(cls, variant
     for out, grad in zip(outs[1:], grads[1:]):
         for name in ("loss", "loss_sum", "z_loss"):
             torch.testing.assert_close(out[name], outs[0][name], rtol=1e-6, atol=1e-6)
-        assert out.num_labels == outs[0].num_labels and out.num_right == outs[0].num_right
+        assert out.num_labels == outs[0].num_labels and out.num_correct == outs[0].num_correct
         torch.testing.assert_close(grad, grads[0], rtol=1e-5, atol=2e-6)
     assert outs[1].logits.shape == (B, at.shape[1], V) and outs[2].logits is outs[3].logits is None
 
@@ -163,7 +163,7 @@ def test_a_training_step_may_ask_for_the_loss_alone(cls, at_labels, free, monkey
     batch, at = some_batch()
     seen, forward = [], model.head.forward
     monkeypatch.setattr(
-        "bertlab.model.heads.shapes_are_free", lambda values: free
+        "bertlab.model.heads.allows_dynamic_shapes", lambda values: free
     )  # as on a CPU, or elsewhere
     monkeypatch.setattr(
         model.head,
@@ -171,16 +171,16 @@ def test_a_training_step_may_ask_for_the_loss_alone(cls, at_labels, free, monkey
         lambda x, *rest: (seen.append(x[..., 0].numel()), forward(x, *rest))[1],
     )
     grads, outs = [], []
-    for rule in (LossRule(0.1, 1e-3), LossRule(0.1, 1e-3, only_loss=True)):
+    for rule in (LossConfig(0.1, 1e-3), LossConfig(0.1, 1e-3, loss_only=True)):
         model.zero_grad()
         outs.append(
             model(
-                **batch, label_positions=at if at_labels else None, loss_rule=rule, **keyed(model)
+                **batch, label_positions=at if at_labels else None, loss_config=rule, **keyed(model)
             )
         )
         outs[-1].loss.backward()
         grads.append(gradients(model))
-    assert outs[1].logits is outs[1].num_right is None
+    assert outs[1].logits is outs[1].num_correct is None
     assert seen[0] == (at if at_labels else batch["labels"]).numel()
     assert seen[1] == ((batch["labels"] != -100).sum() if free else seen[0])
     torch.testing.assert_close(outs[1].loss, outs[0].loss, rtol=1e-6, atol=1e-6)
@@ -191,11 +191,11 @@ def test_a_training_step_may_ask_for_the_loss_alone(cls, at_labels, free, monkey
 def test_the_loss_is_the_mean_of_the_sums_beside_it(cls):
     model = lively(cls(small()))
     batch, _ = some_batch()
-    out = model(**batch, **keyed(model), loss_rule=LossRule(z_weight=0.1))
+    out = model(**batch, **keyed(model), loss_config=LossConfig(z_weight=0.1))
     torch.testing.assert_close(out.loss, (out.loss_sum + out.z_loss) / out.num_labels)
     assert out.num_labels == (batch["labels"] != -100).sum()
     right = (out.logits.argmax(-1) == batch["labels"]).sum()
-    assert out.num_right == right
+    assert out.num_correct == right
 
 
 @pytest.mark.parametrize("cls", MODELS)
@@ -318,7 +318,7 @@ def test_the_bound_is_the_weighted_sum_over_all_ordinary_tokens():
     assert out.num_labels == num_tokens
     torch.testing.assert_close(out.loss, total / num_tokens)
     sparse = model(
-        **batch, label_positions=at, loss_weights=weights, loss_rule=LossRule(chunk_size=4)
+        **batch, label_positions=at, loss_weights=weights, loss_config=LossConfig(chunk_size=4)
     )
     torch.testing.assert_close(sparse.loss, out.loss)
     assert sparse.num_labels == num_tokens
@@ -336,9 +336,9 @@ def test_a_mask_token_counts_as_the_token_that_it_hides():
     ids = torch.tensor([[2, 9, 4, 3, 0]])
     config = small(cls_token_id=2, sep_token_id=3, pad_token_id=0, mask_token_id=4)
     documents = torch.tensor([[1, 1, 1, 1, 0]])
-    assert count_ordinary(ids, documents, config) == 2
-    assert count_ordinary(ids, documents, small()) == 4  # nothing is known to be special
-    assert count_ordinary(None, documents, config) == 4
+    assert count_maskable(ids, documents, config) == 2
+    assert count_maskable(ids, documents, small()) == 4  # nothing is known to be special
+    assert count_maskable(None, documents, config) == 4
 
 
 # ---- enhanced: coins -------------------------------------------------------------------------
@@ -357,7 +357,7 @@ def splitmix_finish(bits: np.ndarray) -> np.ndarray:
 def test_signed_scrambling_is_the_unsigned_original(numbers):
     bits = np.array(numbers, dtype=np.int64)
     expected = splitmix_finish(bits.view(np.uint64)).view(np.int64)
-    assert scramble_bits(torch.from_numpy(bits)).tolist() == expected.tolist()
+    assert splitmix64(torch.from_numpy(bits)).tolist() == expected.tolist()
 
 
 def test_scrambling_follows_splitmix_from_seed_zero():
@@ -366,11 +366,11 @@ def test_scrambling_follows_splitmix_from_seed_zero():
     states = [(golden * n) % 2**64 for n in (1, 2, 3)]
     signed = torch.tensor([s - 2**64 if s >= 2**63 else s for s in states])
     known = [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
-    assert [b % 2**64 for b in scramble_bits(signed).tolist()] == known
+    assert [b % 2**64 for b in splitmix64(signed).tolist()] == known
 
 
 def test_coins_are_fair_in_every_row_and_column_and_independent_of_each_other():
-    kept = keep_half(torch.arange(64), 130).double()
+    kept = sample_half_of_pairs(torch.arange(64), 130).double()
     assert abs(kept.mean() - 0.5) < 5 * 0.5 / kept.numel() ** 0.5
     for axes in ((0, 1), (0, 2), (1, 2)):  # of each key, query, row: within five standard errors
         means = kept.mean(dim=axes)
@@ -382,14 +382,14 @@ def test_coins_are_fair_in_every_row_and_column_and_independent_of_each_other():
 
 
 def test_a_coin_depends_on_key_query_and_place_alone():
-    long, short = keep_half(KEYS, 100), keep_half(KEYS[[2, 0]], 70)
+    long, short = sample_half_of_pairs(KEYS, 100), sample_half_of_pairs(KEYS[[2, 0]], 70)
     assert torch.equal(long[[2, 0], :70, :70], short)
 
 
 def test_others_mask_keeps_documents_and_cuts_the_diagonal():
     allowed = (DOCUMENTS[:, :, None] == DOCUMENTS[:, None]) & (DOCUMENTS != 0)[:, None]
     for keys in (KEYS, None):
-        mask = others_mask(allowed[:, None], keys)[:, 0]
+        mask = enhanced_decoding_mask(allowed[:, None], keys)[:, 0]
         assert not (mask & ~allowed).any() and not mask.diagonal(dim1=1, dim2=2).any()
     without_self = allowed & ~torch.eye(L, dtype=torch.bool)
     assert torch.equal(mask, without_self)  # no keys: nobody else is cut
@@ -405,7 +405,7 @@ def test_a_token_is_rebuilt_from_those_that_its_coins_let_through(variant):
     x = torch.randn(B, L, 16, requires_grad=True)
     y = model.rebuild(x, DOCUMENTS, None, KEYS)
     allowed = (DOCUMENTS[:, :, None] == DOCUMENTS[:, None]) & (DOCUMENTS != 0)[:, None]
-    expected = allowed & keep_half(KEYS, L) & ~torch.eye(L, dtype=torch.bool)
+    expected = allowed & sample_half_of_pairs(KEYS, L) & ~torch.eye(L, dtype=torch.bool)
     for place in range(L):
         (grad,) = torch.autograd.grad((y[:, place] ** 2).sum(), x, retain_graph=True)
         seen = grad.abs().sum(-1) > 0
@@ -458,7 +458,7 @@ def test_outside_training_and_without_keys_nothing_is_drawn():
 def test_nobody_can_guess_noise():
     "A model that peeks at the token would; the encoder is frozen, so that it cannot pass it on."
     model = BertLabForEnhancedMaskedLM(small(num_hidden_layers=1)).train()
-    trained = [*model.rebuilder.parameters(), *model.head.parameters()]
+    trained = [*model.decoder.parameters(), *model.head.parameters()]
     optimizer, losses = torch.optim.Adam(trained, lr=5e-3), []
     identity = copy.copy(model.encoder.embeddings)  # vectors of the tokens alone: nobody was told
     for _ in range(60):

@@ -32,19 +32,19 @@ from bertlab.model.config import (
 from bertlab.data.tokenizers import load_tokenizer
 from bertlab.model.context import extend_context
 from bertlab.model.huggingface import (
-    HEADS,
+    ARCHITECTURES,
     BertLabModelWithPooler,
-    bertlab_config,
-    describe_saving,
+    to_bertlab_config,
+    saved_as,
     find_kind,
     from_huggingface,
-    huggingface_config,
-    match_tokens,
-    plain_copy,
+    to_family_config,
+    sync_special_tokens,
+    merged_copy,
     save_model,
     their_class,
     to_huggingface,
-    unread_settings,
+    unused_settings,
 )
 from bertlab.model.encoder import BertLabModel
 from bertlab.model.heads import (
@@ -52,7 +52,7 @@ from bertlab.model.heads import (
     BertLabForMaskedDiffusion,
     BertLabForMaskedLM,
 )
-from bertlab.model.loading import key_table, load_weights, their_names
+from bertlab.model.loading import key_table, load_state_dict, their_names
 from bertlab.model.task_heads import BertLabForQuestionAnswering
 
 torch.set_num_threads(1)
@@ -143,16 +143,16 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 def there_and_back(config: BertLabConfig, kind: str, head: str = "ForMaskedLM") -> BertLabConfig:
-    return bertlab_config(huggingface_config(config, kind, head))
+    return to_bertlab_config(to_family_config(config, kind, head))
 
 
 # ---- settings: what transformers ships ----------------------------------------------------------------------
 
 
 def test_the_published_shapes_are_our_presets():
-    bert = bertlab_config(transformers.BertConfig())
+    bert = to_bertlab_config(transformers.BertConfig())
     assert bert.to_diff_dict() == {**bert_base().to_diff_dict(), "pad_token_id": 0}
-    ours = bertlab_config(
+    ours = to_bertlab_config(
         transformers.RobertaConfig(
             max_position_embeddings=514, type_vocab_size=1, layer_norm_eps=1e-5
         )
@@ -163,7 +163,7 @@ def test_the_published_shapes_are_our_presets():
         pad_token_id=50283, cls_token_id=50281, sep_token_id=50282, classifier_pooling="cls"
     )
     assert (
-        bertlab_config(transformers.ModernBertConfig()).to_diff_dict()
+        to_bertlab_config(transformers.ModernBertConfig()).to_diff_dict()
         == modernbert_base(**special).to_diff_dict()
     )
 
@@ -205,9 +205,9 @@ def test_the_published_shapes_are_our_presets():
     ],
     ids=lambda c: str({k: v for k, v in c.to_diff_dict().items() if k in c.__annotations__})[:60],
 )
-@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("head", ARCHITECTURES)
 def test_their_settings_survive_the_trip(theirs, head):
-    back = huggingface_config(bertlab_config(theirs), theirs.model_type, head)
+    back = to_family_config(to_bertlab_config(theirs), theirs.model_type, head)
     want = theirs.to_diff_dict()
     want.pop("global_attn_every_n_layers", None)  # said again in layer_types
     assert back.to_diff_dict() == want
@@ -247,7 +247,7 @@ def test_their_settings_survive_the_trip(theirs, head):
 )
 def test_what_we_have_no_words_for_is_refused_by_name(theirs, name):
     with pytest.raises(ValueError, match=name):
-        bertlab_config(theirs)
+        to_bertlab_config(theirs)
 
 
 def test_rotary_positions_that_no_setting_expresses_are_refused():
@@ -257,7 +257,7 @@ def test_rotary_positions_that_no_setting_expresses_are_refused():
         rope_parameters={"full_attention": rope, "sliding_attention": near}
     )
     with pytest.raises(ValueError, match="rope_"):
-        bertlab_config(theirs)
+        to_bertlab_config(theirs)
 
 
 def test_an_unsupported_kind_lists_the_supported_ones():
@@ -270,15 +270,15 @@ def test_an_unsupported_kind_lists_the_supported_ones():
 
 def test_settings_of_decoders_alone_do_not_stop_an_encoder():
     assert (
-        bertlab_config(transformers.BertConfig(use_cache=False)).to_diff_dict()
-        == bertlab_config(transformers.BertConfig()).to_diff_dict()
+        to_bertlab_config(transformers.BertConfig(use_cache=False)).to_diff_dict()
+        == to_bertlab_config(transformers.BertConfig()).to_diff_dict()
     )
 
 
 # ---- settings: what bertlab ships ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("head", ARCHITECTURES)
 @pytest.mark.parametrize(
     "config, kind",
     [
@@ -292,7 +292,10 @@ def test_settings_of_decoders_alone_do_not_stop_an_encoder():
         (bert_tiny(mask_token_id=103, cls_token_id=101, sep_token_id=102, pad_token_id=0), "bert"),
         (
             bert_tiny(
-                local_attention=6, rope_share=0.5, num_key_value_heads=2, classifier_dropout=0.3
+                local_attention=6,
+                partial_rotary_factor=0.5,
+                num_key_value_heads=2,
+                classifier_dropout=0.3,
             ),
             "bert",
         ),
@@ -308,10 +311,10 @@ def test_settings_of_decoders_alone_do_not_stop_an_encoder():
 )
 def test_our_settings_survive_the_trip_and_a_file(config, kind, head, tmp_path):
     assert there_and_back(config, kind, head).to_diff_dict() == config.to_diff_dict()
-    huggingface_config(config, kind, head).save_pretrained(tmp_path)
+    to_family_config(config, kind, head).save_pretrained(tmp_path)
     again = transformers.AutoConfig.from_pretrained(tmp_path)
     assert type(again) is their_class(kind, "Config")
-    read = bertlab_config(again).to_diff_dict()
+    read = to_bertlab_config(again).to_diff_dict()
     assert {**read, "transformers_version": 0} == {
         **config.to_diff_dict(),
         "transformers_version": 0,
@@ -338,7 +341,7 @@ def test_our_settings_survive_the_trip_and_a_file(config, kind, head, tmp_path):
         (bert_tiny(), "modernbert", "attention_positions='none'"),
         (modernbert_tiny(qk_norm=True), "modernbert", "qk_norm=True"),
         (modernbert_tiny(output_gate="head"), "modernbert", "output_gate='head'"),
-        (modernbert_tiny(rope_share=0.5), "modernbert", "rope_share=0.5"),
+        (modernbert_tiny(partial_rotary_factor=0.5), "modernbert", "partial_rotary_factor=0.5"),
         (modernbert_tiny(type_vocab_size=2), "modernbert", "type_vocab_size=2"),
         (modernbert_tiny(embedding_positions="sinusoidal"), "modernbert", "embedding_positions"),
     ],
@@ -346,26 +349,24 @@ def test_our_settings_survive_the_trip_and_a_file(config, kind, head, tmp_path):
 )
 def test_what_they_have_no_words_for_is_refused_by_name(config, kind, name):
     with pytest.raises(ValueError, match=name):
-        huggingface_config(config, kind, "ForMaskedLM")
+        to_family_config(config, kind, "ForMaskedLM")
 
 
 def test_a_setting_is_refused_only_where_the_head_reads_it():
     mean = bert_tiny(classifier_pooling="mean")
     assert there_and_back(mean, "bert", "ForTokenClassification").classifier_pooling == "mean"
     with pytest.raises(ValueError, match="classifier_pooling='mean'"):
-        huggingface_config(mean, "bert", "ForSequenceClassification")
+        to_family_config(mean, "bert", "ForSequenceClassification")
     with pytest.raises(ValueError, match="classifier_head='prediction'"):
-        huggingface_config(
-            bert_tiny(classifier_head="prediction"), "bert", "ForTokenClassification"
-        )
-    assert "decoder_bias" in unread_settings(mean, "Model") - unread_settings(mean, "ForMaskedLM")
+        to_family_config(bert_tiny(classifier_head="prediction"), "bert", "ForTokenClassification")
+    assert "decoder_bias" in unused_settings(mean, "Model") - unused_settings(mean, "ForMaskedLM")
 
 
 def test_settings_that_are_said_in_their_words_are_not_said_twice():
     assert not hasattr(
-        huggingface_config(bert_tiny(pad_token_id=0), "bert", "ForMaskedLM"), "bertlab"
+        to_family_config(bert_tiny(pad_token_id=0), "bert", "ForMaskedLM"), "bertlab"
     )
-    carried = huggingface_config(bert_tiny(mlp_dropout=0.2), "bert", "ForMaskedLM")
+    carried = to_family_config(bert_tiny(mlp_dropout=0.2), "bert", "ForMaskedLM")
     assert carried.bertlab == {"mlp_dropout": 0.2}
 
 
@@ -374,7 +375,7 @@ def test_settings_that_are_said_in_their_words_are_not_said_twice():
 
 def test_the_number_of_a_block_is_kept_and_an_unknown_weight_is_refused():
     table = key_table("bert", "ForMaskedLM")
-    assert their_names("encoder.blocks.11.mlp.expand.bias", table) == [
+    assert their_names("encoder.blocks.11.mlp.up_proj.bias", table) == [
         "bert.encoder.layer.11.intermediate.dense.bias"
     ]
     start = "bert.encoder.layer.3.attention.self"
@@ -384,7 +385,7 @@ def test_the_number_of_a_block_is_kept_and_an_unknown_weight_is_refused():
     for unknown in (
         "encoder.blocks.0.attention.q_norm.weight",
         "head",
-        "blocks.0.mlp.expand.weight",
+        "blocks.0.mlp.up_proj.weight",
     ):
         with pytest.raises(ValueError, match=unknown):
             their_names(unknown, table)
@@ -394,7 +395,7 @@ def test_the_number_of_a_block_is_kept_and_an_unknown_weight_is_refused():
 
 
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("head", ARCHITECTURES)
 @pytest.mark.parametrize("kind", MODEL_KINDS)
 def test_every_head_computes_the_same_and_comes_back_whole(kind, head, tied):
     original = theirs(kind, head, tie_word_embeddings=tied)
@@ -546,13 +547,13 @@ def test_roberta_keeps_its_padding_on_which_positions_count_and_others_take_the_
     )
     for kind, padding in (("bert", 4), ("roberta", 1), ("modernbert", 4)):
         config = theirs(kind).config
-        fitted = match_tokens(config, tokenizer)
+        fitted = sync_special_tokens(config, tokenizer)
         assert (config.pad_token_id, config.cls_token_id, config.bos_token_id) == (padding, 2, 2)
         assert ("token_type_ids" in fitted.model_input_names) == (kind != "modernbert")
 
 
 @pytest.mark.parametrize("adapted", [False, True])
-@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("head", ARCHITECTURES)
 def test_a_roberta_with_another_padding_is_written_as_a_bert_with_equal_outputs(
     head, adapted, tmp_path
 ):
@@ -577,8 +578,8 @@ def test_a_roberta_with_another_padding_is_written_as_a_bert_with_equal_outputs(
     with torch.no_grad():
         want, got = model(ids, mask), again(ids, attention_mask=mask)
     assert_same_outputs({k: v for k, v in want.items() if v is not None}, got, mask)
-    assert type(again).__name__ in describe_saving(model, tokenizer=own)
-    assert "padding 1, and the tokenizer's is 0" in describe_saving(model, tokenizer=own)
+    assert type(again).__name__ in saved_as(model, tokenizer=own)
+    assert "padding 1, and the tokenizer's is 0" in saved_as(model, tokenizer=own)
     back = from_huggingface(tmp_path)
     assert back.config.position_offset == 0 and back.config.max_position_embeddings == L
 
@@ -649,7 +650,7 @@ def test_round_trip_loses_no_weight_and_no_setting(tied):
         assert torch.equal(again.state_dict()[name], weight), name
 
 
-@pytest.mark.parametrize("copied", [to_huggingface, plain_copy])
+@pytest.mark.parametrize("copied", [to_huggingface, merged_copy])
 def test_a_copy_shares_no_memory_with_its_original(copied):
     model = ours()
     copy = copied(model)
@@ -715,7 +716,7 @@ def test_a_pooled_model_can_be_saved_and_packed(tmp_path):
 # ---- what is asked for ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("head", ARCHITECTURES)
 @pytest.mark.parametrize("kind", MODEL_KINDS)
 def test_a_directory_is_read_by_its_name(kind, head, tmp_path):
     original = theirs(kind, head)
@@ -733,11 +734,11 @@ def test_only_the_shape_is_taken_without_weights(tmp_path):
         fresh = from_huggingface(source, load_weights=False)
         full = from_huggingface(source)
         assert fresh.config.vocab_size == V and fresh.num_labels == 3 and type(fresh) is type(full)
-        start = fresh.encoder.blocks[0].mlp.expand
+        start = fresh.encoder.blocks[0].mlp.up_proj
         assert (
-            start.bias.abs().max() == 0 and full.encoder.blocks[0].mlp.expand.bias.abs().max() > 0
+            start.bias.abs().max() == 0 and full.encoder.blocks[0].mlp.up_proj.bias.abs().max() > 0
         )
-        assert not torch.equal(start.weight, full.encoder.blocks[0].mlp.expand.weight)
+        assert not torch.equal(start.weight, full.encoder.blocks[0].mlp.up_proj.weight)
 
 
 def test_models_without_a_counterpart_are_refused(tmp_path):
@@ -1065,12 +1066,15 @@ OWN = {  # shapes without a place elsewhere, and the setting that says so
     "alibi": (dict(attention_positions="alibi"), "attention_positions='alibi'"),
     "shared keys": (dict(num_key_value_heads=1), "num_key_value_heads=1"),
 }
-OWN_HEADS = [*HEADS.values(), BertLabForEnhancedMaskedLM]
+OWN_HEADS = [*ARCHITECTURES.values(), BertLabForEnhancedMaskedLM]
 
 
 @pytest.mark.parametrize(
     "shape, head",
-    [*((name, HEADS["ForMaskedLM"]) for name in OWN), *(("rms", head) for head in OWN_HEADS)],
+    [
+        *((name, ARCHITECTURES["ForMaskedLM"]) for name in OWN),
+        *(("rms", head) for head in OWN_HEADS),
+    ],
     ids=lambda value: value if isinstance(value, str) else value.__name__,
 )
 def test_a_model_without_a_family_is_written_in_our_class_with_any_head(shape, head, tmp_path):
@@ -1084,7 +1088,7 @@ def test_a_model_without_a_family_is_written_in_our_class_with_any_head(shape, h
     assert all(
         torch.equal(again.state_dict()[name], weight) for name, weight in model.state_dict().items()
     )
-    line = describe_saving(model)
+    line = saved_as(model)
     assert head.__name__ in line and (word in line or "has no counterpart" in line)
 
 
@@ -1093,7 +1097,7 @@ def test_what_is_written_and_why_is_said_once_for_a_model_of_our_class(tmp_path,
     for place in ("a", "b"):
         save_model(model, None, tmp_path / place)
     said = [record.message for record in caplog.records if "BertLabForMaskedLM" in record.message]
-    assert len(said) <= 1 and "plain transformers" in describe_saving(ours())
+    assert len(said) <= 1 and "plain transformers" in saved_as(ours())
     save_model(ours(), None, tmp_path / "c")
     assert not [record for record in caplog.records if "ModernBert" in record.message]
 
@@ -1118,7 +1122,7 @@ def test_saving_leaves_random_numbers_as_they_were(tmp_path):
 def test_a_classifier_needs_no_mask_token(tmp_path):
     maskless = tokenizer()
     maskless.mask_token = None
-    model = HEADS["ForSequenceClassification"](modernbert_tiny(**SHAPE))
+    model = ARCHITECTURES["ForSequenceClassification"](modernbert_tiny(**SHAPE))
     assert (save_model(model, maskless, tmp_path / "a") / "model.safetensors").exists()
 
 
@@ -1187,7 +1191,7 @@ STRANGE = {  # what is wrong with a directory: what makes it so
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("reader", [from_huggingface, lambda place: load_weights(from_shape(), place)],
+@pytest.mark.parametrize("reader", [from_huggingface, lambda place: load_state_dict(from_shape(), place)],
                          ids=["a model", "weights alone"])  # fmt: skip
 @pytest.mark.parametrize("wrong", STRANGE)
 def test_a_bent_directory_runs_nothing_and_is_answered_with_one_sentence(wrong, reader, tmp_path):
@@ -1204,4 +1208,4 @@ def test_a_bent_directory_runs_nothing_and_is_answered_with_one_sentence(wrong, 
 
 
 def from_shape():
-    return BertLabForMaskedLM(bertlab_config(theirs("bert").config))
+    return BertLabForMaskedLM(to_bertlab_config(theirs("bert").config))

@@ -15,20 +15,20 @@ from bertlab.model.layers import (
     ACTIVATIONS,
     MLPS,
     NORMS,
-    BitDropout,
-    DynamicTanhNorm,
-    GatedMLP,
-    PlainMLP,
+    Dropout,
+    DynamicTanh,
+    GLU,
+    MLP,
     alibi_slopes,
     deepnorm_alpha,
-    deepnorm_gain,
-    drop,
-    init_matrix_,
-    init_truncated_,
+    deepnorm_beta,
+    apply_dropout,
+    init_linear_,
+    trunc_normal_,
     residual_std,
-    rotary_table,
-    rotate,
-    sinusoids,
+    rope_cos_sin,
+    apply_rope,
+    sinusoidal_positions,
 )
 
 torch.set_num_threads(1)
@@ -44,7 +44,7 @@ def same_start_for_every_test():
 
 
 def test_sinusoids_by_formula():
-    table = sinusoids(torch.arange(200)[None], 12)
+    table = sinusoidal_positions(torch.arange(200)[None], 12)
     assert table.dtype == torch.float32 and table.shape == (1, 200, 12)
     for p in (0, 1, 7, 199):
         for i in range(6):
@@ -55,7 +55,9 @@ def test_sinusoids_by_formula():
 
 def test_sinusoids_of_an_odd_width_lack_the_last_cosine():
     positions = torch.tensor([[0, 3, 0, 1]])
-    assert torch.equal(sinusoids(positions, 7), sinusoids(positions, 8)[..., :7])
+    assert torch.equal(
+        sinusoidal_positions(positions, 7), sinusoidal_positions(positions, 8)[..., :7]
+    )
 
 
 def test_alibi_slopes_by_hand():
@@ -80,7 +82,7 @@ def test_partial_rotary_turns_pairs_as_complex_numbers_and_leaves_the_rest(rotar
     R = 2 * rotary
     x = torch.randn(2, 3, 4, R + rest)
     positions = torch.tensor([[0, 1, 500], [9, 2, 0]])
-    got = rotate(x, rotary_table(positions, R, theta))
+    got = apply_rope(x, rope_cos_sin(positions, R, theta))
     for b in range(2):
         for place in range(3):
             p = positions[b, place].item()
@@ -93,8 +95,8 @@ def test_partial_rotary_turns_pairs_as_complex_numbers_and_leaves_the_rest(rotar
 
 def test_partial_rotary_scores_depend_on_the_distance_alone():
     q, k = torch.randn(2, 10)
-    at = lambda x, p: rotate(
-        x.view(1, 1, 10), rotary_table(torch.tensor([[p]]), 4, 100.0)
+    at = lambda x, p: apply_rope(
+        x.view(1, 1, 10), rope_cos_sin(torch.tensor([[p]]), 4, 100.0)
     ).flatten()
     scores = [(at(q, p) @ at(k, p + 3)).item() for p in (0, 1, 50)]
     assert max(scores) - min(scores) < 1e-4
@@ -103,7 +105,7 @@ def test_partial_rotary_scores_depend_on_the_distance_alone():
 
 def test_half_precision_comes_back_as_half_precision_on_a_part_too():
     x = torch.randn(1, 5, 3, 8).bfloat16()
-    got = rotate(x, rotary_table(torch.arange(5)[None], 4, 100.0))
+    got = apply_rope(x, rope_cos_sin(torch.arange(5)[None], 4, 100.0))
     assert got.dtype == torch.bfloat16 and torch.equal(got[..., 4:], x[..., 4:])
 
 
@@ -176,7 +178,7 @@ def test_a_vector_of_zeros_stays_finite_in_value_and_gradient():
 
 
 def test_dynamic_tanh_learns_its_slope_and_remembers_the_first():
-    norm = DynamicTanhNorm(4, bias=False)
+    norm = DynamicTanh(4, bias=False)
     norm(torch.randn(3, 4)).sum().backward()
     assert norm.slope.grad.abs() > 0 and norm.slope.item() == norm.first_slope == 0.5
 
@@ -189,9 +191,9 @@ def test_tables_hold_what_the_configuration_offers():
 
 def test_deepnorm_by_hand():
     assert deepnorm_alpha(8) == pytest.approx(2.0)  # 16 ** (1/4)
-    assert deepnorm_gain(2) == pytest.approx(0.5)  # 16 ** (-1/4)
+    assert deepnorm_beta(2) == pytest.approx(0.5)  # 16 ** (-1/4)
     assert deepnorm_alpha(12) == pytest.approx(2.2134, abs=1e-4)
-    assert deepnorm_gain(12) == pytest.approx(0.3195, abs=1e-4)
+    assert deepnorm_beta(12) == pytest.approx(0.3195, abs=1e-4)
 
 
 # ---- MLPs ------------------------------------------------------------------------------------
@@ -209,36 +211,36 @@ def test_an_activation_equals_transformers(name):
 
 @pytest.mark.parametrize("bias", [True, False])
 def test_a_plain_mlp_by_hand(bias):
-    mlp, x = PlainMLP(3, 5, "tanh", bias=bias), torch.randn(2, 4, 3)
-    b1, b2 = (mlp.expand.bias, mlp.contract.bias) if bias else (0, 0)
-    want = torch.tanh(x @ mlp.expand.weight.T + b1) @ mlp.contract.weight.T + b2
+    mlp, x = MLP(3, 5, "tanh", bias=bias), torch.randn(2, 4, 3)
+    b1, b2 = (mlp.up_proj.bias, mlp.down_proj.bias) if bias else (0, 0)
+    want = torch.tanh(x @ mlp.up_proj.weight.T + b1) @ mlp.down_proj.weight.T + b2
     torch.testing.assert_close(mlp(x), want, **TOLERANCE)
 
 
 @pytest.mark.parametrize("bias", [True, False])
 def test_a_gated_mlp_by_hand(bias):
-    mlp, x = GatedMLP(3, 5, "silu", bias=bias), torch.randn(2, 4, 3)
-    inner = x @ mlp.expand.weight.T + (mlp.expand.bias if bias else 0)
+    mlp, x = GLU(3, 5, "silu", bias=bias), torch.randn(2, 4, 3)
+    inner = x @ mlp.up_proj.weight.T + (mlp.up_proj.bias if bias else 0)
     value, gate = inner[..., :5], inner[..., 5:]
-    want = (value / (1 + torch.exp(-value)) * gate) @ mlp.contract.weight.T
-    torch.testing.assert_close(mlp(x), want + (mlp.contract.bias if bias else 0), **TOLERANCE)
+    want = (value / (1 + torch.exp(-value)) * gate) @ mlp.down_proj.weight.T
+    torch.testing.assert_close(mlp(x), want + (mlp.down_proj.bias if bias else 0), **TOLERANCE)
 
 
 @pytest.mark.parametrize("kind", MLPS)
 def test_both_mlps_name_their_weights_alike_and_mark_what_writes_into_the_stream(kind):
     mlp = MLPS[kind](3, 5, bias=True)
     assert {name for name, _ in mlp.named_parameters()} == {
-        "expand.weight", "expand.bias", "contract.weight", "contract.bias"
+        "up_proj.weight", "up_proj.bias", "down_proj.weight", "down_proj.bias"
     }  # fmt: skip
-    assert [name for name, m in mlp.named_modules() if getattr(m, "starts_narrow", False)] == [
-        "contract"
+    assert [name for name, m in mlp.named_modules() if getattr(m, "residual", False)] == [
+        "down_proj"
     ]
 
 
 @pytest.mark.parametrize("rate", [0.01, 0.1, 0.5, 0.9])
 def test_numbers_are_dropped_each_by_a_coin_of_its_own(rate):
     ones = torch.ones(2**18)
-    dropped = drop(ones, rate)
+    dropped = apply_dropout(ones, rate)
     kept = (dropped != 0).double()
     noise = (rate * (1 - rate) / len(ones)) ** 0.5
     assert abs(kept.mean() - (1 - rate)) < 5 * noise
@@ -263,7 +265,7 @@ def test_every_value_of_the_16_bits_decides_as_it_should(monkeypatch):
     counted = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(torch.int64)
     monkeypatch.setattr(torch.Tensor, "random_", lambda self, *_: self.copy_(counted))
     for rate in (0.1, 0.5, 1 / 3):
-        kept = drop(torch.ones(2**16), rate)
+        kept = apply_dropout(torch.ones(2**16), rate)
         share = (kept != 0).double().mean().item()
         assert abs(share - (1 - rate)) <= 2**-17
         assert kept.double().mean().item() == pytest.approx(1, abs=1e-7)
@@ -279,7 +281,7 @@ def test_dropping_keeps_type_shape_and_gradient_of_any_layout(dtype):
         torch.randn(2, 3)[:, ::2],
     ):
         x = x.to(dtype).requires_grad_()
-        y = drop(x, 0.3)
+        y = apply_dropout(x, 0.3)
         assert y.shape == x.shape and y.dtype == dtype
         (gradient,) = torch.autograd.grad(y.sum(), x)
         torch.testing.assert_close(gradient * x, y)
@@ -287,15 +289,17 @@ def test_dropping_keeps_type_shape_and_gradient_of_any_layout(dtype):
 
 def test_the_ends_of_dropping_and_its_repetition_by_a_seed():
     x = torch.randn(1001)
-    assert torch.equal(drop(x, 0.0), x) and torch.equal(drop(x, 1.0), torch.zeros_like(x))
+    assert torch.equal(apply_dropout(x, 0.0), x) and torch.equal(
+        apply_dropout(x, 1.0), torch.zeros_like(x)
+    )
     state = torch.get_rng_state()
-    first, second = drop(x, 0.1), drop(x, 0.1)
+    first, second = apply_dropout(x, 0.1), apply_dropout(x, 0.1)
     torch.set_rng_state(state)
-    assert torch.equal(drop(x, 0.1), first) and not torch.equal(first, second)
+    assert torch.equal(apply_dropout(x, 0.1), first) and not torch.equal(first, second)
     for rate in (-0.1, 1.5):
         with pytest.raises(ValueError, match="between 0 and 1"):
-            drop(x, rate)
-    part = BitDropout(0.1)
+            apply_dropout(x, rate)
+    part = Dropout(0.1)
     assert (
         isinstance(part, torch.nn.Dropout)
         and part.eval()(x) is x
@@ -307,8 +311,8 @@ def test_the_ends_of_dropping_and_its_repetition_by_a_seed():
 def test_dropout_acts_in_the_middle_and_in_training_only(kind):
     mlp, x = MLPS[kind](4, 1000, dropout=0.5), torch.randn(1, 4)
     with torch.no_grad():
-        mlp.contract.weight.zero_()
-        mlp.contract.weight[0] = 1.0
+        mlp.down_proj.weight.zero_()
+        mlp.down_proj.weight[0] = 1.0
         same, other = mlp.eval()(x), mlp.train()(x)
     assert torch.equal(mlp.eval()(x), same) and not torch.allclose(same, other)
     assert (other[:, 1:] == 0).all()  # what comes out is not dropped: the rest of a sum is exact
@@ -322,7 +326,7 @@ def start(name: str, narrow: bool = False, **overrides) -> torch.Tensor:
     config = modernbert_tiny(
         initialization=name, num_hidden_layers=8, **{"initializer_range": 0.03, **overrides}
     )
-    return init_matrix_(torch.empty(700, 300), config, narrow)
+    return init_linear_(torch.empty(700, 300), config, narrow)
 
 
 def cut_std(cutoff: float) -> float:
@@ -355,7 +359,7 @@ def test_tails_are_cut_where_the_configuration_says():
     weight = start("megatron", initializer_cutoff_factor=1.0)
     assert 0.0299 < weight.abs().max().item() <= 0.03
     assert weight.std().item() == pytest.approx(0.03 * cut_std(1), rel=0.01)
-    narrow = start("megatron", narrow=True)
+    narrow = start("megatron", True)
     assert narrow.abs().max().item() <= 2 * 0.03 / 4
 
 
@@ -366,15 +370,15 @@ def test_xavier_and_kaiming_are_not_cut():
 
 def test_xavier_takes_the_fans_of_each_map_that_a_matrix_holds_and_the_others_take_no_notice():
     config = modernbert_tiny(initialization="xavier")
-    weight = init_matrix_(torch.empty(1000, 400), config, parts=(400, 500, 100))
+    weight = init_linear_(torch.empty(1000, 400), config, sections=(400, 500, 100))
     for part, rows in zip(weight.split((400, 500, 100)), (400, 500, 100)):
         # At least 40,000 draws: the standard error of the width is 0.35 % at most.
         assert part.std().item() == pytest.approx(math.sqrt(2 / (400 + rows)), rel=0.02)
     for name in CHOICES["initialization"]:
         config, found = modernbert_tiny(initialization=name), []
-        for parts in (None, (7,), (3, 4)):
+        for parts in ((), (7,), (3, 4)):
             torch.manual_seed(0)
-            found.append(init_matrix_(torch.empty(7, 5), config, parts=parts))
+            found.append(init_linear_(torch.empty(7, 5), config, sections=parts))
         assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2]) == (
             name != "xavier"
         )
@@ -385,7 +389,7 @@ def test_neobert_begins_as_wide_as_numbers_drawn_evenly_between_plus_and_minus_a
     assert config.initializer_range * cut_std(config.initializer_cutoff_factor) == pytest.approx(
         0.02 / 3**0.5, rel=1e-3
     )
-    assert init_matrix_(torch.empty(700, 300), config).std().item() == pytest.approx(
+    assert init_linear_(torch.empty(700, 300), config).std().item() == pytest.approx(
         0.02 / 3**0.5, rel=0.01
     )
 
@@ -393,5 +397,5 @@ def test_neobert_begins_as_wide_as_numbers_drawn_evenly_between_plus_and_minus_a
 def test_narrow_width_by_hand_and_in_place():
     assert residual_std(0.02, 50) == pytest.approx(0.002)
     weight = torch.empty(3, 4)
-    assert init_truncated_(weight, 0.02) is weight
-    assert init_matrix_(weight, modernbert_tiny()) is weight
+    assert trunc_normal_(weight, 0.02) is weight
+    assert init_linear_(weight, modernbert_tiny()) is weight

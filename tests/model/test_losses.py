@@ -11,16 +11,16 @@ from torch.nn import functional as F
 
 from bertlab.model.layers import gather_positions
 from bertlab.model.losses import (
-    LossParts,
-    LossRule,
+    LossSums,
+    LossConfig,
     bits_per_byte,
-    labelled_alone,
+    select_labelled,
     masked_lm_loss,
     mean_loss,
     perplexity,
-    score_in_chunks,
-    score_logits,
-    shapes_are_free,
+    sum_losses_chunked,
+    sum_losses,
+    allows_dynamic_shapes,
     token_bytes,
     unigram_counts,
     unigram_entropy,
@@ -84,10 +84,10 @@ def test_the_default_returns_two_numbers_as_it_always_did():
 @given(num=st.integers(1, 30), cut=st.integers(0, 30), seed=st.integers(0, 99))
 def test_parts_add_up_to_the_whole(num, cut, seed):
     x, labels, weights, decoder = some_case(num, seed)
-    logits, rule = x @ decoder.T, LossRule(0.1, 0.01)
-    whole = score_logits(logits, labels, rule, weights)
+    logits, rule = x @ decoder.T, LossConfig(0.1, 0.01)
+    whole = sum_losses(logits, labels, rule, weights)
     parts = [
-        score_logits(logits[s], labels[s], rule, weights[s]) for s in (slice(cut), slice(cut, None))
+        sum_losses(logits[s], labels[s], rule, weights[s]) for s in (slice(cut), slice(cut, None))
     ]
     for together, *apart in zip(whole, *parts):
         torch.testing.assert_close(sum(apart), together, rtol=1e-5, atol=1e-5)
@@ -96,14 +96,14 @@ def test_parts_add_up_to_the_whole(num, cut, seed):
 def test_positions_without_a_label_get_no_gradient():
     x, labels, weights, decoder = some_case(12, seed=2)
     logits = (x @ decoder.T).requires_grad_()
-    score_logits(logits, labels, LossRule(0.1, 0.1), weights).mean().backward()
+    sum_losses(logits, labels, LossConfig(0.1, 0.1), weights).mean().backward()
     silent = logits.grad.abs().sum(-1) == 0
     assert torch.equal(silent, labels == -100)
 
 
 def test_a_batch_without_labels_has_a_loss_and_a_gradient_of_zero():
     logits = torch.randn(3, V, requires_grad=True)
-    parts = score_logits(logits, torch.full((3,), -100), LossRule(0.1, 0.1))
+    parts = sum_losses(logits, torch.full((3,), -100), LossConfig(0.1, 0.1))
     parts.mean().backward()
     assert [part.item() for part in parts] == [0, 0, 0, 0] and parts.mean() == 0
     assert (logits.grad == 0).all()
@@ -168,7 +168,7 @@ def test_a_loss_keeps_one_copy_of_the_scores_for_its_gradient(smoothing):
 
 def test_z_loss_is_apart_from_the_loss_but_in_what_is_followed():
     x, labels, _, decoder = some_case(10, seed=4)
-    plain, with_z = (score_logits(x @ decoder.T, labels, LossRule(z_weight=w)) for w in (0.0, 0.5))
+    plain, with_z = (sum_losses(x @ decoder.T, labels, LossConfig(z_weight=w)) for w in (0.0, 0.5))
     assert with_z.loss_sum == plain.loss_sum and plain.z_loss == 0
     torch.testing.assert_close(with_z.z_loss, 0.5 * z_loss(x @ decoder.T, labels))
     expected = (plain.loss_sum + with_z.z_loss) / plain.num_labels
@@ -177,7 +177,7 @@ def test_z_loss_is_apart_from_the_loss_but_in_what_is_followed():
 
 def test_num_right_counts_labels_only():
     logits = torch.eye(4)
-    assert score_logits(logits, torch.tensor([0, 2, -100, 3])).num_right == 2
+    assert sum_losses(logits, torch.tensor([0, 2, -100, 3])).num_correct == 2
 
 
 @pytest.mark.parametrize(
@@ -195,7 +195,7 @@ def test_num_right_counts_labels_only():
 )
 def test_a_rule_out_of_range_is_refused(wrong, named):
     with pytest.raises(ValueError, match=named):
-        LossRule(**wrong)
+        LossConfig(**wrong)
 
 
 # ---- only where there is a label ---------------------------------------------------------------
@@ -218,9 +218,9 @@ def test_the_sparse_head_has_the_loss_and_gradients_of_the_dense_one(seed, smoot
     decoder.requires_grad_()
     bound = int((labels != -100).sum(1).max())
     at = (labels == -100).int().argsort(dim=1, stable=True)[:, :bound]  # spares have no label
-    rule, results = LossRule(smoothing, z), []
+    rule, results = LossConfig(smoothing, z), []
     for take in (lambda t: t, lambda t: gather_positions(t, at)):
-        parts = score_logits(take(x) @ decoder.T, take(labels), rule, take(weights))
+        parts = sum_losses(take(x) @ decoder.T, take(labels), rule, take(weights))
         results.append([*parts, *torch.autograd.grad(parts.mean(), (x, decoder))])
     for dense, sparse in zip(*results):
         torch.testing.assert_close(sparse, dense, rtol=1e-6, atol=1e-6)
@@ -238,10 +238,10 @@ def test_chunks_have_the_loss_and_gradients_of_the_whole(num, size, seed, smooth
     x, labels, weights, decoder = some_case(num, seed)
     x.requires_grad_(), decoder.requires_grad_()
     weights = weights if weighted else None
-    head, rule = (lambda t: t @ decoder.T), LossRule(smoothing, z, chunk_size=size)
+    head, rule = (lambda t: t @ decoder.T), LossConfig(smoothing, z, chunk_size=size)
     both = (
-        score_logits(head(x), labels, rule, weights),
-        score_in_chunks(head, x, labels, rule, weights),
+        sum_losses(head(x), labels, rule, weights),
+        sum_losses_chunked(head, x, labels, rule, weights),
     )
     for whole, chunked in zip(*both):
         torch.testing.assert_close(chunked, whole, rtol=1e-6, atol=1e-6)
@@ -259,7 +259,7 @@ def test_no_more_than_a_chunk_of_scores_is_ever_made_and_each_twice():
         seen.append(len(chunk))
         return chunk @ decoder.T
 
-    parts = score_in_chunks(head, x, labels, LossRule(chunk_size=4))
+    parts = sum_losses_chunked(head, x, labels, LossConfig(chunk_size=4))
     assert seen == [4, 4, 2]
     parts.mean().backward()
     assert sorted(seen) == [2, 2, 4, 4, 4, 4]
@@ -276,10 +276,10 @@ def test_scores_are_not_kept_for_the_backward_pass():
         return t
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t):
-        score_in_chunks(lambda t: t @ decoder.T, x, labels, LossRule(chunk_size=8))
+        sum_losses_chunked(lambda t: t @ decoder.T, x, labels, LossConfig(chunk_size=8))
     assert largest < 64 * V  # the control keeps them all:
     with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t):
-        score_logits(x @ decoder.T, labels)
+        sum_losses(x @ decoder.T, labels)
     assert largest >= 64 * V
 
 
@@ -287,18 +287,18 @@ def test_chunks_work_without_gradients_and_with_rows_and_positions():
     x, labels, weights, decoder = some_case(24, seed=7)
     shaped = x.view(2, 12, D), labels.view(2, 12), weights.view(2, 12)
     with torch.no_grad():
-        parts = score_in_chunks(
-            lambda t: t @ decoder.T, shaped[0], shaped[1], LossRule(chunk_size=5), shaped[2]
+        parts = sum_losses_chunked(
+            lambda t: t @ decoder.T, shaped[0], shaped[1], LossConfig(chunk_size=5), shaped[2]
         )
-        whole = score_logits(x @ decoder.T, labels, weights=weights)
+        whole = sum_losses(x @ decoder.T, labels, weights=weights)
     torch.testing.assert_close(parts.loss_sum, whole.loss_sum, rtol=1e-6, atol=1e-6)
-    assert isinstance(parts, LossParts) and parts.num_right == whole.num_right
+    assert isinstance(parts, LossSums) and parts.num_correct == whole.num_correct
 
 
 def test_chunks_in_bfloat16_add_in_float32():
     x, labels, _, decoder = some_case(40, seed=8)
-    parts = score_in_chunks(
-        lambda t: (t @ decoder.T).bfloat16(), x, labels, LossRule(0.1, 1e-3, chunk_size=7)
+    parts = sum_losses_chunked(
+        lambda t: (t @ decoder.T).bfloat16(), x, labels, LossConfig(0.1, 1e-3, chunk_size=7)
     )
     assert parts.loss_sum.dtype == parts.z_loss.dtype == torch.float32
     reference = F.cross_entropy(
@@ -321,13 +321,13 @@ def test_labels_alone_have_the_loss_and_the_gradients_of_all_positions(size, wei
         weights.view(2, 12) if weighted else None,
     )
     x.requires_grad_(), decoder.requires_grad_()
-    whole = score_logits(x @ decoder.T, labels, LossRule(0.1, 1e-2), weights)
-    rule, head = LossRule(0.1, 1e-2, chunk_size=size, only_loss=True), lambda t: t @ decoder.T
-    kept, y, w = labelled_alone(x, labels, weights)
+    whole = sum_losses(x @ decoder.T, labels, LossConfig(0.1, 1e-2), weights)
+    rule, head = LossConfig(0.1, 1e-2, chunk_size=size, loss_only=True), lambda t: t @ decoder.T
+    kept, y, w = select_labelled(x, labels, weights)
     parts = (
-        score_in_chunks(head, kept, y, rule, w) if size else score_logits(head(kept), y, rule, w)
+        sum_losses_chunked(head, kept, y, rule, w) if size else sum_losses(head(kept), y, rule, w)
     )
-    assert len(y) == (labels != -100).sum() and parts.num_right is None
+    assert len(y) == (labels != -100).sum() and parts.num_correct is None
     for name in ("loss_sum", "num_labels", "z_loss"):
         torch.testing.assert_close(getattr(parts, name), getattr(whole, name), rtol=1e-6, atol=1e-6)
     grads = [torch.autograd.grad(one.mean(), (x, decoder)) for one in (whole, parts)]
@@ -336,8 +336,12 @@ def test_labels_alone_have_the_loss_and_the_gradients_of_all_positions(size, wei
 
 
 def test_shapes_are_free_on_a_cpu_outside_of_a_compiler():
-    assert shapes_are_free(torch.ones(1)) and not shapes_are_free(torch.ones(1, device="meta"))
-    compiled = torch.compile(lambda x: x + int(shapes_are_free(x)), backend="eager", fullgraph=True)
+    assert allows_dynamic_shapes(torch.ones(1)) and not allows_dynamic_shapes(
+        torch.ones(1, device="meta")
+    )
+    compiled = torch.compile(
+        lambda x: x + int(allows_dynamic_shapes(x)), backend="eager", fullgraph=True
+    )
     assert compiled(torch.zeros(1)) == 0
 
 

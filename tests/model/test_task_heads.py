@@ -22,7 +22,7 @@ from bertlab.model.task_heads import (
     BertLabForSequenceClassification,
     BertLabForTokenClassification,
     TaskHead,
-    pool_rows,
+    pool_tokens,
     text_loss,
 )
 
@@ -79,20 +79,20 @@ def scores_of(model, *args, **kwargs) -> torch.Tensor:
 def test_pooling_by_hand():
     x = torch.arange(8.0).view(2, 4, 1)
     mask = torch.tensor([[0, 0, 1, 1], [1, 2, 0, 2]])
-    assert pool_rows(x, mask, "mean").flatten().tolist() == pytest.approx([2.5, (4 + 5 + 7) / 3])
-    assert pool_rows(x, mask, "cls").flatten().tolist() == [2, 4]
+    assert pool_tokens(x, mask, "mean").flatten().tolist() == pytest.approx([2.5, (4 + 5 + 7) / 3])
+    assert pool_tokens(x, mask, "cls").flatten().tolist() == [2, 4]
 
 
 def test_padding_that_holds_nonsense_has_no_say():
     x = torch.tensor([[[1.0], [float("inf")], [float("nan")]]])
     mask = torch.tensor([[1, 0, 0]])
     for how in ("mean", "cls"):
-        assert pool_rows(x, mask, how).tolist() == [[1.0]]
+        assert pool_tokens(x, mask, how).tolist() == [[1.0]]
 
 
 def test_a_row_of_padding_has_a_mean_and_a_gradient_of_zero():
     x = torch.randn(1, 3, 2, requires_grad=True)
-    pooled = pool_rows(x, torch.zeros(1, 3).long(), "mean")
+    pooled = pool_tokens(x, torch.zeros(1, 3).long(), "mean")
     pooled.sum().backward()
     assert (pooled == 0).all() and (x.grad == 0).all()
 

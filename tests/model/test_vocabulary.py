@@ -35,14 +35,14 @@ from bertlab.model.config import bert_tiny, modernbert_tiny
 from bertlab.model.encoder import BertLabModel
 from bertlab.model.heads import BertLabForMaskedLM
 from bertlab.model.huggingface import from_huggingface, save_model
-from bertlab.model.losses import LossRule, score_logits
+from bertlab.model.losses import LossConfig, sum_losses
 from bertlab.model.vocabulary import (
     TABLES,
     TRANSPLANTS,
-    UNREACHABLE,
-    change_tables,
+    UNUSED_ROW_BIAS,
+    replace_vocabulary,
     extend_vocabulary,
-    match_frequencies,
+    match_token_frequencies,
     masked_bits_per_byte,
     mean_rows,
     transplant_vocabulary,
@@ -219,7 +219,7 @@ def test_trimming_leaves_every_kept_score_equal_bit_for_bit(kind, tied):
     for texts in (AWAY[:1], AWAY[:20]):
         got, wanted = logits(small, tokenizer, texts), logits(model, old, texts)
         assert torch.equal(got[..., : len(kept)], wanted[..., kept])
-    assert small.config.vocab_size % 64 == 0 and (got[..., len(kept) :] < UNREACHABLE / 2).all()
+    assert small.config.vocab_size % 64 == 0 and (got[..., len(kept) :] < UNUSED_ROW_BIAS / 2).all()
     assert small.config.num_params() < model.config.num_params()
 
 
@@ -314,13 +314,13 @@ def test_with_texts_a_transplant_guesses_each_entry_as_often_as_they_have_it():
         for ids in new(HOME, add_special_tokens=False).input_ids:
             counts += torch.bincount(torch.tensor(ids), minlength=len(new))
         before = one.head.bias.detach().clone()
-        match_frequencies(one, new, HOME, rounds=1)
+        match_token_frequencies(one, new, HOME, rounds=1)
         return float(((one.head.bias.detach() - before).abs() * counts).sum() / counts.sum())
 
     assert correction(plain) > 1 > 0.05 > correction(moved)
     headless = BertLabModel(moved.config).eval()
     before = {name: weight.clone() for name, weight in headless.state_dict().items()}
-    match_frequencies(headless, new, HOME)
+    match_token_frequencies(headless, new, HOME)
     assert all(torch.equal(weight, before[name]) for name, weight in headless.state_dict().items())
 
 
@@ -341,7 +341,7 @@ def test_gaps_in_the_ids_of_either_tokenizer_change_no_entry(method):
     rows = torch.tensor(
         [old.get_vocab().get(wide.convert_ids_to_tokens(id), 0) for id in range(len(old) + 8)]
     )
-    gapped = change_tables(model, lambda table: table[rows], wide)
+    gapped = replace_vocabulary(model, lambda table: table[rows], wide)
     with torch.no_grad():
         for name, weight in gapped.state_dict().items():
             if name.endswith(TABLES):
@@ -352,7 +352,7 @@ def test_gaps_in_the_ids_of_either_tokenizer_change_no_entry(method):
     places = torch.tensor(
         [wider.get_vocab()[piece] for piece in new.convert_ids_to_tokens(range(len(new)))]
     )
-    assert (moved.head.bias[100:108] == UNREACHABLE).all() and moved.state_dict()[
+    assert (moved.head.bias[100:108] == UNUSED_ROW_BIAS).all() and moved.state_dict()[
         "head.decoder"
     ].isfinite().all()
     for name, weight in (
@@ -457,7 +457,7 @@ def test_an_adapter_is_to_be_merged_first():
         lambda: trim_vocabulary(model, tokenizer, AWAY),
         lambda: transplant_vocabulary(model, tokenizer, TOKENIZERS["wordpiece"]),
     ):
-        with pytest.raises(ValueError, match="plain_copy"):
+        with pytest.raises(ValueError, match="merged_copy"):
             work()
 
 
@@ -558,7 +558,7 @@ def test_rows_to_spare_of_a_trimmed_model_have_no_share_of_a_smoothed_target():
     assert spare.config.vocab_size > exact.config.vocab_size == num_token_ids(tokenizer)
     labels = encode(tokenizer, AWAY[:4]).input_ids
     want, got = (
-        score_logits(logits(one, tokenizer, AWAY[:4]), labels, LossRule(label_smoothing=0.1))
+        sum_losses(logits(one, tokenizer, AWAY[:4]), labels, LossConfig(label_smoothing=0.1))
         for one in (exact, spare)
     )
     torch.testing.assert_close(got.loss_sum, want.loss_sum)

@@ -80,7 +80,7 @@ def test_the_average_is_that_of_the_steps_and_the_training_does_not_see_it(decay
     module, seen, data = run(text, tmp_path / "with", 5, average)
     plain, without, _ = run(text, tmp_path / "without", 5, None)
     assert all(torch.equal(a[n], b[n]) for a, b in zip(seen.weights, without.weights) for n in a)
-    name = "encoder.blocks.0.mlp.expand.weight"
+    name = "encoder.blocks.0.mlp.up_proj.weight"
     steps = [weights[name].double() for weights in seen.weights[1:]]
     want = steps[0]
     for number, weight in enumerate(steps[1:], 2):

@@ -284,7 +284,7 @@ def test_rows_with_segments_are_refused_where_a_batch_has_none():
 def test_the_causal_twin_is_stretched_as_its_encoder_is():
     torch.manual_seed(0)
     stretch = {"rope_type": "linear", "factor": 4.0}
-    models = [BertLabForCausalLM(BertLabConfig(**{**SHAPE, "vocab_size": 60, "initializer_range": 0.5, "rope_stretch": one})).eval()
+    models = [BertLabForCausalLM(BertLabConfig(**{**SHAPE, "vocab_size": 60, "initializer_range": 0.5, "rope_scaling": one})).eval()
               for one in (None, stretch)]  # fmt: skip
     models[1].load_state_dict(models[0].state_dict())
     ids = torch.randint(5, 60, (1, 16))

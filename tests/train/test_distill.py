@@ -237,7 +237,7 @@ def test_without_weight_the_reference_is_not_even_read_and_the_run_is_the_plain_
 
 def test_a_rule_that_keeps_no_scores_does_not_keep_the_reference_from_being_compared(references):
     found = []
-    for rule in ({}, {"only_loss": True}):
+    for rule in ({}, {"loss_only": True}):
         module = distilled(references["mlm"], loss_kwargs=rule)
         module.configure_model()
         found.append(gradient(module, data_of()))
@@ -354,7 +354,7 @@ def test_a_reference_of_another_vocabulary_head_or_objective_is_refused(referenc
         references["mlm"],
         model_config_kwargs={**SHAPE, "vocab_size": 200},
     )
-    refused(["enhanced_mlm", "rebuilder"], distilled, references["mlm"], "enhanced_mlm")
+    refused(["enhanced_mlm", "decoder"], distilled, references["mlm"], "enhanced_mlm")
     bare = module_of(seed=3)
     bare.configure_model()
     bare.model.encoder.save_pretrained(tmp_path / "bare")
@@ -674,7 +674,7 @@ def test_the_reference_is_compiled_where_the_model_is_and_nowhere_else(reference
     module = distilled(references["mlm"], compile_model=asked)
     module.configure_model()  # on a CPU: None compiles nothing
     compiled = [
-        model.encoder.compiled_layers is not None for model in (module.model, *module._reference)
+        model.encoder.compiled_blocks is not None for model in (module.model, *module._reference)
     ]
     assert compiled == [asked is True] * 2
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from bertlab.model.activation_checkpointing import MemoryLedger
+from bertlab.model.activation_checkpointing import MemoryTracker
 from bertlab.model.config import bert_tiny, modernbert_tiny
 from bertlab.optim.optimizers import (
     OPTIMIZERS,
@@ -40,7 +40,7 @@ CASES = {
 
 def real_peak(module, rows, length, num_labels, with_states=False):
     "The most bytes of a real step's tensors, counted while they live; and of the optimizer's states."
-    with MemoryLedger() as ledger:
+    with MemoryTracker() as ledger:
         module.configure_model()
         made = sum(p.numel() * p.element_size() for p in module.model.parameters())
         base = ledger.now - made

@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import Callback
 
 from bertlab.data.module import PretrainingDataModule
 from bertlab.data.tokenizers import train_tokenizer
-from bertlab.model.generate import fill_mask
+from bertlab.model.mask_filling import fill_mask
 from bertlab.train.checkpoints import RunCheckpoint, TrainingInterrupted
 from bertlab.train.evaluators import (
     EvalBatchSpec,

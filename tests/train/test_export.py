@@ -13,7 +13,7 @@ pytest.importorskip("onnxruntime")
 from bertlab.data.tokenizers import train_tokenizer
 from bertlab.model.config import bert_tiny, modernbert_tiny, neobert, roberta_base
 from bertlab.model.encoder import BertLabModel
-from bertlab.model.generate import fill_each_mask
+from bertlab.model.mask_filling import fill_masks
 from bertlab.model.heads import BertLabForMaskedLM
 from bertlab.model.huggingface import save_model
 from bertlab.model.vocabulary import trim_vocabulary
@@ -110,7 +110,7 @@ def test_attention_sums_to_one_and_leaves_padding_alone_and_the_last_lens_is_the
 def test_gaps_are_filled_as_torch_fills_them(place, tokenizer):
     texts = ["the red [MASK] sees the dog.", "the [MASK] likes the [MASK]."]
     found = OnnxModel.load(place / "exported", "fp32").fill(texts, 4)
-    wanted = fill_each_mask(theirs_of(place), tokenizer, texts, 4)
+    wanted = fill_masks(theirs_of(place), tokenizer, texts, 4)
     assert [len(gaps) for gaps in found] == [1, 2]
     for ours, theirs in zip(sum(found, []), sum(wanted, [])):
         assert [word for word, _ in ours] == [word for word, _ in theirs]

@@ -15,7 +15,7 @@ from ranks import run_on_ranks
 from bertlab.train.checkpoints import RunCheckpoint
 from bertlab.train.history import History
 from bertlab.train.stopping import NonFiniteGuard, SpikeGuard, spike_limits
-from bertlab.model.losses import LossParts
+from bertlab.model.losses import LossSums
 from bertlab.optim.optimizers import get_optimizer
 from bertlab.train.steps import TrainingModule, can_flag, skip_step
 from bertlab.train.trainer import make_trainer
@@ -35,7 +35,7 @@ class Line(TrainingModule):
     def label_loss(self, batch):
         loss_BL = (self.layer(batch["x"])[..., 0] - 1).square() * batch["factor"][:, None]
         zero = torch.zeros(())
-        return LossParts(loss_BL.sum(), torch.tensor(loss_BL.numel()), zero, zero)
+        return LossSums(loss_BL.sum(), torch.tensor(loss_BL.numel()), zero, zero)
 
     def validation_step(self, batch, batch_idx):
         self.log("val_loss", (self.layer(batch["x"]) - 1).square().mean(), sync_dist=True)

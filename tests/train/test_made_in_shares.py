@@ -117,18 +117,18 @@ def memory(whole: bool) -> dict:
     strategy = FullyShardedStrategy()
     strategy.fills_shares = not whole  # whole: as every process did before
     start, module, found, calls = Start(), PretrainingModule(LARGE), [], itertools.count(1)
-    begin_weights, before = BertLabPreTrainedModel.begin_weights, bytes_of_tensors()
+    init_weights, before = BertLabPreTrainedModel._init_weights, bytes_of_tensors()
 
     def watched(model, part):
-        begin_weights(model, part)
+        init_weights(model, part)
         if next(calls) % 40 == 39:  # looking takes a while
             found.append(bytes_of_tensors() - before)
 
-    BertLabPreTrainedModel.begin_weights = watched
+    BertLabPreTrainedModel._init_weights = watched
     try:
         make_trainer(1, "32-true", "cpu", 2, [start], strategy=strategy).fit(module, Shared(1, 2))
     finally:
-        BertLabPreTrainedModel.begin_weights = begin_weights
+        BertLabPreTrainedModel._init_weights = init_weights
     return {"most": max(found), "samples": len(found), "held": start.held}
 
 

@@ -22,12 +22,12 @@ from bertlab.data.tokenizers import train_tokenizer
 from bertlab.train.checkpoints import TrainingCheckpoint
 from bertlab.train.model_directories import ModelDirectories
 from bertlab.model.activation_checkpointing import checkpoint_activations
-from bertlab.model.config import BertLabConfig, bert_base, count_matrices
-from bertlab.model.heads import BertLabForEnhancedMaskedLM, BertLabForMaskedLM, score_vectors
+from bertlab.model.config import BertLabConfig, bert_base, matmul_parameters
+from bertlab.model.heads import BertLabForEnhancedMaskedLM, BertLabForMaskedLM, head_and_loss
 from bertlab.model.huggingface import save_model
-from bertlab.model.losses import LossParts, LossRule
+from bertlab.model.losses import LossSums, LossConfig
 from bertlab.model.losses import token_bytes
-from bertlab.model.writing import generate
+from bertlab.model.generation import generate
 from bertlab.optim.budgets import TimeBudgetLR
 from bertlab.train import modules
 from bertlab.train.modules import (
@@ -219,7 +219,7 @@ def test_a_model_of_one_objective_goes_on_with_another_and_says_what_is_fresh(tm
         later = PretrainingModule(
             pretrained_model_name_or_path=str(tmp_path), objective="enhanced_mlm"
         )
-    assert "rebuilder" in caplog.text and "begin anew" in caplog.text
+    assert "decoder" in caplog.text and "begin anew" in caplog.text
     assert later.describe_missing_keys() in caplog.text
     old, new = first.model.state_dict(), later.model.state_dict()
     assert (
@@ -458,9 +458,9 @@ def test_the_compiled_path_gives_the_loss_of_the_plain_one():
         torch.manual_seed(0)
         module.configure_model()
         parts = module.label_loss(batch)
-        assert isinstance(parts, LossParts)
+        assert isinstance(parts, LossSums)
         losses.append(parts.loss_sum)
-    assert "compiled_layers" in vars(compiled.model.encoder)
+    assert "compiled_blocks" in vars(compiled.model.encoder)
     torch.testing.assert_close(losses[1], losses[0], rtol=1e-5, atol=1e-4)
 
 
@@ -473,25 +473,25 @@ def test_the_compiled_loss_is_the_plain_one_and_scores_that_are_wanted_stay_outs
 
     model, rule = (
         BertLabForMaskedLM(BertLabConfig(**{**SHAPE, "vocab_size": 50})),
-        LossRule(only_loss=True),
+        LossConfig(loss_only=True),
     )
-    monkeypatch.setattr(heads, "shapes_are_free", lambda values: False)  # as on a GPU
+    monkeypatch.setattr(heads, "allows_dynamic_shapes", lambda values: False)  # as on a GPU
     g = torch.Generator().manual_seed(0)
     ids = torch.randint(5, 50, (3, 8), generator=g)
     labels = ids.masked_fill(torch.rand(3, 8, generator=g) < 0.7, -100)
 
     def run(rule):
         model.zero_grad()
-        out = model(ids, labels=labels, loss_rule=rule)
+        out = model(ids, labels=labels, loss_config=rule)
         out.loss.backward()
         return [out.loss.detach(), out.num_labels, *(p.grad.clone() for p in model.parameters())]
 
     want = run(rule)
-    model.__dict__["compiled_scores"] = torch.compile(score_vectors, backend=backend)
+    model.__dict__["compiled_head"] = torch.compile(head_and_loss, backend=backend)
     for a, b in zip(run(rule), want):
         torch.testing.assert_close(a, b)
     assert len(runs) == 1
-    for other in (LossRule(), LossRule(only_loss=True, chunk_size=4)):
+    for other in (LossConfig(), LossConfig(loss_only=True, chunk_size=4)):
         for a, b in zip(run(other), want):
             torch.testing.assert_close(a, b)
     assert len(runs) == 1 and model(ids, labels=labels).logits is not None
@@ -518,7 +518,7 @@ def test_a_compiled_step_on_a_gpu_has_the_loss_and_the_gradient_of_the_plain_one
         model = BertLabForMaskedLM(config).cuda().train()
         if compiled:
             compile_model(model)
-        loss = model(**batch, loss_rule=LossRule(only_loss=True)).loss
+        loss = model(**batch, loss_config=LossConfig(loss_only=True)).loss
         loss.backward()
         found.append([loss.detach(), *(p.grad for p in model.parameters())])
     for a, b in zip(*found):
@@ -546,7 +546,7 @@ def test_compiled_flex_attention_without_gradients_is_that_of_the_plain_kernel(t
         numbers = ((torch.arange(256)[None, :, None] >= ends[:, None]).sum(-1) + 1).cuda()
         if trained and rows == 32:
             model(
-                ids, attention_mask=numbers, labels=ids, loss_rule=LossRule(only_loss=True)
+                ids, attention_mask=numbers, labels=ids, loss_config=LossConfig(loss_only=True)
             ).loss.backward()
         plain.load_state_dict(model.state_dict())
         with torch.no_grad():
@@ -573,7 +573,7 @@ def test_a_compiled_stream_in_16_bits_keeps_the_loss_and_the_direction_of_the_gr
         model = BertLabForMaskedLM(config).cuda().train()
         compile_model(model)
         with torch.autocast("cuda", torch.bfloat16):
-            loss = model(**batch, loss_rule=LossRule(only_loss=True)).loss
+            loss = model(**batch, loss_config=LossConfig(loss_only=True)).loss
         loss.backward()
         found[in_fp32] = loss.item(), torch.cat([p.grad.flatten() for p in model.parameters()])
     assert not torch.equal(found[False][1], found[True][1])
@@ -615,7 +615,7 @@ def test_a_compiled_program_takes_the_angles_of_rotary_positions_and_makes_none(
     torch.manual_seed(0)
     config = BertLabConfig(**{**SHAPE, "num_hidden_layers": 3}, vocab_size=50, local_attention=8, global_attention_every_n_layers=2,
                            global_rope_theta=1e5, local_rope_theta=1e3, attn_implementation="sdpa",
-                           rope_stretch={"rope_type": "linear", "factor": 2.0})  # fmt: skip
+                           rope_scaling={"rope_type": "linear", "factor": 2.0})  # fmt: skip
     model = BertLabForMaskedLM(config).eval()
     ids = torch.randint(5, 50, (2, 32), generator=torch.Generator().manual_seed(0))
     rows = torch.ones_like(ids).cumsum(1) // 20 + 1
@@ -666,7 +666,7 @@ def test_flops_count_real_context_and_the_sparse_head():
     # The window of 64 on each side is wider than both contexts, so every layer sees all of it.
     assert far - one == pytest.approx(12 * hidden * 8 * layers)
     head = hidden * hidden + vocab * hidden
-    last = hidden * hidden + count_matrices(module.config)["MLP"]  # behind the last attention
+    last = hidden * hidden + matmul_parameters(module.config)["MLP"]  # behind the last attention
     assert dense - one == pytest.approx(6 * 0.85 * (head + last))
 
 
@@ -940,7 +940,7 @@ def test_a_roberta_under_another_padding_goes_on_and_is_written_as_what_counts_a
 def test_weights_that_do_not_fit_are_refused_by_a_mapping_as_without_one(tmp_path):
     place, mapping = published(tmp_path), {"head.dense.weight": "head.dense.weight"}
     for options in ({}, {"load_key_mapping": mapping}):
-        with pytest.raises(ValueError, match="do not fit: .*mlp.expand.weight") as told:
+        with pytest.raises(ValueError, match="do not fit: .*mlp.up_proj.weight") as told:
             PretrainingModule({"intermediate_size": 48}, place, **options)
         assert "\n" not in str(told.value)
     with pytest.raises(ValueError, match="head.norm.weight"):  # no setting is to blame

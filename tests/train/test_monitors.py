@@ -20,7 +20,7 @@ from test_training import CONFIG, Texts, equal, train
 import bertlab.train.history as module_of_progress
 from bertlab.train.checkpoints import RunCheckpoint
 from bertlab.train.history import Clock, History, RunProgress, RunRecord, paused
-from bertlab.model.config import BertLabConfig, count_matrices
+from bertlab.model.config import BertLabConfig, matmul_parameters
 from bertlab.core.devices import peak_memory_bytes, resident_memory_bytes
 from bertlab.train.model_directories import ModelDirectories
 from bertlab.train.modules import PretrainingModule
@@ -79,7 +79,9 @@ def test_a_batch_costs_what_its_documents_cost_one_by_one():
     counts = np.bincount(lengths, minlength=33)
     alone = sum(n * config.flops_per_token(n, 0) for n in lengths)
     D, V = config.hidden_size, config.vocab_size
-    last = D * D + count_matrices(config)["MLP"]  # of the last block, what its attention hands on
+    last = (
+        D * D + matmul_parameters(config)["MLP"]
+    )  # of the last block, what its attention hands on
     head = labels * 6 * (D * D + V * D + last)  # by hand: each matrix, forward and backward
     assert FlopsCounter(config.flops_per_token).total(counts, labels) == pytest.approx(alone + head)
     mean = sum(n * n for n in lengths) / sum(lengths)

@@ -42,7 +42,7 @@ class Halved(bertlab.BertLabForMaskedLM):
 class Weighed(bertlab.BertLabForMaskedLM):
     "An objective whose batches carry something of their own."
 
-    batch_key = "importance"
+    required_input = "importance"
 
     def forward(self, importance=None, **kwargs):
         return super().forward(**kwargs)
@@ -98,18 +98,18 @@ class Silent(nn.Module):
 
 
 @pytest.mark.parametrize("setting, build", [
-    ("norm", Silent), ("mlp", type("Mine", (layers.PlainMLP,), {})), ("hidden_activation", torch.sin)])  # fmt: skip
+    ("norm", Silent), ("mlp", type("Mine", (layers.MLP,), {})), ("hidden_activation", torch.sin)])  # fmt: skip
 def test_a_layer_is_one_call(setting, build):
     with pytest.raises(ValueError, match="unknown"):
         bertlab.BertLabConfig(**SIZES, **{setting: "mine"})
-    bertlab.add_layer(setting, "mine", build)
+    bertlab.register_layer(setting, "mine", build)
     model = bertlab.BertLabForMaskedLM(bertlab.BertLabConfig(**SIZES, **{setting: "mine"}))
     assert model(**BATCH).loss_sum.isfinite()
     if setting != "hidden_activation":
         assert any(isinstance(part, build) for part in model.modules())
     with pytest.raises(ValueError, match="there already"):
-        bertlab.add_layer(setting, "mine", nn.Identity)
-    bertlab.add_layer(
+        bertlab.register_layer(setting, "mine", nn.Identity)
+    bertlab.register_layer(
         setting, "mine", build
     )  # the same once more: a notebook's cell that runs again
 
@@ -119,13 +119,13 @@ class Convolved(nn.Module):
 
     def __init__(self, hidden_size, intermediate_size, activation, dropout, bias):
         super().__init__()
-        self.expand = nn.Conv1d(hidden_size, intermediate_size, 1)
+        self.up_proj = nn.Conv1d(hidden_size, intermediate_size, 1)
         self.activation = nn.PReLU()
-        self.contract = nn.Bilinear(intermediate_size, 1, hidden_size, bias=False)
+        self.down_proj = nn.Bilinear(intermediate_size, 1, hidden_size, bias=False)
 
     def forward(self, x_BLD):
-        y_BLI = self.activation(self.expand(x_BLD.transpose(1, 2)).transpose(1, 2))
-        return self.contract(y_BLI, torch.ones_like(y_BLI[..., :1]))
+        y_BLI = self.activation(self.up_proj(x_BLD.transpose(1, 2)).transpose(1, 2))
+        return self.down_proj(y_BLI, torch.ones_like(y_BLI[..., :1]))
 
 
 @pytest.mark.parametrize("initialization", shapes.CHOICES["initialization"])
@@ -133,7 +133,7 @@ def test_matrices_of_a_layer_of_ones_own_begin_as_others_do_and_not_all_alike(
     initialization, tmp_path
 ):
     torch.manual_seed(0)  # two numbers may be alike by chance
-    bertlab.add_layer("mlp", "convolved", Convolved)
+    bertlab.register_layer("mlp", "convolved", Convolved)
     config = bertlab.BertLabConfig(
         **SIZES, mlp="convolved", initialization=initialization, norm_bias=True
     )
@@ -144,11 +144,11 @@ def test_matrices_of_a_layer_of_ones_own_begin_as_others_do_and_not_all_alike(
     )
     completed = bertlab.BertLabForMaskedLM.from_pretrained(tmp_path)
     for mlp in (one.encoder.blocks[0].mlp for one in (model, completed)):
-        for weight in (mlp.expand.weight, mlp.contract.weight):
+        for weight in (mlp.up_proj.weight, mlp.down_proj.weight):
             assert (
                 len(weight.unique()) == weight.numel() and abs(weight.mean()) < weight.std() < 0.5
             )
-        assert (mlp.expand.bias == 0).all() and mlp.activation.weight.item() == 0.25
+        assert (mlp.up_proj.bias == 0).all() and mlp.activation.weight.item() == 0.25
     assert (model.encoder.final_norm.weight == 1).all()
 
 
@@ -259,7 +259,7 @@ def test_an_activation_of_a_head_is_a_class_as_well():
 @pytest.mark.parametrize(
     "given, message",
     [
-        (nn.Mish(), "an object of Mish has none.*bertlab.add_layer"),
+        (nn.Mish(), "an object of Mish has none.*bertlab.register_layer"),
         (partial(nn.functional.gelu, approximate="tanh"), "an object of partial has none"),
         (Stepped, "must be built without arguments: missing a required argument: 'size'"),
         (dict, "no torch.nn.Module"),
@@ -272,14 +272,16 @@ def test_an_activation_that_no_configuration_can_name_or_build_is_refused_at_onc
 
 
 def test_a_module_without_weights_and_a_partial_have_the_name_that_add_layer_gives_them():
-    bertlab.add_layer("hidden_activation", "mish", nn.Mish())
-    bertlab.add_layer("hidden_activation", "mish", nn.Mish())  # the same cell again
-    bertlab.add_layer("hidden_activation", "soft", partial(nn.functional.gelu, approximate="tanh"))
+    bertlab.register_layer("hidden_activation", "mish", nn.Mish())
+    bertlab.register_layer("hidden_activation", "mish", nn.Mish())  # the same cell again
+    bertlab.register_layer(
+        "hidden_activation", "soft", partial(nn.functional.gelu, approximate="tanh")
+    )
     one, other = built(hidden_activation="mish"), built(hidden_activation="mish").eval()
     assert one.head.activation.training and not other.head.activation.training
     built(hidden_activation="soft")
     with pytest.raises(ValueError, match="object with weights.*give the class"):
-        bertlab.add_layer("hidden_activation", "scaled", Scaled())
+        bertlab.register_layer("hidden_activation", "scaled", Scaled())
 
 
 def test_a_layer_that_is_defined_anew_takes_the_place_of_its_old_self(tmp_path, monkeypatch):
@@ -306,10 +308,10 @@ def test_two_functions_that_share_a_name_are_told_apart_by_one_of_your_own():
     built(hidden_activation=first)
     with pytest.raises(
         ValueError,
-        match="another .*<lambda> .*is there already; name it yourself: bertlab.add_layer",
+        match="another .*<lambda> .*is there already; name it yourself: bertlab.register_layer",
     ):
         built(hidden_activation=second)
-    bertlab.add_layer("hidden_activation", "doubled", second)
+    bertlab.register_layer("hidden_activation", "doubled", second)
     assert built(hidden_activation="doubled").head.activation is second
 
 

@@ -17,7 +17,7 @@ from ranks import run_on_ranks
 
 from bertlab.train.checkpoints import RunCheckpoint, rng_state
 from bertlab.train.history import History, TerminalBar
-from bertlab.model.generate import fill_mask
+from bertlab.model.mask_filling import fill_mask
 from bertlab.train.modules import PretrainingModule, compile_model
 from bertlab.train.previews import (
     CompileAhead,

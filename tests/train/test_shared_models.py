@@ -25,7 +25,7 @@ from bertlab.data.tokenizers import train_tokenizer
 from bertlab.model.activation_checkpointing import checkpoint_activations
 from bertlab.model.config import BertLabConfig
 from bertlab.model.context_parallel import deal_labels, share_rows
-from bertlab.model.losses import LossRule
+from bertlab.model.losses import LossConfig
 from bertlab.model.tensor_parallel import (
     Cut,
     RowLinear,
@@ -58,9 +58,9 @@ VARIANTS = {  # of the configuration; the vocabulary of 101 words divides into 5
 }  # fmt: skip
 QUICK = ["grouped heads, norms of heads, a gate", "alibi"]
 RULES = {
-    "all terms": LossRule(label_smoothing=0.1, z_weight=1e-2),
-    "in chunks": LossRule(z_weight=1e-2, chunk_size=5, only_loss=True),
-    "only the loss": LossRule(only_loss=True),
+    "all terms": LossConfig(label_smoothing=0.1, z_weight=1e-2),
+    "in chunks": LossConfig(z_weight=1e-2, chunk_size=5, loss_only=True),
+    "only the loss": LossConfig(loss_only=True),
 }
 
 
@@ -80,13 +80,13 @@ def batch_for(kind, *numbers):
 
 
 def parts_of(model, batch, rule):
-    out = model(**batch, loss_rule=rule)
+    out = model(**batch, loss_config=rule)
     (out.loss_sum + out.z_loss).backward()
     sums = [
         out.loss_sum,
         out.z_loss,
         out.num_labels,
-        out.num_labels * 0 if rule.only_loss else out.num_right,
+        out.num_labels * 0 if rule.loss_only else out.num_correct,
     ]
     return torch.stack([s.detach().double() for s in sums])
 
@@ -97,7 +97,7 @@ def gradients(model):
             for name, p in model.named_parameters()}  # fmt: skip
 
 
-def apart(name, way, kind="mlm", rule=LossRule(), labels=True, recomputed=None):
+def apart(name, way, kind="mlm", rule=LossConfig(), labels=True, recomputed=None):
     "Largest differences of sums and of gradients between a whole model and one that two processes share."
     rank, size = dist.get_rank(), dist.get_world_size()
     batch, results = batch_for(kind, 5, 9, 11), []
@@ -225,7 +225,7 @@ def guarded(strategy, sharers):
                 self.trainer.global_step == 1
                 and self.trainer.global_rank == self.trainer.world_size - 1
             ):
-                p = self.model.encoder.blocks[0].mlp.expand.weight
+                p = self.model.encoder.blocks[0].mlp.up_proj.weight
                 (p.grad.to_local() if hasattr(p.grad, "to_local") else p.grad).fill_(float("nan"))
             super().on_before_optimizer_step(optimizer)
 

@@ -12,7 +12,7 @@ from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.plugins.environments import LightningEnvironment
 
 from bertlab.train.checkpoints import AtomicCheckpointIO
-from bertlab.model.heads import keep_half, shift_right
+from bertlab.model.heads import sample_half_of_pairs, logical_shift_right
 from bertlab.train.trainer import make_trainer
 from bertlab.train.xla import (
     CompileRecorder,
@@ -106,18 +106,18 @@ def test_bits_move_right_as_in_a_number_without_a_sign():
     bits = torch.tensor([0, 1, -1, -5, 2**63 - 1, -(2**63), -0x123456789ABCDEF0])
     for places in (0, 1, 30, 31, 63):
         expected = [(number % 2**64) >> places for number in bits.tolist()]
-        assert [number % 2**64 for number in shift_right(bits, places).tolist()] == expected
+        assert [number % 2**64 for number in logical_shift_right(bits, places).tolist()] == expected
 
 
 def test_coins_do_not_hang_on_how_a_device_shifts_a_negative_number(monkeypatch):
     keys = torch.tensor([3, -4, 2**62])
-    expected = keep_half(keys, 70)
+    expected = sample_half_of_pairs(keys, 70)
 
     def towards_zero(bits, places):  # XLA divides by a power of two, and drops the fraction
         return torch.div(bits, 2**places, rounding_mode="trunc")
 
     monkeypatch.setattr(torch.Tensor, "__rshift__", towards_zero)
-    assert torch.equal(keep_half(keys, 70), expected)
+    assert torch.equal(sample_half_of_pairs(keys, 70), expected)
 
 
 @pytest.mark.parametrize("make", [

@@ -25,7 +25,7 @@ from bertlab.train.checkpoints import RunCheckpoint
 from bertlab.train.history import History
 from bertlab.data.module import PretrainingDataModule
 from bertlab.train.stopping import NonFiniteGuard, SpikeGuard
-from bertlab.model.heads import keep_half
+from bertlab.model.heads import sample_half_of_pairs
 from bertlab.train.modules import PretrainingModule
 from bertlab.train.trainer import make_trainer, seed_everything
 from bertlab.train.xla import CompileRecorder
@@ -157,7 +157,9 @@ def test_every_objective_gives_the_losses_of_a_cpu(objective):
 
 def test_coins_fall_on_xla_as_on_a_cpu():
     keys = torch.tensor([0, 5, -7, 2**63 - 1, -(2**63)])
-    assert torch.equal(keep_half(keys.to("xla"), 130).cpu(), keep_half(keys, 130))
+    assert torch.equal(
+        sample_half_of_pairs(keys.to("xla"), 130).cpu(), sample_half_of_pairs(keys, 130)
+    )
 
 
 class ProductTypes(Callback):

@@ -13,13 +13,13 @@ from bertlab.data.rows import Vocabulary
 from bertlab.data.tokenizers import train_tokenizer
 from bertlab.model.causal import BertLabForCausalLM
 from bertlab.model.config import modernbert_tiny
-from bertlab.model.text_measures import (
-    causal_score,
-    count_repeats,
-    diffusion_bound,
+from bertlab.model.likelihood import (
+    causal_nll,
+    repetition_stats,
+    diffusion_nll_bound,
     generative_perplexity,
 )
-from bertlab.model.text_measures import hide_share, is_expression, library_expressions
+from bertlab.model.likelihood import hide_share, is_expression, library_expressions
 
 torch.set_num_threads(1)
 TABLE = torch.from_numpy(np.random.default_rng(3).normal(size=(5**5, 5, 9))).float() * 1.5
@@ -53,7 +53,7 @@ ALL = [[6, 8, 5, 6, 7], [5, 5, 5, 5, 5], [8, 7, 6, 5, 8]]
 
 
 def test_the_bound_is_the_mean_over_all_orders():
-    found = diffusion_bound(Tables(), torch.tensor(ALL), TOY, num_draws=None)
+    found = diffusion_nll_bound(Tables(), torch.tensor(ALL), TOY, num_draws=None)
     assert found.nats == pytest.approx([all_orders(text) for text in ALL], abs=1e-4)
     assert (found.variance == 0).all() and found.num_tokens.tolist() == [5, 5, 5]
 
@@ -79,7 +79,7 @@ def test_drawn_sets_are_unbiased_and_their_error_is_as_large_as_is_said():
     truth, found = all_orders(ALL[0]), []
     for seed in range(60):
         found.append(
-            diffusion_bound(Tables(), torch.tensor(ALL[:1] * 8), TOY, num_draws=8, seed=seed)
+            diffusion_nll_bound(Tables(), torch.tensor(ALL[:1] * 8), TOY, num_draws=8, seed=seed)
         )
     means = np.array([one.nats.mean() for one in found])
     said = np.array([one.standard_error * 5 for one in found])
@@ -95,7 +95,7 @@ def test_padding_and_special_tokens_cost_nothing():
 
     ids = torch.tensor([[1, 6, 7, 8, 2, 0, 0], [1, 5, 2, 0, 0, 0, 0]])
     for draws in (None, 8):
-        found = diffusion_bound(Uniform(), ids, TOY, (ids > 0).long(), num_draws=draws)
+        found = diffusion_nll_bound(Uniform(), ids, TOY, (ids > 0).long(), num_draws=draws)
         assert found.num_tokens.tolist() == [3, 1]
         assert found.nats == pytest.approx(np.array([3, 1]) * math.log(4))  # four words
 
@@ -109,7 +109,7 @@ def test_bits_per_byte_by_hand():
 
     ids = tokenizer("the cat", return_tensors="pt").input_ids
     words = Vocabulary(len(tokenizer), 0, tokenizer.mask_token_id, tuple(tokenizer.all_special_ids))
-    found = diffusion_bound(Uniform(), ids, words, tokenizer=tokenizer, num_draws=4)
+    found = diffusion_nll_bound(Uniform(), ids, words, tokenizer=tokenizer, num_draws=4)
     ordinary = len(tokenizer) - len(tokenizer.all_special_ids)
     assert found.num_bytes == 6 and found.bits_per_byte == pytest.approx(
         found.num_tokens[0] * math.log2(ordinary) / 6
@@ -121,14 +121,14 @@ def test_bits_per_byte_by_hand():
 )
 def test_a_number_of_draws_that_gives_no_variance_is_refused(options, said):
     with pytest.raises(ValueError, match=said):
-        diffusion_bound(Tables(), torch.tensor(ALL), TOY, **options)
+        diffusion_nll_bound(Tables(), torch.tensor(ALL), TOY, **options)
 
 
 def test_long_texts_are_not_enumerated_and_empty_ones_refused():
     with pytest.raises(ValueError, match="at most 12"):
-        diffusion_bound(Tables(), torch.full((1, 13), 6), TOY, num_draws=None)
+        diffusion_nll_bound(Tables(), torch.full((1, 13), 6), TOY, num_draws=None)
     with pytest.raises(ValueError, match="text 1 has no token"):
-        diffusion_bound(Tables(), torch.tensor([[5] * 5, [1] * 5]), TOY)
+        diffusion_nll_bound(Tables(), torch.tensor([[5] * 5, [1] * 5]), TOY)
 
 
 def test_a_causal_reader_adds_up_its_scores_of_words():
@@ -136,7 +136,7 @@ def test_a_causal_reader_adds_up_its_scores_of_words():
     twin = BertLabForCausalLM(modernbert_tiny(vocab_size=9, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
                                               num_attention_heads=1, initializer_range=0.5)).eval()  # fmt: skip
     ids = torch.tensor([[1, 6, 7, 2, 0], [1, 8, 8, 5, 2]])
-    found = causal_score(twin, ids, TOY, (ids > 0).long())
+    found = causal_nll(twin, ids, TOY, (ids > 0).long())
     with torch.no_grad():
         alone = [
             twin(row[None]).logits[0, :, 5:].double().log_softmax(-1)
@@ -153,7 +153,7 @@ def test_a_causal_reader_adds_up_its_scores_of_words():
 
 
 def test_repeats_by_hand():
-    found = count_repeats([[1, 2, 1, 2, 1, 2], [3, 3]])
+    found = repetition_stats([[1, 2, 1, 2, 1, 2], [3, 3]])
     assert (
         found["distinct_1"] == 3 / 8
         and found["distinct_2"] == 3 / 6
@@ -163,9 +163,9 @@ def test_repeats_by_hand():
     assert found["stutter"] == 1 / 6
     p = np.array([3, 3, 2]) / 8
     assert found["entropy"] == pytest.approx(-(p * np.log(p)).sum())
-    assert math.isnan(count_repeats([[1]])["distinct_2"])
+    assert math.isnan(repetition_stats([[1]])["distinct_2"])
     with pytest.raises(ValueError, match="no token"):
-        count_repeats([[], []])
+        repetition_stats([[], []])
 
 
 def test_expressions_parse_and_statements_do_not():

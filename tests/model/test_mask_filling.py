@@ -6,7 +6,7 @@ import torch
 
 from bertlab.model.config import modernbert_tiny
 from bertlab.data.tokenizers import train_tokenizer
-from bertlab.model.generate import fill_each_mask, fill_mask, longest_row
+from bertlab.model.mask_filling import fill_masks, fill_mask, max_input_length
 from bertlab.model.heads import BertLabForMaskedLM
 
 torch.set_num_threads(1)
@@ -49,7 +49,7 @@ def test_each_mask_of_each_padded_text_is_answered_as_if_the_text_were_alone(
     model, tokenizer, side
 ):
     tokenizer.padding_side = side
-    answers = fill_each_mask(model, tokenizer, TEXTS, top_k=3)
+    answers = fill_masks(model, tokenizer, TEXTS, top_k=3)
     tokenizer.padding_side = "right"
     assert [len(masks) for masks in answers] == [2, 1, 3]
     for text, masks in zip(TEXTS, answers):
@@ -64,13 +64,13 @@ def test_each_mask_of_each_padded_text_is_answered_as_if_the_text_were_alone(
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_model_reads_no_more_texts_at_once_than_it_is_told(model, tokenizer, size, monkeypatch):
-    whole, sizes, forward = fill_each_mask(model, tokenizer, TEXTS, top_k=3), [], model.forward
+    whole, sizes, forward = fill_masks(model, tokenizer, TEXTS, top_k=3), [], model.forward
     monkeypatch.setattr(
         model,
         "forward",
         lambda input_ids, **more: sizes.append(len(input_ids)) or forward(input_ids, **more),
     )
-    parts = fill_each_mask(model, tokenizer, TEXTS, top_k=3, batch_size=size)
+    parts = fill_masks(model, tokenizer, TEXTS, top_k=3, batch_size=size)
     assert sizes == [[1, 1, 1], [2, 1]][size - 1]
     for ours, theirs in zip(
         (m for text in parts for m in text), (m for text in whole for m in text), strict=True
@@ -82,7 +82,7 @@ def test_a_model_reads_no_more_texts_at_once_than_it_is_told(model, tokenizer, s
 def test_one_mask_each_gives_one_list_each(model, tokenizer):
     texts = ["the [MASK] sat", "the cat sat on the [MASK]"]
     assert fill_mask(model, tokenizer, texts, top_k=4) == [
-        masks[0] for masks in fill_each_mask(model, tokenizer, texts, top_k=4)
+        masks[0] for masks in fill_masks(model, tokenizer, texts, top_k=4)
     ]
 
 
@@ -104,16 +104,14 @@ def test_one_mask_each_gives_one_list_each(model, tokenizer):
         (["the [MASK]"], {"batch_size": 0}, "batch_size must be a whole number, 1 or more, got 0"),
     ],
 )
-@pytest.mark.parametrize("fill", [fill_mask, fill_each_mask])
+@pytest.mark.parametrize("fill", [fill_mask, fill_masks])
 def test_what_cannot_be_filled_is_refused(model, tokenizer, fill, texts, options, said):
     with pytest.raises(ValueError, match=said):
         fill(model, tokenizer, texts, **options)
 
 
 def test_fill_mask_refuses_two_masks_and_names_the_function_that_takes_them(model, tokenizer):
-    with pytest.raises(
-        ValueError, match=r"text 1 must hold exactly one \[MASK\].*2 \(fill_each_mask"
-    ):
+    with pytest.raises(ValueError, match=r"text 1 must hold exactly one \[MASK\].*2 \(fill_masks"):
         fill_mask(model, tokenizer, ["a [MASK]", "[MASK] [MASK]"])
 
 
@@ -191,7 +189,7 @@ def test_models_of_transformers_answer_what_their_pipeline_answers(kind, tokeniz
     torch.manual_seed(0)
     model = their_model(kind, tokenizer, tmp_path)
     filler = pipeline("fill-mask", model=model, tokenizer=tokenizer, top_k=4)
-    for text, found in zip(TEXTS, fill_each_mask(model, tokenizer, TEXTS, top_k=4), strict=True):
+    for text, found in zip(TEXTS, fill_masks(model, tokenizer, TEXTS, top_k=4), strict=True):
         alone = filler(text)
         alone = alone if isinstance(alone[0], list) else [alone]
         assert len(alone) == len(found)
@@ -236,7 +234,7 @@ def test_a_row_is_as_long_as_the_table_of_positions_allows(family, longest):
     )
     config = getattr(transformers, f"{family}Config")(**shape, max_position_embeddings=18)
     model = getattr(transformers, f"{family}ForMaskedLM")(config).eval()
-    assert longest_row(model) == longest
+    assert max_input_length(model) == longest
     if family != "Longformer":  # which pads rows to its window
         model(torch.full((1, longest), 5))
         with pytest.raises((IndexError, RuntimeError)):
@@ -252,8 +250,8 @@ def test_a_model_inside_adapters_or_a_compiler_is_as_long_as_it_is_alone(
     config = getattr(transformers, f"{family}Config")(hidden_size=16, intermediate_size=20, num_hidden_layers=1, num_attention_heads=2,
                                                       vocab_size=len(tokenizer), pad_token_id=1, max_position_embeddings=18)  # fmt: skip
     alone = getattr(transformers, f"{family}ForMaskedLM")(config).eval()
-    assert longest_row(torch.compile(alone)) == longest
+    assert max_input_length(torch.compile(alone)) == longest
     model = peft.get_peft_model(alone, peft.LoraConfig(target_modules=targets, r=2)).eval()
-    assert longest_row(model) == longest
+    assert max_input_length(model) == longest
     with pytest.raises(ValueError, match=f"the model reads {longest}"):
         fill_mask(model, tokenizer, ["[MASK]" + " the" * (longest - 2)])

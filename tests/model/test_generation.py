@@ -15,10 +15,10 @@ from bertlab.model.heads import (
     BertLabForMaskedDiffusion,
     BertLabForMaskedLM,
 )
-from bertlab.model.samplers import SAMPLERS
-from bertlab.model.text_measures import causal_score, diffusion_bound
-from bertlab.model.vocabulary import match_frequencies
-from bertlab.model.writing import GAP, generate, vocabulary_of, write
+from bertlab.model.sampling import SAMPLERS
+from bertlab.model.likelihood import causal_nll, diffusion_nll_bound
+from bertlab.model.vocabulary import match_token_frequencies
+from bertlab.model.generation import GAP, generate, vocabulary_of, generate_with_steps
 
 torch.set_num_threads(1)
 TEXTS = ["the cat sat on the mat", "the dog sat on the log", "a bird sang in a tree"] * 20
@@ -57,7 +57,7 @@ def test_texts_do_not_depend_on_how_many_are_written_at_once(sampler):
     "kind", [BertLabForMaskedLM, BertLabForMaskedDiffusion, BertLabForEnhancedMaskedLM]
 )
 def test_every_objective_writes(kind):
-    found = write(made(kind), TOKENIZER, PROMPTS[:2], max_new_tokens=5)
+    found = generate_with_steps(made(kind), TOKENIZER, PROMPTS[:2], max_new_tokens=5)
     for one in found:
         assert MASK not in one.ids and not set(one.ids[1:-1].tolist()) & set(
             TOKENIZER.all_special_ids
@@ -86,12 +86,12 @@ BATCH = {"input_ids": IDS, "labels": IDS}
 
 
 @pytest.mark.parametrize("work", [
-    lambda: write(MODEL, TOKENIZER, PROMPTS[:1], sampler="left_to_right", max_new_tokens=3),
-    lambda: write(MODEL, TOKENIZER, [PROMPTS[2]], max_gap=2),
+    lambda: generate_with_steps(MODEL, TOKENIZER, PROMPTS[:1], sampler="left_to_right", max_new_tokens=3),
+    lambda: generate_with_steps(MODEL, TOKENIZER, [PROMPTS[2]], max_gap=2),
     lambda: loss_by_position(MODEL, [BATCH]),
-    lambda: match_frequencies(made(BertLabForMaskedLM), TOKENIZER, TEXTS, rounds=1),
-    lambda: diffusion_bound(MODEL, IDS, vocabulary_of(TOKENIZER), num_draws=4),
-    lambda: causal_score(made(BertLabForCausalLM), IDS, vocabulary_of(TOKENIZER)),
+    lambda: match_token_frequencies(made(BertLabForMaskedLM), TOKENIZER, TEXTS, rounds=1),
+    lambda: diffusion_nll_bound(MODEL, IDS, vocabulary_of(TOKENIZER), num_draws=4),
+    lambda: causal_nll(made(BertLabForCausalLM), IDS, vocabulary_of(TOKENIZER)),
 ])  # fmt: skip
 def test_what_is_on_the_device_is_not_asked_for_64_bits_which_apple_s_gpu_lacks(work):
     with OnlyFloats():
@@ -127,21 +127,21 @@ def test_models_of_transformers_write_alike_as_theirs_and_as_ours(kind):
 
 
 def test_what_is_given_stays_and_lengths_are_as_asked():
-    one = write(MODEL, TOKENIZER, ["the [MASK] sat on the [MASK]"], num_steps=2)[0]
+    one = generate_with_steps(MODEL, TOKENIZER, ["the [MASK] sat on the [MASK]"], num_steps=2)[0]
     given = TOKENIZER("the [MASK] sat on the [MASK]")["input_ids"]
     assert [a for a, b in zip(one.ids, given) if b != MASK] == [b for b in given if b != MASK]
     assert one.states.shape == (3, len(given)) and (one.states[0] == given).all()
-    more = write(MODEL, TOKENIZER, ["the cat"], max_new_tokens=7)[0]
+    more = generate_with_steps(MODEL, TOKENIZER, ["the cat"], max_new_tokens=7)[0]
     assert len(more.ids) == 2 + 2 + 7 and not more.ended and len(more.states) == 8
 
 
 def test_a_prompt_with_a_byte_that_is_no_utf_8_is_refused():
     with pytest.raises(ValueError, match="prompt 'caf.*a byte that is no UTF-8"):
-        write(MODEL, TOKENIZER, ["the cat", "caf\udce9 [MASK]"])
+        generate_with_steps(MODEL, TOKENIZER, ["the cat", "caf\udce9 [MASK]"])
 
 
 def test_an_answer_is_what_stands_behind_the_prompt():
-    one = write(MODEL, TOKENIZER, ["the cat"], mode="answer", max_new_tokens=5)[0]
+    one = generate_with_steps(MODEL, TOKENIZER, ["the cat"], mode="answer", max_new_tokens=5)[0]
     prompt = TOKENIZER("the cat")["input_ids"]
     assert one.ids[: len(prompt)].tolist() == prompt  # [CLS] the cat [SEP]
     assert (
@@ -151,13 +151,15 @@ def test_an_answer_is_what_stands_behind_the_prompt():
 
 def test_rewriting_hides_the_share_and_keeps_the_rest():
     text = "the cat sat on the mat the dog sat on"
-    one = write(MODEL, TOKENIZER, [text], mode="rewrite", rewrite_share=0.5)[0]
+    one = generate_with_steps(MODEL, TOKENIZER, [text], mode="rewrite", rewrite_share=0.5)[0]
     before, hidden = np.array(TOKENIZER(text)["input_ids"]), one.states[0] == MASK
     assert (
         hidden.sum() == round(0.5 * (len(before) - 2))
         and (one.ids[~hidden] == before[~hidden]).all()
     )
-    other = write(MODEL, TOKENIZER, [text], mode="rewrite", rewrite_share=0.5, seed=1)[0]
+    other = generate_with_steps(
+        MODEL, TOKENIZER, [text], mode="rewrite", rewrite_share=0.5, seed=1
+    )[0]
     assert (other.states[0] != one.states[0]).any()
 
 
@@ -176,7 +178,7 @@ def test_a_gap_of_unknown_length_gets_the_length_that_its_neighbours_like_best()
             logits[..., self.on] = torch.where(liked, 8.0, -8.0)
             return type("Out", (), {"logits": logits})
 
-    one = write(OneLength(), TOKENIZER, [f"cat sat {GAP} on the mat"], max_gap=6)[0]
+    one = generate_with_steps(OneLength(), TOKENIZER, [f"cat sat {GAP} on the mat"], max_gap=6)[0]
     assert (one.states[0] == MASK).sum() == 3
 
 
@@ -191,15 +193,15 @@ def test_a_text_may_end_early_only_where_it_is_allowed_to():
             logits[:, 6:, SEP] = 50.0  # from position 6 on there is nothing more to say
             return type("Out", (), {"logits": logits})
 
-    ended = write(Ends(), TOKENIZER, ["the cat"], max_new_tokens=12, ends=True)[0]
+    ended = generate_with_steps(Ends(), TOKENIZER, ["the cat"], max_new_tokens=12, ends=True)[0]
     assert ended.ended and len(TOKENIZER(ended.text, add_special_tokens=False)["input_ids"]) <= 5
     assert (ended.ids[6:] == SEP).all() and (ended.ids[3:6] != SEP).all()
-    full = write(Ends(), TOKENIZER, ["the cat"], max_new_tokens=12)[0]
+    full = generate_with_steps(Ends(), TOKENIZER, ["the cat"], max_new_tokens=12)[0]
     assert not full.ended and (full.ids[1:-1] != SEP).all()
 
 
 def test_the_likelihood_of_a_writing_is_the_chain_rule_in_its_order():
-    one = write(MODEL, TOKENIZER, ["the [MASK] sat [MASK] the [MASK]"], seed=2)[0]
+    one = generate_with_steps(MODEL, TOKENIZER, ["the [MASK] sat [MASK] the [MASK]"], seed=2)[0]
     vocabulary, total = vocabulary_of(TOKENIZER), 0.0
     for before, after in zip(one.states, one.states[1:]):
         with torch.no_grad():
@@ -255,27 +257,29 @@ def test_of_a_tokenizer_with_a_gap_every_entry_is_written_and_nothing_else():
     with torch.no_grad():
         model.head.bias[first : first + 2] = 90.0  # the rows of no entry
         model.head.bias[last] = 60.0
-    found = write(
+    found = generate_with_steps(
         model,
         tokenizer,
         ["the [MASK] sat on the [MASK]", f"the {tokenizer.decode([last])} sat"],
         seed=1,
     )
     assert found[0].ids.tolist().count(last) == 2, piece
-    again = write(model, tokenizer, [found[0].text], mode="rewrite", rewrite_share=1.0)[0]
+    again = generate_with_steps(
+        model, tokenizer, [found[0].text], mode="rewrite", rewrite_share=1.0
+    )[0]
     assert {first, first + 1}.isdisjoint([*found[1].ids, *again.ids])
 
 
 def test_a_text_that_holds_nothing_to_rewrite_is_refused():
     for prompt in ("\U0001f600", ""):
         with pytest.raises(ValueError, match="has no words to rewrite"):
-            write(MODEL, TOKENIZER, [prompt], mode="rewrite")
+            generate_with_steps(MODEL, TOKENIZER, [prompt], mode="rewrite")
 
 
 def test_more_blocks_than_steps_are_refused_before_a_word_is_written():
     written = []
     with pytest.raises(ValueError, match="num_steps=4 is less than the 10 blocks"):
-        write(MODEL, TOKENIZER, ["[MASK]", "[MASK] " * 20], num_steps=4, block_size=2, batch_size=1,
+        generate_with_steps(MODEL, TOKENIZER, ["[MASK]", "[MASK] " * 20], num_steps=4, block_size=2, batch_size=1,
               watch=lambda number, step: written.append(number))  # fmt: skip
     assert written == []
 
@@ -283,4 +287,4 @@ def test_more_blocks_than_steps_are_refused_before_a_word_is_written():
 def test_a_score_of_nothing_is_refused():
     ids = torch.tensor([[TOKENIZER.cls_token_id, SEP]])
     with pytest.raises(ValueError, match="no text has a token to score"):
-        causal_score(made(BertLabForCausalLM), ids, vocabulary_of(TOKENIZER))
+        causal_nll(made(BertLabForCausalLM), ids, vocabulary_of(TOKENIZER))

@@ -15,15 +15,15 @@ from hypothesis import strategies as st
 from bertlab.data.rows import Vocabulary
 from bertlab.model.causal import BertLabForCausalLM
 from bertlab.model.config import BertLabConfig
-from bertlab.model.encoder import layer_context
+from bertlab.model.encoder import make_layer_context
 from bertlab.model.heads import BertLabForMaskedDiffusion, BertLabForMaskedLM
-from bertlab.model.samplers import (
+from bertlab.model.sampling import (
     SAMPLERS,
     BlockCache,
-    SamplingRule,
-    plan_row,
-    sample_ids,
-    sampling_steps,
+    SamplingConfig,
+    schedule_steps,
+    unmask,
+    iterate_unmasking,
 )
 
 torch.set_num_threads(1)
@@ -51,12 +51,12 @@ def pi(state: tuple) -> np.ndarray:  # (3, 3): of each place, of each word, in d
     return scores / scores.sum(1, keepdims=True)
 
 
-def open_share(rule: SamplingRule, k: int, steps: int) -> float:
+def open_share(rule: SamplingConfig, k: int, steps: int) -> float:
     t = 1 - k / steps
     return t if rule.schedule == "linear" else 1 - math.cos(t * math.pi / 2)
 
 
-def law_of(p: np.ndarray, rule: SamplingRule, state: tuple) -> np.ndarray:
+def law_of(p: np.ndarray, rule: SamplingConfig, state: tuple) -> np.ndarray:
     "What a word is drawn from: penalty, temperature, the fewest that carry top_p."
     p = np.array([v / rule.repetition_penalty if w in state else v for v, w in zip(p, WORDS)])
     p = p ** (1 / rule.temperature)
@@ -69,7 +69,7 @@ def law_of(p: np.ndarray, rule: SamplingRule, state: tuple) -> np.ndarray:
     return kept / kept.sum()
 
 
-def enumerated(rule: SamplingRule, start: tuple) -> dict[tuple, float]:
+def enumerated(rule: SamplingConfig, start: tuple) -> dict[tuple, float]:
     "The law of the finished text, by adding up every way to it."
     gaps = [i for i in range(3) if start[i] == MASK]
     size = rule.block_size or len(gaps)
@@ -144,10 +144,10 @@ def one_step(chain, rule, start, block, before, after):
     return new
 
 
-def check_law(rule: SamplingRule, start=(MASK,) * 3, n=12_000):
+def check_law(rule: SamplingConfig, start=(MASK,) * 3, n=12_000):
     law = enumerated(rule, start)
     assert math.isclose(sum(law.values()), 1) and all(MASK not in state for state in law)
-    last = sample_ids(Tables(), torch.tensor([start] * n), TOY, rule)
+    last = unmask(Tables(), torch.tensor([start] * n), TOY, rule)
     counts = defaultdict(int)
     for row in map(tuple, last.tolist()):
         counts[row] += 1
@@ -165,7 +165,7 @@ def check_law(rule: SamplingRule, start=(MASK,) * 3, n=12_000):
 @pytest.mark.parametrize("num_steps", [1, 2, 3, 5])
 @pytest.mark.parametrize("sampler", SAMPLERS)
 def test_a_samplers_law_is_the_enumerated_one(sampler, num_steps):
-    check_law(SamplingRule(sampler, num_steps=num_steps, remask=0.6, seed=num_steps))
+    check_law(SamplingConfig(sampler, num_steps=num_steps, remask=0.6, seed=num_steps))
 
 
 @pytest.mark.parametrize("sampler, options", [
@@ -177,12 +177,12 @@ def test_a_samplers_law_is_the_enumerated_one(sampler, num_steps):
     ("confidence", dict(block_size=1)),
 ])  # fmt: skip
 def test_the_law_holds_with_every_option(sampler, options):
-    check_law(SamplingRule(sampler, **{"num_steps": 3, "seed": 11, **options}))
+    check_law(SamplingConfig(sampler, **{"num_steps": 3, "seed": 11, **options}))
 
 
 @pytest.mark.parametrize("sampler", ["confidence", "ancestral"])
 def test_guidance_goes_beyond_the_model_away_from_the_blind_one(sampler):
-    check_law(SamplingRule(sampler, num_steps=2, guidance=0.8), start=(6, MASK, MASK))
+    check_law(SamplingConfig(sampler, num_steps=2, guidance=0.8), start=(6, MASK, MASK))
 
 
 def test_random_order_one_by_one_draws_from_the_joint_law_of_a_consistent_model():
@@ -211,8 +211,8 @@ def test_random_order_one_by_one_draws_from_the_joint_law_of_a_consistent_model(
     n = 6000
     for sampler in ("random", "left_to_right"):
         last = (
-            sample_ids(
-                Consistent(), torch.full((n, 3), MASK), TOY, SamplingRule(sampler, num_steps=3)
+            unmask(
+                Consistent(), torch.full((n, 3), MASK), TOY, SamplingConfig(sampler, num_steps=3)
             )
             - 5
         )
@@ -223,16 +223,16 @@ def test_random_order_one_by_one_draws_from_the_joint_law_of_a_consistent_model(
 
 @pytest.mark.parametrize("sampler", SAMPLERS)
 def test_a_prompt_is_answered_alike_in_batches_of_any_size(sampler):
-    rule = SamplingRule(sampler, num_steps=3, seed=5, remask=0.5)
-    whole = sample_ids(Tables(), torch.full((12, 3), MASK), TOY, rule)
+    rule = SamplingConfig(sampler, num_steps=3, seed=5, remask=0.5)
+    whole = unmask(Tables(), torch.full((12, 3), MASK), TOY, rule)
     for size in (1, 5):
-        parts = [sample_ids(Tables(), torch.full((len(n), 3), MASK), TOY, rule, prompt_numbers=n)
+        parts = [unmask(Tables(), torch.full((len(n), 3), MASK), TOY, rule, prompt_numbers=n)
                  for n in (range(i, min(i + size, 12)) for i in range(0, 12, size))]  # fmt: skip
         assert torch.equal(torch.cat(parts), whole)
     assert not torch.equal(
         whole,
-        sample_ids(
-            Tables(), torch.full((12, 3), MASK), TOY, SamplingRule(sampler, num_steps=3, seed=6)
+        unmask(
+            Tables(), torch.full((12, 3), MASK), TOY, SamplingConfig(sampler, num_steps=3, seed=6)
         ),
     )
 
@@ -261,13 +261,15 @@ def test_all_is_filled_in_the_steps_asked_for_and_what_is_given_stays(
 ):
     ids = torch.tensor([[MASK] * gaps + [1] * (12 - gaps) + mixed, [5] * 12 + [MASK] + [6] * 6])
     most = max(-(-n // size) if size else 1 for n in (ids == MASK).sum(1).tolist())
-    rule = SamplingRule(sampler, num_steps=num_steps, block_size=size, temperature=heat, remask=0.7)
+    rule = SamplingConfig(
+        sampler, num_steps=num_steps, block_size=size, temperature=heat, remask=0.7
+    )
     model, before = Flat(), ids.clone()
     if most > num_steps:
         with pytest.raises(ValueError, match="num_steps="):
-            sample_ids(model, ids, TOY, rule)
+            unmask(model, ids, TOY, rule)
         return
-    states = list(sampling_steps(model, ids, TOY, rule))
+    states = list(iterate_unmasking(model, ids, TOY, rule))
     assert len(states) == num_steps + 1 and torch.equal(ids, before)
     last, given_BL = states[-1].ids_BL, before != MASK
     assert torch.equal(last[given_BL], before[given_BL]) and (last[~given_BL] >= 5).all()
@@ -284,29 +286,36 @@ def test_all_is_filled_in_the_steps_asked_for_and_what_is_given_stays(
     "gaps, num_steps, counts", [(8, 4, [2, 2, 2, 2]), (5, 2, [2, 3]), (2, 4, [0, 1, 0, 1])]
 )
 def test_ordered_samplers_write_an_even_number_in_each_step(sampler, gaps, num_steps, counts):
-    rule = SamplingRule(sampler, num_steps=num_steps)
-    steps = list(sampling_steps(Flat(), torch.full((3, gaps), MASK), TOY, rule))[1:]
+    rule = SamplingConfig(sampler, num_steps=num_steps)
+    steps = list(iterate_unmasking(Flat(), torch.full((3, gaps), MASK), TOY, rule))[1:]
     assert [s.revealed_BL.sum(1).tolist() for s in steps] == [[c] * 3 for c in counts]
     assert [s.asked for s in steps] == [c > 0 for c in counts]
 
 
 def test_blocks_are_finished_from_left_to_right():
-    rule = SamplingRule("confidence", num_steps=6, block_size=4)
-    for step in sampling_steps(Flat(), torch.full((2, 12), MASK), TOY, rule):
+    rule = SamplingConfig("confidence", num_steps=6, block_size=4)
+    for step in iterate_unmasking(Flat(), torch.full((2, 12), MASK), TOY, rule):
         for row in (step.ids_BL == MASK).int().tolist():
             blocks = [sum(row[i : i + 4]) for i in (0, 4, 8)]
             assert all(left == 0 or right == 4 for left, right in zip(blocks, blocks[1:]))
-    assert [p[:2] for p in plan_row(12, rule)] == [(0, 4), (0, 4), (4, 8), (4, 8), (8, 12), (8, 12)]
+    assert [p[:2] for p in schedule_steps(12, rule)] == [
+        (0, 4),
+        (0, 4),
+        (4, 8),
+        (4, 8),
+        (8, 12),
+        (8, 12),
+    ]
 
 
 def test_a_text_that_has_ended_has_nothing_but_ends_to_its_right_in_its_gap():
     ids = torch.tensor([[2, *[MASK] * 9, 6, MASK, MASK]] * 60)
     for sampler in SAMPLERS:
-        last = sample_ids(
+        last = unmask(
             Flat(end=0.3),
             ids,
             TOY,
-            SamplingRule(sampler, num_steps=11, late_ends=False),
+            SamplingConfig(sampler, num_steps=11, late_ends=False),
             end_token_id=END,
         )
         if sampler.startswith("remask"):  # ends are taken back like words
@@ -317,12 +326,12 @@ def test_a_text_that_has_ended_has_nothing_but_ends_to_its_right_in_its_gap():
             if sampler == "left_to_right" and END in first:
                 assert set(first[first.index(END) :]) == {END}
             assert MASK not in row and row[10] == 6
-    assert (sample_ids(Flat(end=0.3), ids, TOY, SamplingRule(num_steps=9)) != END).all()
+    assert (unmask(Flat(end=0.3), ids, TOY, SamplingConfig(num_steps=9)) != END).all()
 
 
 def test_late_ends_let_the_words_come_first():
     ids = torch.full((200, 8), MASK)
-    share = {late: (sample_ids(Flat(end=0.65), ids, TOY, SamplingRule("confidence", num_steps=8, late_ends=late),
+    share = {late: (unmask(Flat(end=0.65), ids, TOY, SamplingConfig("confidence", num_steps=8, late_ends=late),
                                end_token_id=END) == END).double().mean().item() for late in (True, False)}  # fmt: skip
     assert share[True] < share[False] - 0.2
 
@@ -337,7 +346,7 @@ def test_padding_and_packed_documents_reach_the_model():
 
     documents = torch.tensor([[1, 1, 2, 2], [1, 1, 1, 0]])
     ids = torch.tensor([[MASK] * 4, [5, 5, 5, 0]])
-    sample_ids(Spy(), ids, TOY, SamplingRule(num_steps=1), attention_mask=documents)
+    unmask(Spy(), ids, TOY, SamplingConfig(num_steps=1), attention_mask=documents)
     assert torch.equal(seen[0], documents[:1])  # a row without a gap costs nothing
 
 
@@ -367,22 +376,22 @@ def test_a_model_of_one_layer_writes_the_same_with_a_cache_of_blocks(sampler, ch
         dict(block_size=4, guidance=0.7),
         dict(block_size=9, remask=1.0),
     ):
-        rule = SamplingRule(sampler, num_steps=10, seed=3, **options)
-        plain, cached = (sample_ids(small(**changes), GAPPED, TOY, replace(rule, cache_blocks=on), attention_mask=DOCUMENTS)
+        rule = SamplingConfig(sampler, num_steps=10, seed=3, **options)
+        plain, cached = (unmask(small(**changes), GAPPED, TOY, replace(rule, cache_blocks=on), attention_mask=DOCUMENTS)
                          for on in (False, True))  # fmt: skip
         assert torch.equal(plain, cached), options
 
 
 def test_with_a_cache_of_blocks_no_text_depends_on_its_company_and_fewer_places_are_read():
-    rule = SamplingRule("confidence", num_steps=9, block_size=3, cache_blocks=True)
+    rule = SamplingConfig("confidence", num_steps=9, block_size=3, cache_blocks=True)
     model, places = small(4, BertLabForMaskedDiffusion), []
     model.encoder.blocks[0].register_forward_pre_hook(
         lambda _, args: places.append(args[0].shape[:2].numel())
     )
-    together = sample_ids(model, GAPPED, TOY, rule, attention_mask=DOCUMENTS)
+    together = unmask(model, GAPPED, TOY, rule, attention_mask=DOCUMENTS)
     places.clear()
     for number in range(3):
-        alone = sample_ids(model, GAPPED[number : number + 1], TOY, rule, prompt_numbers=[number],
+        alone = unmask(model, GAPPED[number : number + 1], TOY, rule, prompt_numbers=[number],
                            attention_mask=DOCUMENTS[number : number + 1])  # fmt: skip
         assert torch.equal(alone[0], together[number])
     assert sum(places) < 0.7 * 3 * 9 * 16
@@ -406,8 +415,10 @@ def test_what_is_read_at_the_start_of_a_block_is_what_the_block_looks_at(layers)
         seen[0, 8] = first[0, 8]
         x = model.encoder.embeddings(first, places)
         fresh = model.encoder.embeddings(seen, places)
-        for layer, kind in zip(model.encoder.blocks, model.config.layer_kinds):
-            context = layer_context(model.config, kind, torch.ones_like(first), places, "eager", 16)
+        for layer, kind in zip(model.encoder.blocks, model.config.layer_types):
+            context = make_layer_context(
+                model.config, kind, torch.ones_like(first), places, "eager", 16
+            )
             # The block's places go on with their own vectors, all others with those of the first step.
             mixed = torch.where(block[..., None], fresh, x)
             fresh, x = layer(mixed, context)[0], layer(x, context)[0]
@@ -420,11 +431,11 @@ def test_what_is_read_at_the_start_of_a_block_is_what_the_block_looks_at(layers)
 )
 def test_blocks_are_cached_of_models_that_can(model):
     with pytest.raises(ValueError, match="cache_blocks needs an encoder of bertlab's"):
-        sample_ids(
+        unmask(
             model,
             torch.full((1, 3), MASK),
             TOY,
-            SamplingRule(num_steps=3, block_size=2, cache_blocks=True),
+            SamplingConfig(num_steps=3, block_size=2, cache_blocks=True),
         )
 
 
@@ -441,7 +452,7 @@ def test_blocks_are_cached_of_models_that_can(model):
 ])  # fmt: skip
 def test_a_rule_that_cannot_be_is_refused(changes, said):
     with pytest.raises(ValueError, match=said):
-        SamplingRule(**changes)
+        SamplingConfig(**changes)
 
 
 @pytest.mark.parametrize("changes, said", [
@@ -459,4 +470,4 @@ def test_what_cannot_be_filled_is_refused(changes, said):
         **changes,
     }
     with pytest.raises(ValueError, match=said):
-        sample_ids(**arguments)
+        unmask(**arguments)
