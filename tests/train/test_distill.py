@@ -32,7 +32,7 @@ from bertlab.train.checkpoints import TrainingCheckpoint
 from bertlab.train.stages import Stage, _prepare, load_stages, spent_in_stages, run_stages
 from bertlab.train.trainer import make_trainer, seed_everything
 
-OBJECTIVES = ["mlm", "diffusion", "enhanced_mlm"]
+OBJECTIVE_NAMES = ["mlm", "diffusion", "enhanced_mlm"]
 CPU = {"accelerator": "cpu", "precision": "32-true"}
 
 
@@ -48,7 +48,7 @@ def save(module, place):
 def references(tmp_path_factory):
     "A model for each objective, other than the one that `distilled` begins with."
     place = tmp_path_factory.mktemp("references")
-    return {name: save(module_of(name, seed=7), place / name) for name in OBJECTIVES}
+    return {name: save(module_of(name, seed=7), place / name) for name in OBJECTIVE_NAMES}
 
 
 def distilled(reference, objective="mlm", seed=0, **options):
@@ -191,7 +191,7 @@ def test_the_gradient_is_that_of_loss_plus_weighted_divergence(references):
     )
 
 
-@pytest.mark.parametrize("objective", OBJECTIVES)
+@pytest.mark.parametrize("objective", OBJECTIVE_NAMES)
 def test_a_model_that_is_its_own_reference_feels_nothing(references, objective):
     "Also where coins decide what a token may see: both models toss the same ones."
     options = {"model_config_kwargs": None, "pretrained_model_name_or_path": references[objective]}
@@ -205,7 +205,7 @@ def test_a_model_that_is_its_own_reference_feels_nothing(references, objective):
     torch.testing.assert_close(anchored, plain, atol=1e-6 * plain.abs().max().item(), rtol=1e-4)
 
 
-@pytest.mark.parametrize("objective", OBJECTIVES)
+@pytest.mark.parametrize("objective", OBJECTIVE_NAMES)
 def test_four_small_batches_give_the_penalty_of_one_large_one(references, objective):
     seen = {}
     for rows, window in ((8, 1), (2, 4)):
