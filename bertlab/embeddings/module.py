@@ -419,7 +419,7 @@ class EmbeddingModule(TrainingModule):
 
     def configure_optimizers(self) -> dict[str, Any]:
         self.hparams.update({**self._own, **self.hparams})  # a model that was built elsewhere
-        return build_optimizer(self, self._optimizer_settings(), self.estimated_steps())
+        return build_optimizer(self, self._optimizer_settings(), self.total_steps())
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         "A checkpoint does not need its first weights to be loaded again."
@@ -470,6 +470,10 @@ class EmbeddingModule(TrainingModule):
             EmbeddedTexts(vectors_ND[:num_pairs], groups_N[:num_pairs]),
             EmbeddedTexts(vectors_ND[num_pairs:], groups_N[num_pairs:]),
         )
+
+    def forward(self, **batch: Tensor) -> Tensor:  # (N, D)
+        "Return the vectors of a batch's texts."
+        return self.model(batch)
 
     def label_loss(self, batch: dict[str, Tensor]) -> LossSums:
         "Sums over the queries of a batch, against the documents of all processes."
@@ -522,7 +526,7 @@ class EmbeddingModule(TrainingModule):
             student_QC = torch.einsum("qd,qcd->qc", q_QD, own_QCD)
         return distillation_loss(student_QC, teacher_QC, self.temperature(), kind)
 
-    def penalties(self) -> dict[str, tuple[float, Tensor]]:
+    def auxiliary_losses(self) -> dict[str, tuple[float, Tensor]]:
         if self.hparams.distillation is None:
             return {}
         distilled = self._distilled
@@ -545,7 +549,7 @@ class EmbeddingModule(TrainingModule):
             parts.loss_sum,
             count,
             parts.num_correct,
-            *(p for _, p in self.penalties().values()),
+            *(p for _, p in self.auxiliary_losses().values()),
         ]
         self._sums[set_number] = self._sums.get(set_number, 0) + torch.stack(
             [
@@ -569,7 +573,7 @@ class EmbeddingModule(TrainingModule):
             return {}
         sums = self.trainer.strategy.reduce(sum(self._sums.values()), reduce_op="sum").cpu()
         found = {"loss": sums[0] / sums[1], "accuracy": sums[2] / sums[1]}
-        for name, total in zip(self.penalties(), sums[3:]):
+        for name, total in zip(self.auxiliary_losses(), sums[3:]):
             found[name] = total / sums[1]
         parts = [torch.cat(part) for part in zip(*self._stored)]
         if rank_and_world_size()[1] > 1:

@@ -382,7 +382,7 @@ class FinetuningModule(TrainingModule):
     # --- optimizer and checkpoint -----------------------------------------------------------------
 
     def configure_optimizers(self) -> dict[str, Any]:
-        return self.build_optimizer(self.estimated_steps())
+        return self.build_optimizer(self.total_steps())
 
     def build_optimizer(
         self,
@@ -422,6 +422,10 @@ class FinetuningModule(TrainingModule):
                 f"takes {', '.join(INPUTS + TARGETS + own)}"
             )
         return self.model(**{name: batch[name] for name in (*names, *own) if name in batch})
+
+    def forward(self, **batch: Tensor) -> Any:  # the model's output
+        "Run the model on a batch."
+        return self.run_model(batch)
 
     def label_loss(self, batch: dict[str, Tensor]) -> LossSums:
         "Sums over the labels of a batch."

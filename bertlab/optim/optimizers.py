@@ -45,13 +45,13 @@ def _adapt_muon(
 
 # %% ../../nbs/optim/05_optimizers.ipynb #b75e0697
 def backward_options(
-    optimizer: Optimizer,
+    optimizer: Optimizer | None,
 ) -> dict[str, bool]:  # for `loss.backward(...)` before the optimizer's next update
     "What an optimizer's next update needs of the backward pass; only SophiaH needs anything."
     return getattr(optimizer, "backward_options", dict)()
 
 
-def forward_context(optimizer: Optimizer) -> AbstractContextManager[None]:
+def forward_context(optimizer: Optimizer | None) -> AbstractContextManager[None]:
     "Where the gradient will be differentiated again, attention by a kernel that allows it."
     again = backward_options(optimizer).get("create_graph", False)
     return sdpa_kernel(SDPBackend.MATH) if again else nullcontext()

@@ -34,11 +34,11 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 from ..core.files import atomic_write
 from ..data.cache import serialize_tokenizer
 from ..data.collators import COLLATORS
-from ..model.config import SPECIAL_TOKEN_IDS, neobert
+from ..model.config import SPECIAL_TOKEN_IDS
 from ..model.loading import numpy_allowed, read_torch_file
 from ..optim.groups import main_param_group
 from .history import print_line
-from .steps import any_rank, data_parallel_size, import_path, reads_decay
+from .steps import any_rank, data_parallel_size, import_path
 
 # %% ../../nbs/train/06_checkpoints.ipynb #be0d4f8c
 def rng_state() -> dict[str, Any]:
@@ -503,53 +503,10 @@ def _data_identity(data: L.LightningDataModule | None) -> dict[str, Any]:
     return known
 
 
-def _plain(facts: dict[str, Any]) -> dict[str, Any]:
-    """As they are in JSON; a class or function by its dotted name, as a configuration names it.
-
-    What has none is told by its text, less its address in this process.
-    """
+def _to_json(facts: dict[str, Any]) -> dict[str, Any]:
+    "Convert facts to JSON's types; a class or function becomes its dotted name."
     text = json.dumps(facts, default=lambda part: import_path(part) or str(part))
-    text = re.sub(r" at 0x[0-9a-fA-F]+", "", text)
-    text = re.sub(r"\"<class '([^'\"]+)'>\"", r'"\1"', text)  # so older versions wrote it
-    made = json.loads(text)
-    if made.get("initializer_range") == 0.02 / 3**0.5:  # neobert's, in older versions
-        made["initializer_range"] = neobert().initializer_range
-    if isinstance(said := made.get("optimizer_kwargs"), dict):
-        # Older versions took these, too: a rate, which may change; a decay that nobody read;
-        # a momentum that is refused by now and comes back with its state; std by another name.
-        name, unread = made.get("optimizer_class", "adamw"), {"lr"}
-        if "weight_decay" in said and not reads_decay(name, said):
-            unread.add("weight_decay")
-        if name == "shampoo":
-            unread.add("momentum")
-        if name == "galore" and said.get("projection_type") in ("random", "std"):
-            unread.add("projection_type")
-        left = {name: value for name, value in said.items() if name not in unread}
-        made["optimizer_kwargs"] = left or None
-    if isinstance(said := made.get("data_kwargs"), dict):
-        said.pop("lanes", None)  # older versions: what was asked for, and not what came of it
-        if made.get("streaming") and "max_repetition" in said:
-            said["max_repetition"] = _whole_readings(said["max_repetition"])
-    return made
-
-
-def _whole_readings(caps: Any) -> Any:  # of a stream, or of each by its name
-    "As older versions counted them, which took 2.9 for 2, and a part of a reading for one."
-    if isinstance(caps, dict):
-        return {name: _whole_readings(cap) for name, cap in caps.items()}
-    is_part = isinstance(caps, float) and math.isfinite(caps)
-    return max(1, int(caps)) if is_part else caps
-
-
-def _differ(kept: Any, now: Any) -> bool:
-    "Whether facts differ. A part has two names where a package hands on what a file of it holds."
-    if kept == now or not (isinstance(kept, str) and isinstance(now, str)):
-        return kept != now
-    (there, _, part), (here, _, same) = kept.rpartition("."), now.rpartition(".")
-    if kept == f"<function {same}>":  # as older versions wrote it, without its file
-        return not here
-    inside = f"{here}.".startswith(f"{there}.") or f"{there}.".startswith(f"{here}.")
-    return part != same or not (there and here and inside)
+    return json.loads(re.sub(r" at 0x[0-9a-fA-F]+", "", text))  # addresses differ by process
 
 
 def run_fingerprint(
@@ -557,7 +514,7 @@ def run_fingerprint(
     data: L.LightningDataModule | None,  # its tokenizer, text, rows and order, as far as set up
 ) -> dict[str, Any]:  # plain values, fit for a checkpoint and for JSON
     "What must stay the same for a run to go on as the same run."
-    return _plain(_module_identity(module) | _data_identity(data))
+    return _to_json(_module_identity(module) | _data_identity(data))
 
 
 def check_same_run(
@@ -570,7 +527,6 @@ def check_same_run(
     Other processes, and micro-batches of another size, are the same run where a step takes as many
     rows; the latter where both say that their data can go on so.
     """
-    kept, now = _plain(kept), _plain(now)  # older ones hold addresses
     sizes, window = ["train_batch_size", "processes"], "accumulate_grad_batches"
     both = all(facts.get("other micro-batches") and window in facts for facts in (kept, now))
     sizes += [window] * both  # an older checkpoint does not know its place in rows
@@ -579,7 +535,7 @@ def check_same_run(
     found = [
         f"{name} is {kept[name]!r} there and {now[name]!r} here"
         for name in kept
-        if name in now and name not in shared and _differ(kept[name], now[name])
+        if name in now and name not in shared and kept[name] != now[name]
     ]
     if found:
         raise ValueError(

@@ -161,7 +161,7 @@ class DistillationModule(PretrainingModule):
             logits, theirs, gathered_labels(inputs), self.hparams.temperature, weights
         )
 
-    def penalties(self) -> dict[str, tuple[float, Tensor]]:
+    def auxiliary_losses(self) -> dict[str, tuple[float, Tensor]]:
         return {"kl": (self.hparams.kl_weight, self.divergence)} if self._reference else {}
 
     def configure_model(self) -> None:

@@ -64,7 +64,7 @@ from ..optim.budgets import TimeBudgetLR
 from ..optim.groups import parameter_groups
 from ..optim.optimizers import OPTIMIZERS, get_optimizer, optimizer_spec
 from ..optim.schedulers import OTHER_UNITS, CUSTOM_SCHEDULES, get_scheduler, custom_scheduler
-from .steps import TrainingModule, data_parallel_size, plain_options, reads_decay
+from .steps import TrainingModule, data_parallel_size, plain_options
 
 # %% ../../nbs/train/02_modules.ipynb #bb3a719c
 OBJECTIVES: dict[str, type[TokenPredictionModel]] = {
@@ -369,12 +369,9 @@ def optimizer_options(
             f"learning_rate={said['lr']!r} beside optimizer_kwargs"
         )
     if "weight_decay" in said:
-        optimizer_spec(hparams.optimizer_class)  # imports the file of one of your own
-    if "weight_decay" in said and not reads_decay(hparams.optimizer_class, said):
-        asked = f"weight_decay={said['weight_decay']!r}"
         raise ValueError(
-            f"optimizer_kwargs has {asked}, which is not read there: say {asked} "
-            "beside optimizer_kwargs, or leave it out in a run that was begun with it"
+            f"optimizer_kwargs has weight_decay={said['weight_decay']!r}, and each parameter group has "
+            "its own: set weight_decay beside optimizer_kwargs"
         )
     return {"lr": hparams.learning_rate, **said}
 
@@ -712,6 +709,10 @@ class PretrainingModule(TrainingModule):
         "The rule of the loss in training; elsewhere it smooths nothing, so that losses compare."
         return self.loss_config if self.training else replace(self.loss_config, label_smoothing=0.0)
 
+    def forward(self, **batch: Tensor) -> Any:  # the model's output
+        "Run the model on a batch."
+        return self.model(**self.model_inputs(batch), loss_config=self.current_rule())
+
     def label_loss(self, batch: dict[str, Tensor]) -> LossSums:
         "Sums over the labels of a batch, each (B, L) or as its collator says."
         rule = replace(self.current_rule(), loss_only=self.training)
@@ -822,7 +823,7 @@ class PretrainingModule(TrainingModule):
 
     def total_steps(self) -> int | float:
         "Optimizer steps of the run: the trainer's, or fewer where the budget of tokens pays less."
-        return min(self.estimated_steps(), self.paid_steps())
+        return min(super().total_steps(), self.paid_steps())
 
     def paid_steps(self) -> int | float:
         "Optimizer steps that the budget of tokens pays for; infinite where there is no budget."

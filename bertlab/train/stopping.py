@@ -327,7 +327,7 @@ class BatchSizeScheduler(Callback):
 
 # %% ../../nbs/train/08_stopping.ipynb #bdeeadf1
 class StepGuard(RunLimit):
-    "A guard that counts, logs and names the steps it refuses. A subclass has `judge`."
+    "A guard that counts, logs and names the steps it refuses. A subclass has `should_skip`."
 
     LOOK_EVERY = 10  # steps between two reads of the verdicts from the device
 
@@ -403,7 +403,7 @@ class NonFiniteGuard(StepGuard):
         self.max_in_a_row = max_in_a_row
         self._in_a_row: torch.Tensor | int = 0
 
-    def judge(self, loss: torch.Tensor, norm: torch.Tensor) -> torch.Tensor:
+    def should_skip(self, loss: torch.Tensor, norm: torch.Tensor) -> torch.Tensor:
         "Whether to skip: a boolean that stays on the device."
         now_2 = torch.stack((loss.detach().float(), norm.detach().float()))
         bad = ~now_2.isfinite().all()
@@ -497,7 +497,7 @@ class SpikeGuard(StepGuard):
         self.min_steps, self.sigmas, self.recent = min_steps, sigmas, SpikeWindow(window)
         self.limits_2: torch.Tensor | None = None  # for the last step that was judged
 
-    def judge(self, loss: torch.Tensor, norm: torch.Tensor) -> torch.Tensor:
+    def should_skip(self, loss: torch.Tensor, norm: torch.Tensor) -> torch.Tensor:
         "Whether to skip: a boolean that stays on the device."
         now_2, recent = torch.stack((loss.detach().float(), norm.detach().float())), self.recent
         recent.to(now_2.device)

@@ -313,7 +313,7 @@ def test_a_pair_with_fewer_negatives_learns_from_its_teacher_as_if_it_were_alone
         data.fraction = 0
         data.setup()
         module.label_loss(data.collator([data.datasets["train"][key] for key in keys]))
-        return module.penalties()["distillation"][1]
+        return module.auxiliary_losses()["distillation"][1]
 
     whole = distilled(pairs, [*range(6), -1])  # the last one is a blank
     alone = [distilled(pairs.select([n]), [0]) for n, count in enumerate(counts) if count]
@@ -346,7 +346,7 @@ def test_autocast_rounds_neither_the_student_s_nor_the_teacher_s_scores():
     for on in (False, True):
         with torch.autocast("cpu", torch.bfloat16, enabled=on):
             module.score_pairs(queries, documents, batch)
-            found.append(module.penalties()["distillation"][1].item())
+            found.append(module.auxiliary_losses()["distillation"][1].item())
     assert found[1] == pytest.approx(found[0], rel=1e-5)
 
 

@@ -180,7 +180,7 @@ def test_the_limits_are_mean_and_deviation_of_the_logarithms_and_never_below_a_f
 
 def judged(guard, losses, norms=None):
     norms = np.ones(len(losses)) if norms is None else norms
-    return [bool(guard.judge(torch.tensor(a), torch.tensor(b)))
+    return [bool(guard.should_skip(torch.tensor(a), torch.tensor(b)))
             for a, b in zip(np.float32(losses), np.float32(norms))]  # fmt: skip
 
 
@@ -347,7 +347,7 @@ def test_a_verdict_is_a_tensor_of_the_same_shape_whatever_the_data():
     guard = SpikeGuard(4, 2)
     for loss in (1.0, 1.0, 9.0, NAN, 1.0):
         for judge in (guard, NonFiniteGuard()):
-            verdict = judge.judge(torch.tensor(loss, requires_grad=True), torch.tensor(1.0))
+            verdict = judge.should_skip(torch.tensor(loss, requires_grad=True), torch.tensor(1.0))
             assert verdict.dtype == torch.bool and verdict.shape == () and not verdict.requires_grad
 
 

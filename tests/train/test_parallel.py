@@ -102,7 +102,7 @@ class Losses(L.Callback):
 
 
 class RefuseAll(L.Callback):
-    def judge(self, loss, norm):
+    def should_skip(self, loss, norm):
         return torch.tensor(True)
 
 

@@ -21,6 +21,7 @@ from bertlab.train.checkpoints import RunCheckpoint, TrainingInterrupted
 from bertlab.train.history import History
 from bertlab.data.module import EpochBatches, PretrainingDataModule, filled_batches
 from bertlab.train.modules import PretrainingModule
+from bertlab.train.stopping import NonFiniteGuard
 from bertlab.train.steps import check_scaler, validation_metrics
 from bertlab.train.trainer import HalfPrecisionFloatTargets, make_trainer, seed_everything
 
@@ -352,3 +353,24 @@ def test_a_strategy_that_divides_weights_computes_in_float32_where_a_gpu_has_no_
         ValueError, match="no loss scale for float16; set precision='32-true'.*strategy='ddp'"
     ):
         make_trainer(1, "16-mixed", strategy="tensor:2", devices=2)
+
+
+def test_a_batch_without_labels_changes_no_weight_and_meets_no_guard():
+    guard, history, data = NonFiniteGuard(), History(), Texts()
+    module = PretrainingModule(CONFIG)
+    batch = dict(next(iter(data.train_dataloader())))
+    batch["labels"] = torch.full_like(batch["labels"], -100)
+    trainer = make_trainer(2, "32-true", accelerator="cpu", callbacks=[history, guard])
+    module.configure_model()
+    before = {k: v.clone() for k, v in module.model.state_dict().items()}
+    trainer.fit(module, torch.utils.data.DataLoader([batch, batch], batch_size=None))
+    assert equal(before, module.model.state_dict())
+    assert guard.num_skipped == 0 and np.isnan(history.record.column("loss")).all()
+
+
+def test_training_step_returns_the_mean_loss_without_a_trainer():
+    module, batch = PretrainingModule(CONFIG), next(iter(Texts().train_dataloader()))
+    module.configure_model()
+    loss, parts = module.training_step(batch, 0), module.label_loss(batch)
+    torch.testing.assert_close(loss, parts.loss_sum / parts.num_labels)
+    assert module(**batch).loss_sum is not None
