@@ -2,13 +2,13 @@
 
     python benchmarks/ablations.py [--arms NAME ...] [--on RECIPE.yaml] [--seeds 3] [--workers 2] [--list] [--quick]
 
-The first demo's recipe in half of its steps is the control, or, with --on, a recipe of `bertlab speedrun` such as
+The first demo's recipe in half of its steps is the control, or, with --on, a recipe of `speedrun.py` such as
 benchmarks/records/muon_two_layers.yaml, the best combination. Every arm changes one thing. Its peak rate is tuned on seed 0
 over a grid of factors of two around the control's best, and further while the best lies at an end; then all seeds run
 at that rate. Runs have one thread each, several side by side: how long they take is not read from them. What a step
 of an arm costs is measured apart, step by step in turns with the control, on all threads (an arm that changes numbers
 alone costs what the control does); an arm whose step costs c runs once more with 1 / c of the steps, which is the same
-number of seconds. The judge of `bertlab speedrun` scores every run.
+number of seconds. The judge of `speedrun.py` scores every run.
 
 Every run is written to the result as soon as it is there, and a later call goes on. Where no control so far comes out
 again, on other code or another kind of processor, a control of its own is tuned first, and the arms that are still missing
@@ -59,7 +59,7 @@ class Arm:
     about: str
     recipe: Mapping[str, Mapping[str, Any]] = field(
         default_factory=dict
-    )  # as in a file of `bertlab speedrun`
+    )  # as in a file of `speedrun.py`
     warmup: float | None = None  # share of the steps; None: the control's
     cooldown: float | None = None
     tokens_per_step: float = 1.0  # of the control's
@@ -209,7 +209,7 @@ ARMS = {
 @cache
 def course(quick: bool) -> tuple[Any, Any]:
     "The track and its text, once a process."
-    from bertlab.cli.speedrun import TRACKS
+    from speedrun import TRACKS
     from bertlab.data.corpus import embedded_corpus
 
     return TRACKS["laptop"], embedded_corpus(max_documents=600 if quick else None)
@@ -224,7 +224,7 @@ def tokenizer_of(quick: bool, size: int) -> Any:
 
 @cache
 def judge_of(quick: bool, size: int) -> Any:
-    from bertlab.cli.speedrun import Judge
+    from speedrun import Judge
 
     return Judge(*course(quick), tokenizer_of(quick, size))
 
@@ -249,11 +249,11 @@ class Control:
 @cache
 def control_of(on: str | None) -> Control:
     "The first demo's recipe in half of its steps, or a recipe in a file."
-    from bertlab.cli.speedrun import load_speedrun
+    from speedrun import load_recipe
 
     if on is None:
         return Control({}, 440, (1e-3, 2e-3, 4e-3), 0.05, 0.3)
-    recipe = load_speedrun(ROOT / on)
+    recipe = load_recipe(ROOT / on)
     model, parts = (
         recipe.get("model", {}),
         [f"scheduler_{part}_steps" for part in ("warmup", "cooldown")],
@@ -307,7 +307,7 @@ def build(
 ) -> Any:
     "The run of an arm, with nothing to validate on."
     from bertlab.cli import pretrain
-    from bertlab.cli.speedrun import speedrun_config
+    from speedrun import race_config
     from bertlab.train.distill import DistillationModule
 
     (track, corpus), control = course(quick), control_of(on)
@@ -319,7 +319,7 @@ def build(
                      "scheduler_warmup_steps": round(warmup * steps), "scheduler_cooldown_steps": round(cooldown * steps)},
            "trainer": {"max_steps": steps, "logger": False},
            "run": {"checkpoint_every_steps": 10 * steps, "progress": "none"}}  # fmt: skip
-    config = speedrun_config(track, joined(control.recipe, arm.recipe, own), output, seed)
+    config = race_config(track, joined(control.recipe, arm.recipe, own), output, seed)
     run = pretrain.Run(config)
     run.data_options |= {"train_dataset_name_or_path": corpus, "data_kwargs": None}
     run._own_tokenizer = lambda: tokenizer_of(quick, config["run"]["vocab_size"])

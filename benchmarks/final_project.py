@@ -59,20 +59,20 @@ def measure(case: dict) -> dict:
     "Train and score one seed."
     import yaml
 
-    from bertlab.cli.speedrun import TRACKS, load_speedrun, run_seed, score_model
+    from speedrun import TRACKS, load_recipe, run_seed, score_model
 
     track = TRACKS[TRACK]
     corpus = track.text()
     with tempfile.TemporaryDirectory() as name:
         path = Path(name) / "recipe.yaml"
         path.write_text(yaml.safe_dump(full_recipe(case["recipe"], case["steps"])))
-        recipe, home = load_speedrun(path), Path(name) / "run"
+        recipe, home = load_recipe(path), Path(name) / "run"
         attempt, _ = run_seed(track, recipe, home, case["round"], corpus)
         pace = {"steps_per_second": steps_per_second(attempt.curve)}
         if case.get("probe"):
             return pace
-        score = score_model(home, TRACK, corpus)
-    return {"seed": case["round"], "nats": score.nats, "bits": score.bits, "line": score.line, "steps": attempt.steps,
+        score = score_model(home, track, corpus)
+    return {"seed": case["round"], "nats": score.nats, "bits": score.bits, "line": score.baseline, "steps": attempt.steps,
             "planned_steps": case["steps"], "tokens": attempt.tokens, "train_seconds": score.seconds,
             "accuracy": attempt.validation_accuracy, "text_sha256": corpus.sha256, **pace}  # fmt: skip
 
@@ -92,7 +92,7 @@ def plan(
     names: list[str], threads: int, at_once: int, quick: bool, ledger: Ledger
 ) -> dict[str, dict]:
     "A case for each recipe, with as many steps as fit on this machine."
-    from bertlab.cli.speedrun import TRACKS
+    from speedrun import TRACKS
 
     cases = {}
     for name in names:

@@ -27,7 +27,7 @@ ran. Memory is what a side takes on the GPU at its peak beyond what was there be
 that fails is named with its error, and the others go on. Behind BERT-base stand lines of verdict: each
 target, and whether it is reached as bertlab is and with the stream in 16 bits.
 
-Then the track `gpu-hour` of `bertlab speedrun` is run for two minutes instead of an hour, compiling
+Then the track `gpu-hour` of `speedrun.py` is run for two minutes instead of an hour, compiling
 included: a first figure, and no entry of the track. Its text comes from the hub; without a network it is the
 embedded corpus.
 
@@ -428,10 +428,10 @@ def scored(model, batch: dict, device: torch.device):
 
 def race(options: argparse.Namespace) -> dict:
     "A first figure of the track `gpu-hour`: its recipe with some of the seconds."
-    from bertlab.cli.speedrun import TRACKS, load_speedrun, run_seed
+    from speedrun import TRACKS, load_recipe, run_seed
 
     track = replace(TRACKS["gpu-hour"], seconds=options.track)
-    recipe = load_speedrun(Path(__file__).with_name("gpu_hour.yaml"))
+    recipe = load_recipe(Path(__file__).with_name("gpu_hour.yaml"))
     recipe["model"]["scheduler_kwargs"]["budget"] = options.track
     here = replace(track, source=None, config_name=None, validation_fraction=0.1)
     if options.small:

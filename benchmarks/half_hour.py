@@ -62,7 +62,7 @@ PROBE, WARM = 40, 20  # steps of a short run, and those before its clock counts
 
 def text_and_tokenizer(documents: int | None):
     "The text of the tracks and a tokenizer trained on it."
-    from bertlab.cli.speedrun import TRACKS
+    from speedrun import TRACKS
     from bertlab.data.corpus import embedded_corpus
     from bertlab.data.tokenizers import train_tokenizer
 
@@ -73,10 +73,10 @@ def text_and_tokenizer(documents: int | None):
 
 def our_model(recipe: dict):
     "The configuration of ours, which theirs says in its own words."
-    from bertlab.cli.speedrun import TRACKS, speedrun_config
+    from speedrun import TRACKS, race_config
     from bertlab.model.config import BertLabConfig
 
-    shape = speedrun_config(TRACKS["ten-minutes"], recipe, "nowhere", 0)["model"][
+    shape = race_config(TRACKS["ten-minutes"], recipe, "nowhere", 0)["model"][
         "model_config_kwargs"
     ]
     shape = {name: value for name, value in shape.items() if not name.startswith("attn_")}
@@ -122,10 +122,10 @@ def train_theirs(case: dict, corpus, tokenizer, folder: str) -> list[float]:  # 
 
 
 def train_ours(case: dict, corpus, track, folder: str) -> list[float]:
-    "A recipe of `bertlab speedrun`; writes its model into the folder."
+    "A recipe of `speedrun.py`; writes its model into the folder."
     import yaml
 
-    from bertlab.cli.speedrun import load_speedrun, run_seed
+    from speedrun import load_recipe, run_seed
 
     with tempfile.TemporaryDirectory() as place:
         path = Path(place) / "recipe.yaml"
@@ -135,7 +135,7 @@ def train_ours(case: dict, corpus, track, folder: str) -> list[float]:
         track = replace(
             track, accelerator=case["device"], seconds=None
         )  # the steps say when it ends
-        attempt, _ = run_seed(track, load_speedrun(path), folder, case["seed"], corpus)
+        attempt, _ = run_seed(track, load_recipe(path), folder, case["seed"], corpus)
     if attempt.steps < case["steps"]:
         raise RuntimeError(f"ours was stopped after {attempt.steps} of {case['steps']} steps, before the end of its schedule: "
                            "run it again")  # fmt: skip
@@ -144,7 +144,7 @@ def train_ours(case: dict, corpus, track, folder: str) -> list[float]:
 
 def measure(case: dict) -> dict:
     "One run of a side."
-    from bertlab.cli.speedrun import Judge
+    from speedrun import Judge
 
     track, corpus, tokenizer = text_and_tokenizer(case["documents"])
     with tempfile.TemporaryDirectory() as name:

@@ -10,7 +10,7 @@ Sides train one model, eight layers of 384, with batches of 65,536 tokens in row
 - muon: the laptop's optimizer and momentum, with its schedule and its hidden share
 
 Each side's peak rate is tuned on seed 0, in factors of two until the best has a worse one on each side; then every seed
-runs at that rate. The judge of `bertlab speedrun` scores all: the same held-out rows, the same hidden tokens. TEXTS are
+runs at that rate. The judge of `speedrun.py` scores all: the same held-out rows, the same hidden tokens. TEXTS are
 files or folders of your own, one document in a file, or what else `load_corpus` reads; without them it is the embedded
 corpus, which this shape knows by heart after some hundred steps. Equal steps are equal tokens; what a step costs is
 told by steps_per_minute, which means something with --at-once 1 alone.
@@ -66,7 +66,7 @@ SIDES = {  # name -> (optimizer, schedule and share, rates of the first grid)
 
 
 def recipe(case: dict) -> dict:
-    "A recipe of `bertlab speedrun`."
+    "A recipe of `speedrun.py`."
     optimizer, plan, _ = SIDES[case["side"]]
     shape, rows, precision = SHAPE, ROWS, "32-true" if case["device"] == "cpu" else "bf16-mixed"
     if case["quick"]:
@@ -98,7 +98,7 @@ def read_corpus(texts: list[str] | None, documents: int | None):
 
 def measure(case: dict) -> dict:
     "One run of a side."
-    from bertlab.cli.speedrun import TRACKS, load_speedrun, run_seed
+    from speedrun import TRACKS, load_recipe, run_seed
 
     corpus = read_corpus(case["texts"], case["documents"])
     track = replace(TRACKS["ten-minutes"], seconds=None, accelerator=case["device"], max_sequence_length=LENGTH,
@@ -107,7 +107,7 @@ def measure(case: dict) -> dict:
         path = Path(folder) / "recipe.yaml"
         path.write_text(yaml.safe_dump(recipe(case)), encoding="utf-8")
         attempt, hidden = run_seed(
-            track, load_speedrun(path), Path(folder) / "run", case["seed"], corpus
+            track, load_recipe(path), Path(folder) / "run", case["seed"], corpus
         )
     (first, begin, _), (last, end, _) = attempt.curve[len(attempt.curve) // 2], attempt.curve[-1]
     return {"nats": attempt.validation_loss, "bits_per_byte": attempt.bits_per_byte, "accuracy": attempt.validation_accuracy,

@@ -56,14 +56,14 @@ def measure(case: dict) -> dict:
     "One pretraining, and its scores on the tasks."
     import yaml
 
-    from bertlab.cli.speedrun import TRACKS, load_speedrun, run_seed
+    from speedrun import TRACKS, load_recipe, run_seed
 
     track, seed = TRACKS["laptop"], case["seed"]
     text = track.text()
     with tempfile.TemporaryDirectory() as name:
         path, home = Path(name) / "recipe.yaml", Path(name) / "run"
         path.write_text(yaml.safe_dump(case["with"]), encoding="utf-8")
-        attempt, _ = run_seed(track, load_speedrun(path), home, seed, text)
+        attempt, _ = run_seed(track, load_recipe(path), home, seed, text)
         if case.get("probe"):
             return {
                 "steps_per_minute": steps_per_minute([seconds for _, seconds, _ in attempt.curve])

@@ -3,7 +3,7 @@
     python benchmarks/records.py [--only NAME ...] [--rounds 3] [--text FILE] [--quick]
 
 A round is a seed. results/records/laptop.json holds the table, and beside it lies the log of each recipe, which
-`bertlab speedrun --check` reads again. With --text the same recipes are asked about other text, on which nothing was
+test_records.py reads. With --text the same recipes are asked about other text, on which nothing was
 tuned; its held-out tenth judges, and other_text.json holds what came out. With --only or with fewer rounds nothing is
 written without --output.
 
@@ -15,7 +15,6 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 
-import yaml
 from sides import (
     RESULTS,
     Ledger,
@@ -28,14 +27,14 @@ from sides import (
     write_result,
 )
 
-from bertlab.cli.speedrun import TRACKS, load_speedrun, run_seed, speedrun
+from speedrun import TRACKS, load_recipe, race, run_seed
 
 RECIPES = Path(__file__).parent / "records"
 BASE = "first_demo"
 
 
 def attempt(case: dict) -> dict:
-    "One seed of one recipe: the log of `bertlab speedrun`, or on other text what its track gives."
+    "One seed of one recipe: the log of `speedrun.py`, or on other text what its track gives."
     said, seed = case["recipe"], case["round"]
     if case["quick"]:
         model = {
@@ -46,9 +45,7 @@ def attempt(case: dict) -> dict:
         said |= {"model": model, "trainer": {"max_steps": 4}}
     with tempfile.TemporaryDirectory() as folder:
         if case["text"] is None:
-            recipe = Path(folder) / "recipe.yaml"
-            recipe.write_text(yaml.safe_dump(said), encoding="utf-8")
-            return speedrun(recipe, "laptop", f"{folder}/run", [seed])
+            return race(said, TRACKS["laptop"], f"{folder}/run", [seed])
         track = replace(TRACKS["laptop"], name="other text", source=case["text"], target=None)
         return {"attempts": [vars(run_seed(track, said, f"{folder}/run", seed, track.text())[0])]}
 
@@ -93,7 +90,7 @@ def main() -> None:
     # Recipe and text themselves, not their names: what is kept is found again for the same ones alone.
     text = {"text": options.text, "text_hash": options.text and hash_of([Path(options.text)])}
     try:
-        recipes = {name: load_speedrun(RECIPES / f"{name}.yaml") for name in names}
+        recipes = {name: load_recipe(RECIPES / f"{name}.yaml") for name in names}
     except ValueError as error:
         parser.error(str(error))
     cases = {

@@ -110,7 +110,7 @@ TASKS = {
     "cli/01_options": "Make flags from source", "cli/02_pretrain": "Drive a run: bertlab pretrain",
     "cli/03_demo": "Run the demo: bertlab demo", "cli/04_finetune": "Fine-tune: bertlab finetune, predict",
     "cli/05_write": "Write in the terminal: bertlab write", "cli/06_embed": "Search in the terminal: bertlab embed",
-    "cli/07_speedrun": "Race the clock: bertlab speedrun", "cli/08_vocabularies": "Train tokenizers: bertlab tokenizer",
+    "cli/08_vocabularies": "Train tokenizers: bertlab tokenizer",
     "cli/09_adapt": "Average and lengthen models", "cli/10_tune": "Search settings: bertlab tune",
     "cli/11_export": "Export: bertlab export", "cli/12_main": "How the program answers",
     "cli/13_ray": "Train on a Ray cluster",

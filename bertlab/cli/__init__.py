@@ -10,7 +10,6 @@ __getattr__, __dir__ = _lazy_parts(__name__, (
     "finetune",
     "write",
     "embed",
-    "speedrun",
     "vocabularies",
     "adapt",
     "tune",

@@ -6,7 +6,6 @@ from . import demo as demo
 from . import finetune as finetune
 from . import write as write
 from . import embed as embed
-from . import speedrun as speedrun
 from . import vocabularies as vocabularies
 from . import adapt as adapt
 from . import tune as tune

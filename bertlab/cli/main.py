@@ -396,45 +396,6 @@ def _tokenize(asked: Asked) -> None:
     )
 
 
-def _speedrun(asked: Asked) -> None:
-    "Race a recipe, check a log of a race, or score a model."
-    from bertlab.cli.speedrun import check_log, format_score, load_speedrun, not_compared
-    from bertlab.cli.speedrun import score_model, speedrun
-
-    config = dict(asked.config)
-    log, model = config.pop("check"), config.pop("score")
-    for use, reads in (("check", {"check"}), ("score", {"score", "track"})):
-        others = sorted(
-            {*asked.given, *["resume"] * bool(asked.resume), *["overwrite"] * asked.overwrite}
-            - reads
-        )
-        if asked.given.get(use) is not None and others:
-            flags = ", ".join(name if name == "recipe" else f"--{name}" for name in others)
-            raise ValueError(f"--{use} trains nothing: leave out {flags}")
-    if model is not None:
-        quieten()
-        print(format_score(score_model(model, config["track"])))
-        return
-    if log is not None:
-        if not Path(log).is_file():
-            raise ValueError(f"there is no file {log}")
-        quieten()
-        if wrong := check_log(log):
-            raise ValueError(f"{log}: {'; '.join(wrong)}")
-        print("; ".join([f"{log}: nothing that does not fit", *filter(None, [not_compared(log)])]))
-        return
-    recipe, output = config["recipe"], config["output"]
-    if recipe is not None and not Path(recipe).is_file():
-        raise ValueError(f"there is no file {recipe}")
-    load_speedrun(recipe)
-    check_run_directory(output, bool(asked.resume), asked.overwrite)
-    quieten()
-    go_on_with(
-        same_with_resume(asked),
-        lambda: speedrun(**config, resume=bool(asked.resume), overwrite=asked.overwrite),
-    )
-
-
 def _card(asked: Asked) -> None:
     "Write a model card, or send model and card to a hub."
     config = dict(asked.config)
@@ -541,7 +502,6 @@ _WORK = {
     "fill-mask": _fill_mask,
     "write": _write,
     "distill": _distill,
-    "speedrun": _speedrun,
     "card": _card,
     "push": _card,
     "tokenize": _tokenize,

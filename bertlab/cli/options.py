@@ -862,29 +862,6 @@ COMMANDS = {
             },
         ),
         Command(
-            "speedrun",
-            "race a recipe to a target loss, with a log that others can check",
-            {"": ("cli/speedrun.py", "speedrun")},
-            ("recipe",),
-            more=(
-                Option(
-                    "check",
-                    "str | None",
-                    None,
-                    "log of an attempt: say what does not fit in it, and train nothing",
-                ),
-                Option(
-                    "score",
-                    "str | None",
-                    None,
-                    "directory of a model: let the track's judge score it, and train nothing",
-                ),
-            ),
-            resume="go on with the seeds that are not finished",
-            overwrite=True,
-            skip=("resume", "overwrite"),
-        ),
-        Command(
             "card",
             "write a model card beside a model",
             {"": ("train/model_cards.py", "CardConfig")},

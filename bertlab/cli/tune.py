@@ -97,7 +97,7 @@ class Search:
                     f"search.ranges: {name} also changes what is asked or "
                     "counted in validation, and another loss does not compare: "
                     "fix it here, and judge its values by a task that models are "
-                    "fine-tuned for, or by bertlab speedrun"
+                    "fine-tuned for"
                 )
             if (
                 self.command == "pretrain"

@@ -140,7 +140,7 @@ def _tokens_by(step: int, home: Path, tokens: Any) -> dict[str, int]:  # empty: 
 
 def _of_the_run(home: Path, marker: dict[str, Any]) -> dict[str, Any]:
     "Facts from the metrics of a run, about its last weights or those of a marker's step."
-    # As demo and speedrun call what all others call val_.
+    # The demo's names of what all others call val_.
     found = {
         re.sub("^validation_", "val_", name): value
         for name, value in _note(home / "metrics.json").items()
@@ -358,7 +358,7 @@ def _card_text(
         asked_of_run.get("glue"),
         run.get("corpus"),
         record.get("corpus"),
-    )  # of a speedrun
+    )  # of a demo
     source = next((one for one in named if one), None)
     if stages := facts.get("stages"):
         texts = [(stage.get("data") or {}).get(named_by[0]) for stage in stages]

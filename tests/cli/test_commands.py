@@ -1103,14 +1103,11 @@ def test_ctrl_c_saves_says_how_to_go_on_and_the_run_goes_on(words, tmp_path):
     ("pretrain.pretrain", ["pretrain", "text.txt", "--run.output", "sp ace"], "pretrain --resume 'sp ace'"),
     ("pretrain.distill", ["distill", "s t.yaml", "--output", "o", "--run.token_limit", "9", "--overwrite"],
      "distill 's t.yaml' --output o --run.token_limit 9 --resume"),
-    ("speedrun.speedrun", ["speedrun", "--track", "laptop", "--seeds", "[7, 8]", "--resume"],
-     "speedrun --track laptop --seeds '[7, 8]' --resume"),
 ])  # fmt: skip
 def test_the_command_that_goes_on_says_what_the_first_one_said(
     place, tmp_path, capsys, monkeypatch, work, words, again
 ):
     import bertlab.cli.demo
-    import bertlab.cli.speedrun  # noqa: F401
     from bertlab.train.checkpoints import TrainingInterrupted
 
     def stop(*args, **kwargs):
@@ -1119,9 +1116,6 @@ def test_the_command_that_goes_on_says_what_the_first_one_said(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text.txt").write_text((place / "text.txt").read_text())
     (tmp_path / "s t.yaml").write_text(STAGES)
-    if words[0] == "speedrun":
-        (tmp_path / "bertlab-speedrun").mkdir()
-        (tmp_path / "bertlab-speedrun" / "run.yaml").write_text("speedrun: {}\n")
     monkeypatch.setattr(bertlab.cli.demo, "prepare_demo", lambda *_: ())
     monkeypatch.setattr(f"bertlab.cli.{work}", stop)
     assert main(words) == 130

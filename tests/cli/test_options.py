@@ -185,8 +185,6 @@ def test_a_flag_that_comes_again_keeps_the_type_of_the_lists_elements():
     sentences = ["[MASK] is a cat.", "Note: the [MASK].", "2020", "[MASK] and [MASK]"]
     words = [word for sentence in sentences for word in ("--run.preview_sentences", sentence)]
     assert COMMANDS["pretrain"].parse(words).config["run"]["preview_sentences"] == sentences
-    asked = COMMANDS["speedrun"].parse(["--seeds", "3", "--seeds", "[4, 5]"])
-    assert asked.config["seeds"] == [3, 4, 5]
 
 
 def test_resume_takes_a_directory_or_none_and_overwrite_stands_alone():

@@ -12,8 +12,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 import ablations  # noqa: E402
 import tricks  # noqa: E402
+from speedrun import TRACKS, race_config  # noqa: E402
 
-from bertlab.cli.speedrun import TRACKS, speedrun_config  # noqa: E402
 from bertlab.model.config import modernbert_tiny  # noqa: E402
 from bertlab.model.heads import BertLabForMaskedLM  # noqa: E402
 
@@ -87,7 +87,7 @@ def test_every_arm_is_a_configuration_of_the_laptop_track(on, tmp_path):
     assert "control" in ablations.arms_on(on)
     for name in ablations.arms_on(on):
         arm = ablations.ARMS[name]
-        config = speedrun_config(
+        config = race_config(
             TRACKS["laptop"], ablations.joined(control.recipe, arm.recipe), tmp_path / "run", 0
         )
         assert (
@@ -100,7 +100,7 @@ def test_every_arm_is_a_configuration_of_the_laptop_track(on, tmp_path):
         ), name
         rows = config["data"]["train_batch_size"] * config["data"]["max_sequence_length"] / 2048
         assert arm.tokens_per_step == (2 / 3 if name == "growing batch" else rows), name
-        plain = speedrun_config(TRACKS["laptop"], control.recipe, tmp_path / "run", 0)
+        plain = race_config(TRACKS["laptop"], control.recipe, tmp_path / "run", 0)
         assert (
             name == "control"
             or config != plain

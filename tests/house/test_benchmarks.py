@@ -24,7 +24,7 @@ import scaling  # noqa: E402
 import sides  # noqa: E402
 import suite  # noqa: E402
 
-from bertlab.cli.speedrun import TRACKS  # noqa: E402
+from speedrun import TRACKS  # noqa: E402
 from bertlab.model.huggingface import to_huggingface  # noqa: E402
 from bertlab.data.corpus import make_corpus  # noqa: E402
 from bertlab.data.tokenizers import train_tokenizer  # noqa: E402
@@ -475,13 +475,13 @@ def test_a_long_run_of_ours_has_no_time_limit_and_makes_all_steps_of_its_schedul
 ):
     import half_hour
 
-    from bertlab.cli import speedrun
+    import speedrun
 
     made, limits = [1509, 900], []
 
     def run(track, recipe, folder, seed, corpus):
         limits.append(
-            speedrun.speedrun_config(track, recipe, folder, seed)["run"].get("time_limit")
+            speedrun.race_config(track, recipe, folder, seed)["run"].get("time_limit")
         )
         return SimpleNamespace(steps=made.pop(0), curve=[(1, 0.5, 3.0), (2, 0.75, 2.0)]), ""
 

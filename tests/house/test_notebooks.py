@@ -197,7 +197,7 @@ def key_of(notebook: dict, named: Path) -> str:
     if any("benchmarks" in cell for cell in cells):
         files |= {
             path for path in (ROOT / "benchmarks").rglob("*") if path.suffix in (".json", ".yaml")
-        }
+        } | {ROOT / "benchmarks" / "speedrun.py"}
     if any("configs" in cell for cell in cells):
         files |= set((ROOT / "configs").rglob("*.yaml"))
     for text in (*cells, *(path.read_text(encoding="utf-8") for path in sorted(files))):

@@ -409,12 +409,12 @@ def test_a_card_of_a_stage_states_what_was_measured_of_it_and_all_texts_up_to_it
     assert "nats per label: 2.5" in make_card(alone)
 
 
-def test_a_card_reads_the_names_that_demo_and_speedrun_write(run):
+def test_a_card_reads_the_names_that_the_demo_writes(run):
     (run / "metrics.json").write_text(
         json.dumps({"validation_loss": 2.25, "validation_accuracy": 0.5, "train_seconds": 3600.0})
     )
     (run / "run.yaml").write_text(
-        yaml.safe_dump({"command": "speedrun", "record": {"corpus": "python-docs"}})
+        yaml.safe_dump({"command": "demo", "record": {"corpus": "python-docs"}})
     )
     text = make_card(place_of(run))
     assert (
