@@ -76,9 +76,7 @@ def our_model(recipe: dict):
     from speedrun import TRACKS, race_config
     from bertlab.model.config import BertLabConfig
 
-    shape = race_config(TRACKS["ten-minutes"], recipe, "nowhere", 0)["model"][
-        "model_config_kwargs"
-    ]
+    shape = race_config(TRACKS["ten-minutes"], recipe, "nowhere", 0)["model"]["model_config_kwargs"]
     shape = {name: value for name, value in shape.items() if not name.startswith("attn_")}
     return BertLabConfig(**shape, vocab_size=TRACKS["ten-minutes"].vocab_size)
 

@@ -31,7 +31,7 @@ from bertlab.core.devices import find_accelerator
 from bertlab.core.reading import load_json, load_yaml
 from bertlab.data.corpus import Corpus, load_corpus
 from bertlab.data.module import PretrainingDataModule
-from bertlab.data.rows import IGNORED
+from bertlab.data.rows import IGNORE_INDEX
 from bertlab.data.tokenizers import load_tokenizer, train_tokenizer
 from bertlab.model.heads import BertLabForMaskedLM
 from bertlab.model.huggingface import save_model
@@ -47,9 +47,8 @@ class Track:
 
     name: str
     accelerator: str = "cpu"
-    target: float | None = (
-        None  # nats per hidden token with the track's tokenizer; None: lowest wins
-    )
+    # Nats per hidden token with the track's tokenizer; None: the lowest wins.
+    target: float | None = None
     seconds: float | None = None  # limit of training
     source: str | None = None  # hub dataset; None: the embedded corpus
     config_name: str | None = None
@@ -149,7 +148,7 @@ class Judge:
         rows, labels = [], []
         for batch in self.data.val_dataloader():
             labels_BK = batch["labels"].gather(1, batch["label_positions"])
-            hidden_BK = labels_BK != IGNORED
+            hidden_BK = labels_BK != IGNORE_INDEX
             inputs = {name: value.to(model.device) for name, value in batch.items() if name in
                       ("input_ids", "attention_mask", "position_ids", "label_positions")}  # fmt: skip
             with torch.no_grad():

@@ -642,7 +642,7 @@ _PRETRAIN = dict(
         "model.objective": ("train/modules.py", "OBJECTIVES"),
         "model.optimizer_class": ("optim/optimizers.py", "OPTIMIZERS"),
         **{
-            f"model.scheduler_{phase}_kind": ("optim/schedulers.py", "KINDS", phase)
+            f"model.scheduler_{phase}_kind": ("optim/schedulers.py", "SCHEDULE_KINDS", phase)
             for phase in ("warmup", "training", "cooldown")
         },
         "data.file_format": ("data/readers.py", "FORMATS"),

@@ -480,9 +480,7 @@ def test_a_long_run_of_ours_has_no_time_limit_and_makes_all_steps_of_its_schedul
     made, limits = [1509, 900], []
 
     def run(track, recipe, folder, seed, corpus):
-        limits.append(
-            speedrun.race_config(track, recipe, folder, seed)["run"].get("time_limit")
-        )
+        limits.append(speedrun.race_config(track, recipe, folder, seed)["run"].get("time_limit"))
         return SimpleNamespace(steps=made.pop(0), curve=[(1, 0.5, 3.0), (2, 0.75, 2.0)]), ""
 
     monkeypatch.setattr(speedrun, "run_seed", run)

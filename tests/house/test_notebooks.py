@@ -16,6 +16,7 @@ import os
 import platform
 import re
 import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -113,6 +114,7 @@ def run_here(path: str, flags: str, output: str) -> None:
     "Run a notebook with nbdev's test runner in this process, what it prints going to a file."
     os.setsid()  # so that a notebook that hangs is ended with all that it started
     os.chdir(ROOT)
+    sys.path.append(str(ROOT / "benchmarks"))  # two pages of the course race
     multiprocessing.set_start_method(
         None, force=True
     )  # the usual one for what the notebook itself starts
