@@ -32,7 +32,7 @@ SEEDS = (0, 1, 2)
 
 def pretrain(place: Path, steps: int) -> Path:
     "The encoder that all arms begin with."
-    from bertlab.cli.pretrain import find_model
+    from bertlab.cli.pretrain import find_model_directory
     from bertlab.cli.pretrain import pretrain as run
 
     place = place / f"encoder-{steps}"
@@ -46,7 +46,7 @@ def pretrain(place: Path, steps: int) -> Path:
              "--data.train_batch_size", "32", "--model.model_config_kwargs", json.dumps(shape),
              "--model.learning_rate", "0.002", "--model.scheduler_cooldown_steps", str(steps // 5),
              "--run.progress", "none"], resume=place.exists())  # fmt: skip
-    return find_model(place)
+    return find_model_directory(place)
 
 
 def measure(

@@ -40,12 +40,12 @@ def our_side(case: dict, task, tokenizer) -> dict:
     "FinetuningModule with a trainer of ours."
     from lightning.pytorch.callbacks import Callback
 
-    from bertlab.cli.main import quieten
+    from bertlab.cli.main import silence_libraries
     from bertlab.finetuning.module import FinetuningModule
     from bertlab.finetuning.data import FinetuningDataModule
     from bertlab.train.trainer import make_trainer, seed_everything
 
-    quieten()
+    silence_libraries()
     start = time.perf_counter()
     options = {"doc_stride": STRIDE} if task.kind == "question_answering" else None
     data = FinetuningDataModule(task.kind, tokenizer, max_sequence_length=task.max_sequence_length,

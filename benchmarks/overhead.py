@@ -24,13 +24,13 @@ from lightning.pytorch.callbacks import Callback
 from sides import BenchmarkParser, processor, write_result
 
 import bertlab
-from bertlab.cli.main import quieten
+from bertlab.cli.main import silence_libraries
 from bertlab.model.config import bert_tiny
 from bertlab.data.corpus import embedded_corpus
 from bertlab.data.tokenizers import train_tokenizer
 from bertlab.data.module import PretrainingDataModule
 from bertlab.train.modules import BATCH_KEYS, PretrainingModule, build_optimizer
-from bertlab.cli.pretrain import RunChoices, run_trainer
+from bertlab.cli.pretrain import PretrainRunConfig, run_trainer
 from bertlab.train.trainer import seed_everything
 
 ROWS, LENGTH, VOCABULARY, WARM_STEPS = 32, 128, 30_522, 5
@@ -78,7 +78,7 @@ def run_engine(
     "Train as `bertlab pretrain` does."
     clock = StepClock()
     with tempfile.TemporaryDirectory() as folder:
-        run = RunChoices(output=folder, progress="plain", val_every_steps=10 * steps,
+        run = PretrainRunConfig(output=folder, progress="plain", val_every_steps=10 * steps,
                          checkpoint_every_steps=10 * steps)  # fmt: skip
         options = {
             "max_steps": steps,
@@ -144,7 +144,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    quieten()
+    silence_libraries()
     found = measure(arguments.steps, arguments.rounds)
     shares = shares_of(found["processor_seconds_per_step"])
     wall = statistics.median(shares_of(found["wall_seconds_per_step"]))

@@ -120,13 +120,13 @@ def our_side(case: dict, corpus, tokenizer, folder: str) -> dict:
     "What `bertlab pretrain` does."
     from lightning.pytorch.callbacks import Callback
 
-    from bertlab.cli.main import quieten
+    from bertlab.cli.main import silence_libraries
     from bertlab.data.module import PretrainingDataModule
     from bertlab.train.modules import PretrainingModule
-    from bertlab.cli.pretrain import RunChoices, run_trainer
+    from bertlab.cli.pretrain import PretrainRunConfig, run_trainer
     from bertlab.train.trainer import seed_everything
 
-    quieten()
+    silence_libraries()
     start, rows = time.perf_counter(), case.get("rows") or SHAPES[case["model"]][-1]
     data = PretrainingDataModule(corpus, tokenizer, max_sequence_length=LENGTH, train_batch_size=rows,
                                  collator_kwargs={"mlm_probability": PROBABILITY}, seed=case["seed"])  # fmt: skip
@@ -150,7 +150,7 @@ def our_side(case: dict, corpus, tokenizer, folder: str) -> dict:
                 trainer.should_stop = True
 
     steps = case["steps"] if not case["seconds"] else 10**6
-    run = RunChoices(
+    run = PretrainRunConfig(
         output=folder, progress="none", val_every_steps=10**9, checkpoint_every_steps=10**9
     )
     options = {"max_steps": steps, "precision": PRECISIONS[case["precision"]], "callbacks": [Clock()],

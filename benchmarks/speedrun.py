@@ -26,7 +26,7 @@ import torch
 from torch.nn import functional as F
 
 from bertlab.cli.demo import FIRST_RECIPE, demo_config
-from bertlab.cli.pretrain import Run, find_model, provenance
+from bertlab.cli.pretrain import Run, find_model_directory, provenance
 from bertlab.core.devices import find_accelerator
 from bertlab.core.reading import load_json, load_yaml
 from bertlab.data.corpus import Corpus, load_corpus
@@ -311,7 +311,7 @@ def score_model(
 ) -> ModelScore:
     "Score a masked language model. Raises `ValueError` for a run of another text."
     corpus = corpus or track.text()
-    path = find_model(directory).resolve()
+    path = find_model_directory(directory).resolve()
     seconds = train_seconds_of(path, corpus)
     model = load_encoder(path)
     if not isinstance(model, BertLabForMaskedLM):

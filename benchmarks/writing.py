@@ -27,7 +27,7 @@ from sides import Ledger, common_parser, fingerprint, hash_of, judge, machine, s
 
 import bertlab
 from bertlab.cli.demo import FIRST_RECIPE
-from bertlab.cli.pretrain import find_model
+from bertlab.cli.pretrain import find_model_directory
 from bertlab.core.devices import describe_device
 from bertlab.data.corpus import embedded_corpus
 from bertlab.data.module import PretrainingDataModule
@@ -364,7 +364,7 @@ def main() -> None:
         options.kept / f"writing-demo{'-quick' * options.quick}", options.quick
     )
     ledger = Ledger(options.kept / "writing.json", fingerprint(__file__), options.fresh)
-    asked = [hash_of([find_model(options.demo)]), options.minutes, options.rate, options.weighted, options.rows, options.texts,
+    asked = [hash_of([find_model_directory(options.demo)]), options.minutes, options.rate, options.weighted, options.rows, options.texts,
              options.draws, options.twin_steps, options.threads, options.quick]  # fmt: skip
     tokenizer, corpus = (
         load_tokenizer(options.demo),

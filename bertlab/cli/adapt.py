@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .finetune import FinetuningRun, write_json
 from .options import COMMANDS
-from .pretrain import find_model
+from .pretrain import find_model_directory
 from .vocabularies import copy_sentence_transformers_files
 from ..core.reading import load_json, load_yaml
 from ..core.files import RUN_FILE
@@ -167,7 +167,7 @@ def lengthen(
     output: str = "bertlab-longer",  # directory of the longer model; it must not be there yet
 ) -> str:  # what is said
     "Let a model read longer rows: `bertlab lengthen`. Raises `ValueError`."
-    place, target = find_model(directory), Path(output)
+    place, target = find_model_directory(directory), Path(output)
     if target.exists():
         raise ValueError(f"output {target} is there already; choose another one")
     read_sentence_transformers_files(

@@ -9,7 +9,7 @@ __all__ = ['TARGETS', 'export']
 import os
 from pathlib import Path
 
-from .pretrain import find_model
+from .pretrain import find_model_directory
 from ..train.export import describe_export, export_model
 from ..train.web_page import EXAMPLES, export_web_page
 
@@ -37,7 +37,7 @@ def export(
         if value:
             other = TARGETS[to == "onnx"]
             raise ValueError(f"{option} belongs to --to {other}, and --to is {to}; leave it out")
-    place, target = find_model(directory), output or f"bertlab-{to}"
+    place, target = find_model_directory(directory), output or f"bertlab-{to}"
     title = name or Path(os.path.abspath(directory)).name  # of a run: not that of its checkpoint
     if to == "web":
         report = export_web_page(place, target, offline, examples or EXAMPLES, title, text)

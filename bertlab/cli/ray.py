@@ -18,7 +18,7 @@ import torch
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities import rank_zero_only
 
-from .main import quieten
+from .main import silence_libraries
 from .options import Asked
 from .pretrain import Run, ask_for_run, build_objects, provenance
 from ..core.files import RUN_FILE, check_run_directory
@@ -178,7 +178,7 @@ def _work(settings: Mapping[str, Any]) -> dict[str, Any]:  # metrics, or why it 
     "What each of Ray's workers does: a run of `pretrain`, told by Ray who it is."
     from ray.train.lightning import RayDDPStrategy, prepare_trainer
 
-    quieten()
+    silence_libraries()
     if os.path.isdir(settings["directory"]):  # names of files are meant from there
         os.chdir(settings["directory"])
     try:

@@ -31,7 +31,7 @@ from bertlab.train.model_directories import (
     read_sentence_transformers_files,
 )
 from ..train.modules import load_encoder
-from .pretrain import find_model
+from .pretrain import find_model_directory
 
 # %% ../../nbs/cli/08_vocabularies.ipynb #a64e557f
 def read_text(
@@ -152,7 +152,7 @@ def _open(directory: str) -> tuple[Any, Any, str | Path]:  # tokenizer; model, o
     held = Path(directory)
     alone = (held / "tokenizer_config.json").exists() and not (held / "config.json").exists()
     if not alone and held.is_dir():
-        place = find_model(held)
+        place = find_model_directory(held)
     tokenizer = load_tokenizer(place)
     if alone:
         return tokenizer, None, place

@@ -13,7 +13,7 @@ from typing import Any, TextIO
 from unicodedata import category, east_asian_width
 
 from ..core.reading import load_yaml
-from .pretrain import find_model
+from .pretrain import find_model_directory
 from ..core.files import RUN_FILE
 from ..data.tokenizers import load_tokenizer
 from ..model.heads import TokenPredictionModel
@@ -140,7 +140,7 @@ def write_texts(
     live: bool | None = None,  # show the unmasking on standard error; null: on a terminal
 ) -> list[str]:  # a text for each prompt
     "Let a model write: `bertlab write`. Raises `ValueError` for one that predicts no words."
-    place = find_model(directory)
+    place = find_model_directory(directory)
     tokenizer, model = load_tokenizer(place), load_encoder(place)
     if not isinstance(model, TokenPredictionModel):
         raise ValueError(

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from bertlab.cli import pretrain as commands
 from bertlab.cli.main import main
-from bertlab.cli.pretrain import Run, ask_for_run, find_model, pretrain, validate
+from bertlab.cli.pretrain import Run, ask_for_run, find_model_directory, pretrain, validate
 from bertlab.data.module import PretrainingDataModule
 from bertlab.data.tokenizers import load_tokenizer, train_tokenizer
 from bertlab.train.checkpoints import TrainingInterrupted, latest_checkpoint
@@ -265,7 +265,7 @@ def test_parts_that_a_continued_model_does_not_have_are_refused_before_anything_
 ):
     model = [
         "--model.pretrained_model_name_or_path",
-        str(find_model(place / "run")),
+        str(find_model_directory(place / "run")),
         "--model.model_config_kwargs",
         "null",
     ]
@@ -294,7 +294,7 @@ def test_parts_that_a_continued_model_does_not_have_are_refused_before_anything_
 def test_a_model_that_is_continued_is_validated_before_the_first_step(
     place, words, tmp_path, capsys
 ):
-    model = find_model(place / "run")
+    model = find_model_directory(place / "run")
     pretrain(
         [
             *words,
@@ -314,7 +314,7 @@ def test_a_model_that_is_continued_is_validated_before_the_first_step(
 def test_a_foreign_tokenizer_for_a_model_is_refused_before_the_text_is_read(
     place, words, tmp_path, capsys, monkeypatch, command
 ):
-    model, other = find_model(place / "run"), tmp_path / "other"
+    model, other = find_model_directory(place / "run"), tmp_path / "other"
     train_tokenizer(["w v u t s r q p o n m l k j i h g f e d c b a"], 40).save_pretrained(other)
     monkeypatch.setattr(PretrainingDataModule, "prepare_data", lambda self: pytest.fail("too late"))
     options = ["--model.model_config_kwargs", "null", "--model.pretrained_model_name_or_path", str(model),
@@ -331,7 +331,7 @@ def test_a_foreign_tokenizer_for_a_model_is_refused_before_the_text_is_read(
 
 
 def test_the_terminal_says_which_weights_begin_anew(place, words, tmp_path, capsys):
-    model, headless = find_model(place / "run"), tmp_path / "headless"
+    model, headless = find_model_directory(place / "run"), tmp_path / "headless"
     load_encoder(model).encoder.save_pretrained(headless)
     load_tokenizer(model).save_pretrained(headless)
     go_on = [
@@ -413,14 +413,14 @@ def test_a_run_that_was_killed_behind_its_last_step_is_written_when_it_goes_on(w
     steps = [row.split(",")[:2] for row in (run / "history.csv").read_text().splitlines()]
     for name in ("metrics.json", "history.csv", "report.md"):
         (run / name).unlink()
-    weights = load_file(find_model(run) / "model.safetensors")
+    weights = load_file(find_model_directory(run) / "model.safetensors")
     shutil.rmtree(run / "models")
     with pytest.raises(ValueError, match="already passed"):
         pretrain(["--trainer.max_steps", "3"], resume=str(run))
     again = pretrain([], resume=str(run))
     assert again["steps"] == whole["steps"] and again["val_loss"] == whole["val_loss"]
     assert [row.split(",")[:2] for row in (run / "history.csv").read_text().splitlines()] == steps
-    kept = load_file(find_model(run) / "model.safetensors")
+    kept = load_file(find_model_directory(run) / "model.safetensors")
     assert all(kept[name].equal(weight) for name, weight in weights.items())
 
 
@@ -544,7 +544,7 @@ def test_a_run_that_goes_on_without_the_model_that_it_began_with_says_what_to_na
     place, tmp_path, capsys
 ):
     run, base = tmp_path / "run", tmp_path / "base"
-    shutil.copytree(find_model(place / "run"), base)
+    shutil.copytree(find_model_directory(place / "run"), base)
     pretrain(["--config", str(place / "tiny.yaml"), "--model.model_config_kwargs", "null", "--run.output", str(run),
               "--model.pretrained_model_name_or_path", str(base), "--trainer.max_steps", "2"])  # fmt: skip
     base.rename(tmp_path / "moved")
@@ -564,7 +564,7 @@ def test_a_fault_of_a_run_whose_model_is_on_the_hub_is_not_that_the_model_is_abs
         tmp_path / "hub" / "models--someone--base" / "snapshots" / ("a" * 40),
         tmp_path / "run",
     )
-    shutil.copytree(find_model(place / "run"), kept)
+    shutil.copytree(find_model_directory(place / "run"), kept)
     (kept.parents[1] / "refs").mkdir()
     (kept.parents[1] / "refs" / "main").write_text("a" * 40)
     pretrain(["--config", str(place / "tiny.yaml"), "--model.model_config_kwargs", "null", "--run.output", str(run),
@@ -741,7 +741,7 @@ def test_validation_measures_the_best_model_of_a_run_as_the_run_did(place, capsy
     capsys.readouterr()
     assert main(["validate", "--run.output", str(place / "run"), "--data.val_batch_size", "3"]) == 0
     [row] = json.loads(capsys.readouterr().out)
-    best = find_model(place / "run")
+    best = find_model_directory(place / "run")
     kept = json.loads((best / "bertlab-model.json").read_text())
     assert row["loss"] == pytest.approx(kept["value"], rel=1e-5) and row["model"] == str(best)
     assert set(row) >= {"perplexity", "accuracy", "bits_per_byte"}
@@ -751,7 +751,7 @@ def test_validation_measures_the_best_model_of_a_run_as_the_run_did(place, capsy
 def test_validation_reads_the_runs_own_model_and_not_by_the_names_of_the_one_that_it_began_with(
     place, tmp_path
 ):
-    shutil.copytree(find_model(place / "run"), tmp_path / "theirs")
+    shutil.copytree(find_model_directory(place / "run"), tmp_path / "theirs")
     weights = load_file(tmp_path / "theirs" / "model.safetensors")
     renamed = {name.replace("head.", "top."): weight for name, weight in weights.items()}
     save_file(renamed, tmp_path / "theirs" / "model.safetensors", {"format": "pt"})
@@ -759,11 +759,13 @@ def test_validation_reads_the_runs_own_model_and_not_by_the_names_of_the_one_tha
              "--model.load_key_mapping", "{head.dense.*: top.dense.*, head.norm.*: top.norm.*}"]  # fmt: skip
     pretrain(["--config", str(place / "tiny.yaml"), "--model.model_config_kwargs", "null", *begun,
               "--run.output", str(tmp_path / "run")])  # fmt: skip
-    kept = json.loads((find_model(tmp_path / "run") / "bertlab-model.json").read_text())["value"]
+    kept = json.loads((find_model_directory(tmp_path / "run") / "bertlab-model.json").read_text())[
+        "value"
+    ]
     [row] = validate([str(tmp_path / "run")])
     assert row["loss"] == pytest.approx(kept, rel=1e-5)
     [first] = validate([str(tmp_path / "run"), *begun])  # that one, by its names
-    [same] = validate([str(tmp_path / "run"), *begun[:1], str(find_model(place / "run"))])
+    [same] = validate([str(tmp_path / "run"), *begun[:1], str(find_model_directory(place / "run"))])
     assert first["loss"] == pytest.approx(same["loss"], rel=1e-5) != row["loss"]
 
 
@@ -776,7 +778,7 @@ def test_what_watchers_ask_about_is_looked_for_before_anything_is_written(place,
         pretrain([*words, "--run.evaluators", asked])
     begun = [
         "--model.pretrained_model_name_or_path",
-        str(find_model(place / "run")),
+        str(find_model_directory(place / "run")),
         "--model.model_config_kwargs",
         "null",
     ]
@@ -791,7 +793,7 @@ def test_what_watchers_ask_about_is_looked_for_before_anything_is_written(place,
 
 def test_validation_has_a_row_for_each_set_and_takes_a_named_model(place, tmp_path):
     (tmp_path / "other.txt").write_text("a red house near the sea\n" * 30)
-    model = find_model(place / "run")
+    model = find_model_directory(place / "run")
     rows = validate(["--config", str(place / "tiny.yaml"), "--run.output", str(tmp_path / "v"),
                      "--model.pretrained_model_name_or_path", str(model), "--data.val_dataset_name_or_path",
                      f"[{place / 'text.txt'}, {tmp_path / 'other.txt'}]"])  # fmt: skip
@@ -835,7 +837,7 @@ def test_fill_mask_refuses_in_one_line(place, capsys, tmp_path, monkeypatch):
 
 
 def test_validate_takes_a_bare_model_directory_precision_and_limits(place, tmp_path, capsys):
-    shutil.copytree(find_model(place / "run"), tmp_path / "model")
+    shutil.copytree(find_model_directory(place / "run"), tmp_path / "model")
     words = [str(tmp_path / "model"), "--data.train_dataset_name_or_path", str(place / "text.txt"),
              "--data.max_sequence_length", "32", "--data.val_batch_size", "1"]  # fmt: skip
     [whole] = validate(words)
@@ -1153,7 +1155,7 @@ def test_a_model_beside_checkpoints_is_validated_on_the_text_of_its_run(place, t
         model["set"] == whole["set"] == "held out of the training text"
         and model["loss"] == whole["loss"]
     )
-    shutil.copytree(find_model(place / "run"), tmp_path / "alone")
+    shutil.copytree(find_model_directory(place / "run"), tmp_path / "alone")
     [alone] = validate([str(tmp_path / "alone"), "--data.train_dataset_name_or_path", str(place / "text.txt"),
                         "--data.max_sequence_length", "32", "--data.val_batch_size", "1"])  # fmt: skip
     assert alone["set"] == f"held out of {place / 'text.txt'}"
@@ -1200,7 +1202,7 @@ def test_a_tilde_is_ones_home_for_what_is_written_too(place, tmp_path, monkeypat
     )
     assert asked.config["run"]["output"] == str(tmp_path / "runs" / "first")
     shutil.copytree(place / "run", tmp_path / "kept")
-    assert find_model("~/kept") == find_model(tmp_path / "kept")
+    assert find_model_directory("~/kept") == find_model_directory(tmp_path / "kept")
 
 
 def test_a_vocabulary_that_only_the_model_names_is_the_tokenizers_too(words, capsys):

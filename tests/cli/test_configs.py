@@ -8,7 +8,7 @@ import yaml
 from test_training import word_tokenizer
 
 from bertlab.model.huggingface import saved_as, save_model
-from bertlab.cli.pretrain import Run, ask_for_run, find_model, pretrain, settle_shape
+from bertlab.cli.pretrain import Run, ask_for_run, find_model_directory, pretrain, settle_shape
 from bertlab.model.config import BertLabConfig, bert_base, modernbert_base, modernbert_large
 from bertlab.data.module import PretrainingDataModule
 from bertlab.train.modules import PretrainingModule
@@ -177,7 +177,7 @@ def test_domain_adaptation_goes_on_from_a_directory_that_stands_for_a_hub_name(t
         "1",
     ]
     assert pretrain(words)["steps"] == 2
-    adapted = find_model(tmp_path / "run")
+    adapted = find_model_directory(tmp_path / "run")
     before, after = (
         yaml.safe_load((place / "config.json").read_text()) for place in (known, adapted)
     )

@@ -17,7 +17,7 @@ pytest.importorskip("optuna")
 import bertlab.cli.tune as tuning  # noqa: E402
 from bertlab.cli.adapt import average, lengthen  # noqa: E402
 from bertlab.cli.main import main  # noqa: E402
-from bertlab.cli.tune import EndTrial, read_search, read_trials, tune  # noqa: E402
+from bertlab.cli.tune import PruningCallback, read_search, read_trials, tune  # noqa: E402
 from bertlab.core.reading import load_json  # noqa: E402
 from bertlab.model.config import bert_tiny  # noqa: E402
 from bertlab.model.heads import BertLabForMaskedLM  # noqa: E402
@@ -419,17 +419,17 @@ def test_a_metric_that_is_undefined_for_now_is_not_told_while_the_loss_is_a_numb
         {"val_mcc": math.nan, "val_loss": math.nan},
     )
     trial = Told()
-    validated(EndTrial(trial, "val_mcc", True), *found)
+    validated(PruningCallback(trial, "val_mcc", True), *found)
     assert list(trial.values) == [20, 30] and trial.values[20] == 0.25
 
 
 def test_a_trial_that_goes_on_after_a_kill_tells_what_it_had_told_and_stays_ended():
     found = [{"val_loss": loss} for loss in (3.0, 2.0, 1.0)]
     trial = Told()
-    watch = EndTrial(trial, "val_loss", True, by_number=True)
+    watch = PruningCallback(trial, "val_loss", True, by_number=True)
     assert not validated(watch, *found[:2]) and trial.values == {1: 3.0, 2: 2.0}
     assert not validated(watch, *found) and trial.values == {1: 3.0, 2: 2.0, 3: 1.0}
-    watch = EndTrial(Told(pruned=True), "val_loss", True)
+    watch = PruningCallback(Told(pruned=True), "val_loss", True)
     assert watch.pruned and validated(watch, *found) and "ended this trial early" in watch.reason
 
 

@@ -25,7 +25,7 @@ from transformers import BertConfig, BertForMaskedLM, BertForSequenceClassificat
 from bertlab.cli.demo import load_recipe
 from bertlab.cli.finetune import _read_runs
 from bertlab.cli.main import main
-from bertlab.cli.pretrain import find_model, trainer_options
+from bertlab.cli.pretrain import find_model_directory, trainer_options
 from bertlab.core.names import import_object
 from bertlab.core.reading import (
     check_beside,
@@ -502,7 +502,7 @@ def test_a_marker_that_is_none_makes_no_model(place, marker):
     for model in (place / "run" / "models").glob("step-*"):
         (model / "bertlab-model.json").write_text(marker)
     assert not ModelShelf(place / "run" / "models").models()
-    answer_of(lambda: find_model(place / "run"))
+    answer_of(lambda: find_model_directory(place / "run"))
 
 
 def test_saving_over_a_link_leaves_what_it_leads_to(place):
