@@ -251,12 +251,24 @@ def test_a_table_without_a_header_is_read_by_every_command(place, capsys):
 # --- a bare run -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("width, rate", [(768, 5e-4), (1024, 3.75e-4), (192, 2e-3), (32, 3e-3)])
-def test_a_rate_that_nobody_gives_follows_from_the_width(width, rate):
+@pytest.mark.parametrize(
+    "start, width, rate",
+    [
+        ("new", 768, 5e-4),
+        ("new", 192, 2e-3),
+        ("new", 32, 3e-3),
+        ("continued", 768, 2e-4),
+        ("continued", 192, 8e-4),
+        ("finetuning", 768, 5e-5),
+        ("finetuning", 384, 2e-4),
+        ("finetuning", 96, 1e-3),
+        ("adapter", 384, 1e-3),
+    ],
+)
+def test_the_default_rate_follows_width_and_start(start, width, rate):
     from bertlab.train.modules import default_learning_rate
 
-    assert default_learning_rate(width) == pytest.approx(rate)
-    assert default_learning_rate(width, continued=True) == 5e-5
+    assert default_learning_rate(width, start) == pytest.approx(rate)
 
 
 def test_a_bare_command_takes_a_shape_that_its_device_can_train(place):

@@ -968,7 +968,9 @@ def test_rate_and_warmup_follow_from_where_the_weights_come_from_and_from_the_ru
     fresh.model.save_pretrained(tmp_path)
     TOKENIZER.save_pretrained(tmp_path)
     continued = PretrainingModule(pretrained_model_name_or_path=str(tmp_path))
-    assert continued.hparams.learning_rate == 5e-5
+    assert continued.hparams.learning_rate == default_learning_rate(
+        SHAPE["hidden_size"], "continued"
+    )
     assert fresh.hparams.learning_rate == min(3e-3, 5e-4 * 768 / fresh.config.hidden_size), (
         "narrower is faster"
     )
@@ -1277,7 +1279,8 @@ def test_a_default_rate_is_of_the_optimizers_scale_or_a_warning_asks_for_one(rec
     assert rate_of("sgd", 0.3) == 0.3
     assert not [one for one in recwarn if "learning_rate" in str(one.message)]
     with pytest.warns(
-        UserWarning, match=r"learning_rate=\S+ is a rate of AdamW.*sgd have another scale: name one"
+        UserWarning,
+        match=r"learning_rate=\S+ is a rate of AdamW.*sgd have another scale: set learning_rate",
     ):
         rate_of("sgd")
     with pytest.warns(
