@@ -188,9 +188,8 @@ def lint_frame(cells: list[dict], kind: str) -> list[str]:
             problems.append("no command: a block of ```sh with a line `bertlab ...`")
     if kind in ("page", "guide"):
         return problems
-    if kind == "library" and not re.match(
-        r"#\|\s*default_exp \w+(?:\.\w+)?", code[0] if code else ""
-    ):
+    exports = any("export" in directives(source) for source in code)
+    if exports and not re.match(r"#\|\s*default_exp \w+(?:\.\w+)?", code[0]):
         problems.append("the first cell must be #| default_exp")
     wanted = {
         "You can now": "goals",

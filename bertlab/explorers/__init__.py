@@ -12,7 +12,6 @@ __getattr__, __dir__ = _lazy_parts(__name__, (
     "fill_mask",
     "training_monitor",
     "profiling",
-    "precision",
     "stepper",
     "text_map",
 ))

@@ -8,6 +8,5 @@ from . import models as models
 from . import fill_mask as fill_mask
 from . import training_monitor as training_monitor
 from . import profiling as profiling
-from . import precision as precision
 from . import stepper as stepper
 from . import text_map as text_map
