@@ -1,31 +1,20 @@
-"""Fine-tuning the built-in tasks beside transformers' Trainer: rows and real tokens per second.
+"""Fine-tuning the built-in tasks beside transformers' Trainer: real tokens per second.
 
     python benchmarks/finetuning_trainer.py [--tasks docstring-area code-tokens api-questions]
 
-The same shape with fresh weights on both sides, the same rows, tokenizer, batch in rows, rate and
-clipping; no validation. Ours is FinetuningModule, FinetuningDataModule and make_trainer. Theirs is what
-transformers' example scripts do: `datasets.map`, then Trainer with a collator that pads to the longest
-row of a batch. Tokenizing is reported, and not part of the timed steps. What the tasks can be learnt to
-is measured by finetuning.py.
+Both sides train the same newly initialized shape on the same rows with the same tokenizer, batch, learning
+rate and clipping, without validation. Ours is FinetuningModule, FinetuningDataModule and make_trainer.
+Theirs is what transformers' example scripts do: `datasets.map`, then Trainer with a collator that pads to
+the longest row of a batch. Tokenizing is not timed.
 """
 
 import json
 import tempfile
-import time
-from pathlib import Path
+from itertools import product
 
 import torch
-from pretraining import DECAY, PRECISIONS, SHAPES, Meter, shape, shared_text
-from sides import (
-    Ledger,
-    alternate,
-    common_parser,
-    fingerprint,
-    machine,
-    ratios,
-    spread,
-    write_result,
-)
+from pretraining import DECAY, PRECISIONS, SHAPES, Meter, load_text, shape
+from sides import Ledger, alternate, common_parser, machine, ratios, spreads, write_result
 
 import bertlab
 from bertlab.core.plots import BLUE, ORANGE, new_axes
@@ -37,44 +26,40 @@ ROWS, RATE, STRIDE = 32, 5e-4, 32
 
 
 def our_side(case: dict, task, tokenizer) -> dict:
-    "FinetuningModule with a trainer of ours."
+    "Train with FinetuningModule."
     from lightning.pytorch.callbacks import Callback
 
-    from bertlab.cli.main import silence_libraries
     from bertlab.finetuning.module import FinetuningModule
     from bertlab.finetuning.data import FinetuningDataModule
     from bertlab.train.trainer import make_trainer, seed_everything
 
-    silence_libraries()
-    start = time.perf_counter()
     options = {"doc_stride": STRIDE} if task.kind == "question_answering" else None
     data = FinetuningDataModule(task.kind, tokenizer, max_sequence_length=task.max_sequence_length,
                                 train_batch_size=ROWS, collator_kwargs=options)  # fmt: skip
     data.set_datasets(**task.splits)
     data.setup()
-    prepared = time.perf_counter() - start
     seed_everything(0)
     config = {name: value for name, value in shape("bert", case["model"]).to_diff_dict().items()
               if not name.endswith("token_id")}  # fmt: skip
     module = FinetuningModule(
         task.kind, learning_rate=RATE, weight_decay=DECAY, model_config_kwargs=config
     )
-    found = {}
+    meters = []
 
     class Clock(Callback):
         def on_train_start(self, trainer, module) -> None:
-            found["meter"] = Meter(module.model)
+            meters.append(Meter(module.model))
 
         def on_train_batch_end(self, *_) -> None:
-            found["meter"].step()
+            meters[0].step()
 
     trainer = make_trainer(case["steps"], PRECISIONS[case["precision"]], callbacks=[Clock()])
     trainer.fit(module, data)
-    return {"preparation_seconds": prepared, **found["meter"].figures(case["warm"])}
+    return meters[0].figures(case["warm"])
 
 
 def their_dataset(task, tokenizer):
-    "Encoded training rows, as run_glue.py, run_ner.py and run_qa.py make them."
+    "Encode the training rows as run_glue.py, run_ner.py and run_qa.py do."
     from datasets import Dataset
 
     names = {name: number for number, name in enumerate(task.label_names)}
@@ -119,15 +104,13 @@ def their_dataset(task, tokenizer):
 
 
 def their_side(case: dict, task, tokenizer) -> dict:
-    "transformers' Trainer."
+    "Train with transformers' Trainer."
     from transformers import (DataCollatorForTokenClassification, DataCollatorWithPadding, Trainer,
                               TrainerCallback, TrainingArguments, set_seed)  # fmt: skip
 
     from bertlab.model.huggingface import to_family_config, their_class
 
-    start = time.perf_counter()
     dataset = their_dataset(task, tokenizer)
-    prepared = time.perf_counter() - start
     set_seed(0)
     ending = ENDINGS[task.kind]
     config = to_family_config(shape("bert", case["model"]), "bert", ending)
@@ -138,7 +121,7 @@ def their_side(case: dict, task, tokenizer) -> dict:
 
     class Clock(TrainerCallback):
         def on_train_begin(self, *_, **__) -> None:
-            meter.marks = [meter.mark()]
+            meter.start()
 
         def on_step_end(self, *_, **__) -> None:
             meter.step()
@@ -153,84 +136,75 @@ def their_side(case: dict, task, tokenizer) -> dict:
             use_cpu=not torch.cuda.is_available(),
         )  # fmt: skip
         Trainer(model, arguments, collator, dataset, callbacks=[Clock()]).train()
-    return {"preparation_seconds": prepared, **meter.figures(case["warm"])}
+    return meter.figures(case["warm"])
 
 
-def measure(case: dict) -> dict:
-    "One case, in this process."
+def measure(case: dict) -> dict[str, float]:
+    "Measure one case in this process."
     from bertlab.finetuning.tasks import load_builtin_dataset
 
-    _, tokenizer = shared_text(SHAPES[case["model"]][3], case["documents"], Path(case["kept"]))
-    sizes = {"train": case["train_rows"], "validation": 50, "test": 50}
-    task = load_builtin_dataset(case["task"], sizes={k: v for k, v in sizes.items() if v})
-    figures = (our_side if case["side"] == "ours" else their_side)(case, task, tokenizer)
-    return {**figures, "rows_per_second": ROWS * figures["steps"] / figures["wall_seconds"]}
+    _, tokenizer = load_text(SHAPES[case["model"]][3], case["documents"])
+    sizes = {"validation": 50, "test": 50}
+    sizes |= {"train": case["train_rows"]} if case["train_rows"] else {}
+    task = load_builtin_dataset(case["task"], sizes=sizes)
+    return (our_side if case["side"] == "ours" else their_side)(case, task, tokenizer)
 
 
 def draw(result: dict):
-    "How many times Trainer's tokens per second ours are, by task and precision."
+    "Draw our tokens per second over Trainer's, by task and precision."
     figure, axes = new_axes("", "ours over Trainer, real tokens per second", size=(7, 4))
     names = list(result["ratios"])
-    for place, name in enumerate(names):
-        found = result["ratios"][name]["wall"]
-        ends = [[found["median"] - found["min"]], [found["max"] - found["median"]]]
+    for column, name in enumerate(names):
+        ratio = result["ratios"][name]["wall"]
+        ends = [[ratio["median"] - ratio["min"]], [ratio["max"] - ratio["median"]]]
         colour = ORANGE if name.endswith("fp32") else BLUE
-        axes.bar(place, found["median"], yerr=ends, color=colour, capsize=3)
+        axes.bar(column, ratio["median"], yerr=ends, color=colour, capsize=3)
     axes.axhline(1, color="0.3", linewidth=0.8)
     axes.set_xticks(range(len(names)), [name.replace(", ", "\n") for name in names], fontsize=7)
-    axes.set_title(
-        f"{result['machine']['processor']}, {result['machine']['threads']} threads", fontsize=9
-    )
+    where = result["machine"]
+    axes.set_title(f"{where['processor']}, {where['threads']} threads", fontsize=9)
     return figure
 
 
 def main() -> None:
-    parser = common_parser(__doc__.splitlines()[0], "finetuning_trainer", rounds=3)
-    parser.add_argument("--tasks", nargs="+", default=list(TASKS))
-    parser.add_argument(
-        "--precisions", nargs="+", default=["fp32", "bf16"], choices=("fp32", "bf16")
-    )
-    parser.add_argument("--model", default="small", choices=list(SHAPES))
-    parser.add_argument("--steps", type=int, default=12, help="timed steps (default: 12)")
-    parser.add_argument("--train-rows", type=int, help="of a task (default: all)")
+    parser = common_parser(__doc__, "finetuning_trainer", rounds=3)
+    add = parser.add_argument
+    add("--tasks", nargs="+", default=list(TASKS), choices=TASKS)
+    add("--precisions", nargs="+", default=["fp32", "bf16"], choices=("fp32", "bf16"))
+    add("--model", default="small", choices=SHAPES)
+    add("--steps", type=int, default=12, help="timed steps (default: 12)")
+    add("--train-rows", type=int, help="of a task (default: all)")
     options, warm, documents = parser.parse_args(), 3, None
     if options.case:
-        print(json.dumps(measure(json.loads(options.case))))
-        return
+        return print(json.dumps(measure(options.case)))
     if options.quick:
         options.rounds, options.tasks, options.precisions = 1, options.tasks[:1], ["bf16"]
         options.model, options.steps, options.train_rows, warm, documents = "tiny", 2, 100, 1, 2000
-    place = machine(options.threads)
-    ledger = Ledger(options.kept / "finetuning_trainer.json", fingerprint(__file__), options.fresh)
-    shared_text(SHAPES[options.model][3], documents, options.kept)
-    base = {"model": options.model, "steps": options.steps + warm, "warm": warm, "documents": documents,
-            "train_rows": options.train_rows, "kept": str(options.kept)}  # fmt: skip
-    show = lambda f: f"{f['tokens_per_second']:9,.0f} tokens/s, {f['fill']:4.0%} full"  # noqa: E731
-    sides, runs, compared = {}, {}, {}
-    for task in options.tasks:
-        for precision in options.precisions:
-            name = f"{task}, {precision}"
-            print(name, flush=True)
-            cases = {side: {**base, "task": task, "precision": precision, "side": side}
-                     for side in ("ours", "Trainer")}  # fmt: skip
-            runs[name] = alternate(__file__, cases, options.rounds, options.threads, ledger, show)
-            compared[name] = {
-                clock: ratios(runs[name]["ours"], runs[name]["Trainer"], figure)
-                for clock, figure in (
-                    ("wall", "tokens_per_second"),
-                    ("processor", "tokens_per_processor_second"),
-                )
-            }
-            sides[name] = {side: {k: spread(f[k] for f in found) for k in found[0]}
-                           for side, found in runs[name].items()}  # fmt: skip
-            print(f"  ours over Trainer: {compared[name]['wall']['median']:.2f}", flush=True)
-    settings = dict(
-        rows=ROWS, learning_rate=RATE, weight_decay=DECAY, doc_stride=STRIDE, shapes=SHAPES
-    )
-    write_result(options.output, {
-        "what": __doc__.splitlines()[0], "bertlab": bertlab.__version__, "machine": place,
-        "model": options.model, "settings": settings, "judged": [], "ratios": compared, "sides": sides,
-        "runs": runs}, draw)  # fmt: skip
+    place, ledger = machine(options.threads), Ledger("finetuning_trainer", options.fresh)
+    load_text(SHAPES[options.model][3], documents)
+    base = {
+        "model": options.model,
+        "steps": options.steps + warm,
+        "warm": warm,
+        "documents": documents,
+        "train_rows": options.train_rows,
+    }
+    show = lambda f: f"{f['tokens_per_second']:9,.0f} tokens/s, {f['fill']:4.0%} full"
+    sides, compared = {}, {}
+    for task, precision in product(options.tasks, options.precisions):
+        name = f"{task}, {precision}"
+        print(name, flush=True)
+        case = {**base, "task": task, "precision": precision}
+        cases = {side: {**case, "side": side} for side in ("ours", "Trainer")}
+        runs = alternate(__file__, cases, options, ledger, show)
+        pair = runs["ours"], runs["Trainer"]
+        compared[name] = {
+            "wall": ratios(*pair, "tokens_per_second"),
+            "processor": ratios(*pair, "tokens_per_processor_second"),
+        }
+        sides[name] = spreads(runs)
+    content = {"bertlab": bertlab.__version__, "machine": place, "model": options.model}
+    write_result(options, {**content, "ratios": compared, "sides": sides}, draw)
 
 
 if __name__ == "__main__":

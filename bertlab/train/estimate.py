@@ -159,9 +159,7 @@ def _probed_states(
     return total
 
 # %% ../../nbs/train/18_estimate.ipynb #b2a88851
-HEAP_OVERHEAD = (
-    2.3  # most that the heap of a CPU grew beyond its tensors; see benchmarks/estimate.py
-)
+HEAP_OVERHEAD = 2.3  # most that the heap of a CPU grew beyond its tensors
 _TOY = dict(vocab_size=64, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
             num_attention_heads=1, max_position_embeddings=16)  # fmt: skip
 

@@ -288,21 +288,6 @@ def test_a_rule_may_have_any_name(rule):
     assert "choose a rule" in race.children[-1].value
 
 
-def test_the_recorded_updates_belong_to_the_recorded_race():
-    folder = ROOT / "benchmarks/results"
-    race = json.loads((folder / "optimizer_race.json").read_text(encoding="utf-8"))["results"]
-    runs = load_runs(folder / "optimizer_updates.json")
-    assert {run.optimizer for run in runs} == {"momentum", "adamw", "lion", "muon"} and len(
-        runs
-    ) == 12
-    for run in runs:
-        raced = {one["seed"]: one["losses"] for one in race[run.optimizer]["runs"]}
-        assert run.rate == race[run.optimizer]["rate"] and run.losses == raced[run.seed]
-        assert len(run.update_sizes) == len(run.losses) and all(
-            len(v) == 64 for v in run.spectra.values()
-        )
-
-
 @pytest.mark.parametrize(
     "runs", [[], [OptimizerRun("x", 1, 0)], [OptimizerRun("x", 1, 0, [1.0], [])]]
 )
