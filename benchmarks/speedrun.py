@@ -28,7 +28,7 @@ from torch.nn import functional as F
 from bertlab.cli.demo import FIRST_RECIPE, demo_config
 from bertlab.cli.pretrain import Run, find_model_directory, provenance
 from bertlab.core.devices import find_accelerator
-from bertlab.core.reading import load_json, load_yaml
+from bertlab.core.serialization import load_json, load_yaml
 from bertlab.data.corpus import Corpus, load_corpus
 from bertlab.data.module import PretrainingDataModule
 from bertlab.data.rows import IGNORE_INDEX
@@ -225,7 +225,7 @@ def race(
             machine = {**provenance(track.accelerator), "threads": torch.get_num_threads()}
             done.write_text(json.dumps({"key": log["recipe_sha256"] + corpus.sha256, "attempt": asdict(attempt),
                                         "hidden_sha256": hidden, "machine": machine}))  # fmt: skip
-        saved = load_json(done, finite=False)
+        saved = load_json(done)
         if saved["key"] != log["recipe_sha256"] + corpus.sha256:
             raise ValueError(f"{done} is of another recipe or text: choose another --output")
         log |= {name: saved[name] for name in ("hidden_sha256", "machine")}

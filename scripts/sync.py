@@ -53,7 +53,7 @@ GUIDES = ("own_text", "resume", "finetune_csv", "continue_model", "save_and_shar
 TASKS = {
     "core/01_files": "Write files whole, keep runs apart", "core/02_durations": "Say how long a run lasts",
     "core/03_plots": "Draw figures that all can read", "core/04_names": "Name parts in a configuration",
-    "core/05_devices": "Know the device, its types and peaks", "core/06_reading": "Read a stranger's file safely",
+    "core/05_devices": "Know the device, its types and peaks", "core/06_serialization": "Read a stranger's file safely",
     "course/checks/01_progress": "Remember which exercises are solved",
     "data/01_documents": "Get documents, hold some out", "data/02_readers": "Read text, CSV, JSONL and Parquet",
     "data/03_sources": "Find your text, wherever it is", "data/04_corpus": "Make a corpus without leaks",

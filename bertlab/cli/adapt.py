@@ -15,7 +15,7 @@ from .finetune import FinetuningRun, write_json
 from .options import COMMANDS
 from .pretrain import find_model_directory
 from .vocabularies import copy_sentence_transformers_files
-from ..core.reading import load_json, load_yaml
+from ..core.serialization import load_json, load_yaml
 from ..core.files import RUN_FILE
 from ..data.tokenizers import TOKENIZER_FILES, load_tokenizer
 from ..finetuning.data import load_reading, write_reading
@@ -38,7 +38,7 @@ HOWS = ("uniform", "greedy")
 def _find_seeds(directory: Path) -> tuple[list[Path], list[str]]:
     "The best checkpoint of each seed that a run has finished, and the names of the others."
     path, found = directory / "metrics.json", sorted(directory.glob("seed-*/best.ckpt"))
-    seeds = load_json(path, finite=False).get("seeds") if path.exists() else None
+    seeds = load_json(path).get("seeds") if path.exists() else None
     finished = {f"seed-{seed}" for seed in seeds or ()}
     rest = [path.parent.name for path in found if path.parent.name not in finished]
     found = [path for path in found if path.parent.name in finished]

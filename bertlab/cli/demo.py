@@ -21,7 +21,7 @@ from typing import Any
 from .options import COMMANDS, convert
 from ..core.files import RUN_FILE, check_run_directory, atomic_write
 from ..core.names import did_you_mean
-from ..core.reading import load_yaml
+from ..core.serialization import load_yaml
 from ..data.corpus import Corpus, load_corpus
 
 # %% ../../nbs/cli/03_demo.ipynb #dcd2e535

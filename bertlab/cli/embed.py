@@ -22,7 +22,7 @@ from .pretrain import naming_options, provenance, trainer_options
 from ..core.devices import num_devices
 from ..core.files import RUN_FILE, check_output_file, check_run_directory
 from ..core.files import lock_directory, prepare_run_directory, atomic_write
-from ..core.reading import dump_yaml, load_json
+from ..core.serialization import dump_yaml, load_json
 from ..data.sources import check_not_inside, expand_sources, looks_like_hub_name
 from ..embeddings.bi_encoder import BiEncoder, find_similarity
 from ..embeddings.late_interaction import LateScorer

@@ -30,7 +30,7 @@ from bertlab.core.files import (
     atomic_write,
 )
 from ..core.names import look_up
-from ..core.reading import dump_yaml, one_line, parse_yaml, load_json, load_yaml
+from ..core.serialization import dump_yaml, one_line, parse_yaml, load_json, load_yaml
 from ..data.sources import in_hub_form
 from ..data.tokenizers import resolve_tokenizer, train_tokenizer
 from ..finetuning.baselines import compute_baselines, describe_draw

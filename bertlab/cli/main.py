@@ -30,7 +30,7 @@ from .. import __version__
 from .options import COMMANDS, Asked
 from ..core.files import RUN_FILE, check_run_directory
 from ..core.names import did_you_mean
-from ..core.reading import load_yaml
+from ..core.serialization import load_yaml
 from ..data.sources import iter_documents, is_local, looks_like_hub_name
 from ..data.tokenizers import TOKENIZER_FILES
 

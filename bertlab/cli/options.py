@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from ..core.names import did_you_mean
-from ..core.reading import dump_yaml, parse_yaml, load_yaml
+from ..core.serialization import dump_yaml, parse_yaml, load_yaml
 
 # %% ../../nbs/cli/01_options.ipynb #0665459e
 @dataclass(frozen=True)

@@ -43,7 +43,7 @@ from bertlab.core.files import (
     atomic_write,
 )
 from ..core.names import did_you_mean, import_object, look_up
-from ..core.reading import dump_yaml, one_line, load_json, load_yaml
+from ..core.serialization import dump_yaml, one_line, load_json, load_yaml
 from ..data.module import PretrainingDataModule, training_texts
 from ..data.sources import check_not_inside
 from ..data.tokenizers import TOKENIZER_TRAINERS, resolve_tokenizer, num_token_ids
@@ -667,7 +667,7 @@ class Run:
         from bertlab.train.reports import is_finished
 
         validates = bool(self.data.val_datasets) and self.trainer.limit_val_batches != 0
-        return is_finished(load_json(path, finite=False), self.trainer.max_steps, validates)
+        return is_finished(load_json(path), self.trainer.max_steps, validates)
 
     def prepare(
         self,
@@ -753,7 +753,7 @@ class Run:
         self.trainer.strategy.barrier()  # the first process writes what all read here
         if not self.choices.report:
             return validation
-        return load_json(self.output / "metrics.json", finite=False)
+        return load_json(self.output / "metrics.json")
 
 
 def provenance(

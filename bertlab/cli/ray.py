@@ -22,7 +22,7 @@ from .main import silence_libraries
 from .options import Asked
 from .pretrain import Run, ask_for_run, build_objects, provenance
 from ..core.files import RUN_FILE, check_run_directory
-from ..core.reading import load_yaml
+from ..core.serialization import load_yaml
 from ..train.parallel import STRATEGIES, FullyShardedStrategy, LaunchInfo, get_strategy
 
 # %% ../../nbs/cli/13_ray.ipynb #c672dd34

@@ -23,7 +23,7 @@ from lightning.pytorch.callbacks import Callback
 
 from .finetune import FinetuningRun
 from .options import COMMANDS
-from ..core.reading import dump_yaml, one_line, load_yaml
+from ..core.serialization import dump_yaml, one_line, load_yaml
 from .pretrain import Run, naming_options
 from bertlab.core.files import (
     RUN_FILE,

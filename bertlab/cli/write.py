@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TextIO
 from unicodedata import category, east_asian_width
 
-from ..core.reading import load_yaml
+from ..core.serialization import load_yaml
 from .pretrain import find_model_directory
 from ..core.files import RUN_FILE
 from ..data.tokenizers import load_tokenizer

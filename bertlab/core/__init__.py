@@ -9,5 +9,5 @@ __getattr__, __dir__ = _lazy_parts(__name__, (
     "plots",
     "names",
     "devices",
-    "reading",
+    "serialization",
 ))

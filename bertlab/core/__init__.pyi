@@ -5,4 +5,4 @@ from . import durations as durations
 from . import plots as plots
 from . import names as names
 from . import devices as devices
-from . import reading as reading
+from . import serialization as serialization

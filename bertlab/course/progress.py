@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ..core.files import atomic_write
-from ..core.reading import load_json
+from ..core.serialization import load_json
 
 # %% ../../nbs/course/checks/01_progress.ipynb #b2653b9e
 VARIABLE = "BERTLAB_PROGRESS"  # environment variable: another file, or "off"

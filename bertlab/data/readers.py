@@ -27,7 +27,6 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from ..core.names import did_you_mean
-from ..core.reading import check_utf8
 
 # %% ../../nbs/data/02_readers.ipynb #97801f08
 def _open_zstd(path: Path) -> BinaryIO:
@@ -543,7 +542,13 @@ def _check_text(value: object, column: str | int, where: str) -> str:
             f"{where}: column {column!r} holds {type(value).__name__}, not text; "
             "pass the name of the column that holds the text as text_column"
         )
-    check_utf8(value, f"{where}: column {column!r}")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"{where}: column {column!r} holds half of a surrogate pair "
+            f"({value[error.start]!r}), which is not valid Unicode; correct the row, or leave it out"
+        ) from None
     return value
 
 

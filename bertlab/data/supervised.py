@@ -22,7 +22,6 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import torch
 
-from ..core.reading import check_utf8
 from .documents import UNSPACED, has_unspaced
 from .rows import IGNORE_INDEX, PADDING, Collator, RowReader, read_column
 from .tokenizers import tokenize_plain
@@ -79,7 +78,6 @@ def read_texts(
                 f"row {number}: the column {column!r} must hold {what} that is not "
                 f"empty, got {str(text)[:40]!r}; the row's columns are {list(row)}"
             )
-        check_utf8(" ".join(words), f"row {number}: the column {column!r}")
         texts.append(text)
     return texts
 
@@ -585,7 +583,6 @@ def read_spans(
                 f"{where} has a span from character {start} to {end} with the label "
                 f"{label!r}: give a name, or the number of one"
             )
-        check_utf8(str(label), f"{where} has a span from character {start} to {end} whose label")
         start, end = end - len(inside.lstrip()), start + len(inside.rstrip())
         spans.append((start, end, label))
     return list(dict.fromkeys(spans))

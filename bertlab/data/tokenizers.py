@@ -24,7 +24,6 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from ..core.names import look_up
-from ..core.reading import read_model_settings
 from .documents import UNSPACED
 from .sources import SourceNotFound, TextStream
 from .sources import looks_like_hub_name, offline_if_unreachable
@@ -608,16 +607,6 @@ def train_tokenizer(
     return PreTrainedTokenizerFast(**options)
 
 # %% ../../nbs/data/05_tokenizers.ipynb #9da06914
-def _check_beside_tokenizer(name: str) -> None:
-    "Look at the model's configuration first: who loads its tokenizer builds that too."
-    from transformers.utils import cached_file
-
-    missing = dict.fromkeys(("_raise_exceptions_for_missing_entries",
-                             "_raise_exceptions_for_connection_errors"), False)  # fmt: skip
-    if (path := cached_file(name, "config.json", **missing)) is not None:
-        read_model_settings(path)
-
-
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -645,7 +634,6 @@ def load_tokenizer(
 
     try:
         with nullcontext() if local else offline_if_unreachable():
-            _check_beside_tokenizer(name)
             # None would ask at the keyboard whether to run a stranger's code
             tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except Exception as error:  # the clients underneath raise a dozen kinds

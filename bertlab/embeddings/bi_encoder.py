@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 from ..core.files import atomic_write
 from ..core.names import look_up
-from ..core.reading import load_json
+from ..core.serialization import load_json
 from ..data.tokenizers import load_tokenizer
 from .gradcache import encode_with_gradcache, chunk_batch
 from .pooling import POOLINGS, pack_for_encoder, document_index
@@ -338,7 +338,7 @@ def read_st_config(source: str | os.PathLike) -> dict[str, Any]:  # pooling, nor
             _raise_exceptions_for_missing_entries=False,
             _raise_exceptions_for_connection_errors=False,
         )
-        return load_json(path, kind, finite=False) if path else None
+        return load_json(path, kind) if path else None
 
     modules = read("modules.json", list)
     if modules is None:

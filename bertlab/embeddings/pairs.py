@@ -26,7 +26,6 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch.utils.data import DataLoader, Dataset
 
 from ..core.names import did_you_mean
-from ..core.reading import check_utf8
 from ..data.module import EpochBatches, filled_batches
 from ..data.streaming import ignore_parent_signals
 from ..data.readers import TABLES, check_format, error_policy, kind_of, parse_json
@@ -111,7 +110,6 @@ def _one_text(value: Any, column: str, where: str) -> str:
     if not isinstance(value, str) or not value.strip():
         kind = "is empty" if value is None or isinstance(value, str) else "is no text"
         raise ValueError(f"{where}: the column {column!r} {kind}: it holds {str(value)[:40]!r}")
-    check_utf8(value, f"{where}: the column {column!r}")
     return value
 
 

@@ -22,7 +22,7 @@ import numpy as np
 
 from ..core.files import atomic_directory, atomic_write
 from ..core.names import look_up
-from ..core.reading import load_json
+from ..core.serialization import load_json
 from ..data.documents import Document
 from ..data.sources import iter_documents
 from bertlab.embeddings.bi_encoder import (

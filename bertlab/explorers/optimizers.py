@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ..core.files import atomic_write
 from ..core.plots import smooth
-from ..core.reading import load_json
+from ..core.serialization import load_json
 from bertlab.explorers.widgets import (
     CONTROL_LOOK,
     Explorer,

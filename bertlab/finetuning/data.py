@@ -30,7 +30,6 @@ from torch.utils.data import DataLoader, Dataset
 
 from ..core.files import atomic_write
 from ..core.names import look_up
-from ..core.reading import check_utf8
 from ..data.module import EpochBatches, filled_batches
 from ..data.streaming import ignore_parent_signals
 from ..data.packing import pack_best_fit
@@ -195,8 +194,6 @@ def check_labelled_row(
     label, column = read_column([row], label_column)[0], f"row 0: the column {label_column!r}"
     if any(map(_is_missing, flatten([label]))):
         raise ValueError(f"{column} has no label: it holds {str(label)[:60]!r}")
-    for name in flatten([label]):
-        check_utf8(str(name), column)
     if tokens and not isinstance(label, (list, tuple, np.ndarray)):
         raise ValueError(f"{column} must hold a label for each word, got {str(label)[:60]!r}")
     if tokens and len(label) != len(texts[0]):

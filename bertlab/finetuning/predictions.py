@@ -31,7 +31,6 @@ from torch import nn
 
 from ..core.devices import num_devices
 from ..core.files import atomic_write
-from ..core.reading import check_utf8
 from ..data.documents import has_unspaced, split_words
 from ..data.plain_models import FAMILIES
 from ..data.readers import read_lines, resolve_column
@@ -468,7 +467,6 @@ def _read_cells(
         if not all(isinstance(text, str) for text in texts):
             what = "words" if as_words else "a text"
             raise ValueError(f"{place}: the column {name!r} must hold {what}, got {value!r:.60}")
-        check_utf8(" ".join(texts), f"{place}: the column {name!r}")
         if not any(text.strip() for text in texts):
             return None
         found[name] = value
@@ -764,8 +762,6 @@ def predict_file(
                 f"output {output}: CoNLL-U takes a tag for each of its words; this is "
                 f"{predictor.task} of the column {read!r}"
             )
-    for row, place in zip(rows, rows.places):  # no file can hold these, however it is written
-        check_utf8(json.dumps(row, ensure_ascii=False, default=str), place)
     if taken := sorted(_blank_prediction(predictor, options).keys() & set(rows.columns)):
         raise ValueError(
             f"{source} has the columns {taken}, which a prediction would write over; rename them"

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from ..core.names import did_you_mean, look_up
-from ..core.reading import check_utf8
 from ..data.masking import counter_uniform, row_rng_keys
 from ..data.rows import Vocabulary
 from ..data.tokenizers import num_token_ids, unused_token_ids
@@ -71,7 +70,6 @@ def read_prompt(
     "Make a row of a prompt. Raises `ValueError` for one that leaves nothing to write."
     if not isinstance(prompt, str):
         raise ValueError(f"prompts must be strings, got {prompt!r}")
-    check_utf8(prompt, f"prompt {prompt[:40]!r}")
     mask = tokenizer.mask_token_id
     gapped = "[MASK]" in prompt or tokenizer.mask_token in prompt or GAP in prompt
     if mode == "auto":

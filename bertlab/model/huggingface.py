@@ -4,9 +4,10 @@
 
 # %% auto #0
 __all__ = ['ARCHITECTURES', 'END_OF_MODEL', 'their_class', 'find_kind', 'to_bertlab_config', 'unused_settings', 'output_settings',
-           'to_family_config', 'BertLabModelWithPooler', 'find_head', 'read_config', 'load_pretrained', 'stored_head',
-           'from_huggingface', 'has_adapter', 'check_no_adapter', 'merged_copy', 'give_weights', 'positions_differ',
-           'drop_position_offset', 'to_huggingface', 'check_tokenizer', 'sync_special_tokens', 'saved_as', 'save_model']
+           'to_family_config', 'BertLabModelWithPooler', 'find_head', 'load_config_json', 'read_config',
+           'load_pretrained', 'stored_head', 'from_huggingface', 'has_adapter', 'check_no_adapter', 'merged_copy',
+           'give_weights', 'positions_differ', 'drop_position_offset', 'to_huggingface', 'check_tokenizer',
+           'sync_special_tokens', 'saved_as', 'save_model']
 
 # %% ../../nbs/model/10_huggingface.ipynb #6b13fa00
 import copy
@@ -27,7 +28,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPooling
 from transformers.utils import can_return_tuple
 
 from ..core.files import recover_directory, atomic_directory, atomic_write
-from ..core.reading import read_model_settings
+from ..core.serialization import load_json
 from ..data.tokenizers import TOKENIZER_FILES, num_token_ids
 from .config import ACTIVATION_NAMES, SPECIAL_TOKEN_IDS, BertLabConfig
 from .encoder import BertLabModel, BertLabPreTrainedModel
@@ -376,6 +377,20 @@ def _check_amount(shape: PretrainedConfig, name: str | os.PathLike) -> None:
         )
 
 
+def load_config_json(
+    path: str | os.PathLike,
+) -> dict[str, Any]:
+    "Read a config.json. Raises `ValueError` for an attention kernel that would be downloaded."
+    config = load_json(path)
+    for name in ("attn_implementation", "_attn_implementation"):
+        if re.search(r"[/:@|]", str(config.get(name) or "")):
+            raise ValueError(
+                f"{path}: {name}={config[name]!r} names code that would be downloaded and run; "
+                "remove it"
+            )
+    return config
+
+
 def read_config(
     name: str | os.PathLike,  # on the hub, or a directory
 ) -> PretrainedConfig:  # of theirs or of ours
@@ -384,7 +399,7 @@ def read_config(
 
     try:
         recover_directory(name)
-        read_model_settings(cached_file(os.fspath(name), "config.json"))
+        load_config_json(cached_file(os.fspath(name), "config.json"))
         # False, not None: transformers would ask at the keyboard whether to run the model's code.
         shape = AutoConfig.from_pretrained(name, trust_remote_code=False)
     except Exception as error:  # no such model, a kind nobody knows, a file that somebody bent

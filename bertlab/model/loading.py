@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..core.reading import check_beside, load_json
+from ..core.serialization import load_json
 
 # %% ../../nbs/model/09_loading.ipynb #f1c84408
 # What NumPy's arrays are rebuilt from: numbers, and no code of a stranger.
@@ -155,7 +155,7 @@ def _read_index(path: Path) -> list[str]:
     places = load_json(path).get("weight_map")
     if not isinstance(places, dict) or not places:
         raise ValueError(f"{path} is damaged: it has no weight_map that names files")
-    return sorted({check_beside(file, path) for file in places.values()})
+    return sorted(set(places.values()))
 
 
 def _read_file(path: str | os.PathLike) -> dict[str, Any]:

@@ -12,7 +12,6 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from ..core.reading import check_utf8
 from .heads import TokenPredictionModel
 from .huggingface import check_tokenizer
 from .layers import gather_positions
@@ -38,8 +37,6 @@ def encode_masked(
     "Tokenize and pad. Raises `ValueError` for a text without a mask, and instead of cutting one."
     if isinstance(texts, str) or not len(texts):
         raise ValueError(f"texts must be a list of one or more strings, got {texts!r}")
-    for i, text in enumerate(texts):
-        check_utf8(str(text), f"text {i}")
     # On the right, because a BERT of transformers counts positions from the start of the row.
     encoded = tokenizer(list(texts), return_tensors="pt", padding=True, padding_side="right")
     lengths_B = encoded["attention_mask"].sum(1).tolist()

@@ -23,7 +23,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.optim import Optimizer
 
 from ..core.names import resolve
-from ..core.reading import one_line
+from ..core.serialization import one_line
 from .muon import MuonWithAdamW, BatchedMuon
 
 # %% ../../nbs/optim/05_optimizers.ipynb #72f96599

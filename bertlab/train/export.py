@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..core.files import atomic_directory
-from ..core.reading import one_line, read_model_settings, read_text
+from ..core.serialization import load_json, one_line
 from ..data.corpus import load_corpus
 from ..data.sources import iter_documents
 from ..data.tokenizers import load_tokenizer
@@ -268,7 +268,7 @@ class OnnxModel:
         if precision is not None and precision not in FILES:
             raise ValueError(f"precision={precision!r} must be one of {', '.join(FILES)}")
         place = Path(directory)
-        settings = read_model_settings(place / "config.json")
+        settings = load_json(place / "config.json")
         names = [FILES[precision]] if precision else [FILES["int8"], FILES["fp32"]]
         path = next((place / name for name in names if (place / name).is_file()), None)
         if path is None:
@@ -436,7 +436,7 @@ def check_exportable(directory: str | os.PathLike) -> None:
     place = Path(directory)
     if not (place / "config.json").is_file():
         raise ValueError(f"{directory} holds no config.json: name the directory of a model")
-    written = (read_model_settings(place / "config.json").get("architectures") or ["nothing"])[0]
+    written = (load_json(place / "config.json").get("architectures") or ["nothing"])[0]
     if not str(written).endswith(("ForMaskedLM", "ForMaskedDiffusion")) or "Enhanced" in written:
         raise ValueError(
             f"{directory} holds a {str(written)[:80]}, which guesses no words: export "
@@ -475,7 +475,7 @@ def held_out_texts(
 def _card(directory: Path, report: Mapping[str, Any]) -> str:
     "The model's own card, or one made of what is known, with what the export measured."
     own = directory / "README.md"
-    text = read_text(own) if own.is_file() else make_card(directory)
+    text = own.read_text(encoding="utf-8") if own.is_file() else make_card(directory)
     lines = [
         f"| {name} | {row['bytes'] / 1e6:.2f} | {row['largest_logit_difference']:.2g} | "
         f"{row['same_best_guess']:.1%} | {row['loss']:.4f} |"

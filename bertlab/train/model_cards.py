@@ -18,7 +18,7 @@ from typing import Any
 
 import yaml
 
-from ..core.reading import dump_yaml, parse_yaml, load_json, load_yaml
+from ..core.serialization import dump_yaml, parse_yaml, load_json, load_yaml
 from ..core.files import RUN_FILE, atomic_write
 from bertlab.train.model_directories import (
     SENTENCE_TRANSFORMERS_FILES,
@@ -125,7 +125,7 @@ _SPLITS = {"val": "validation", "test": "test"}  # as names of numbers begin
 
 
 def _note(path: Path) -> dict[str, Any]:  # empty where there is none
-    return load_json(path, finite=False) if path.is_file() else {}
+    return load_json(path) if path.is_file() else {}
 
 
 def _tokens_by(step: int, home: Path, tokens: Any) -> dict[str, int]:  # empty: nobody knows

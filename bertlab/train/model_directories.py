@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..core.files import recover_directory, atomic_directory, atomic_write
-from ..core.reading import check_beside, load_json
+from ..core.serialization import load_json
 from ..data.diffusion import DiffusionConfig
 from ..data.packing import PackedDataset
 from ..model.adapters import save_adapter
@@ -80,7 +80,7 @@ def read_sentence_transformers_files(
                              "_raise_exceptions_for_connection_errors"), False)  # fmt: skip
     if (path := cached_file(os.fspath(source), "modules.json", **missing)) is None:
         return {}
-    modules = load_json(path, list, finite=False)
+    modules = load_json(path, list)
     if not all(isinstance(one, dict) and isinstance(one.get("type"), str) for one in modules):
         raise ValueError(f"{source}: modules.json is damaged: each module needs a type and a path")
     kinds = {one["type"].rpartition(".")[2]: one.get("path") for one in modules}
@@ -91,7 +91,7 @@ def read_sentence_transformers_files(
             "and Normalize in 2_Normalize; do this with sentence-transformers"
         )
     pooling = cached_file(os.fspath(source), "1_Pooling/config.json", **missing)
-    said = {} if pooling is None else load_json(pooling, finite=False)
+    said = {} if pooling is None else load_json(pooling)
     on = [name for name in said if name.startswith("pooling_mode_") and said[name] is True]
     on = on or [said.get("pooling_mode", "mean")]  # later versions name it
     words = [re.sub("^pooling_mode_|_tokens?$", "", str(one)) for one in on]
@@ -108,9 +108,7 @@ def read_marker(directory: Path) -> dict[str, Any] | None:  # None: not one of o
         value = marker["value"]
         known = value is None or isinstance(value, (int, float))
         fits = known and type(marker["step"]) is int and isinstance(marker["files"], list)
-        # Who removes a model removes these files, so they may lead nowhere else.
-        names = [check_beside(name, directory / MODEL_MARKER) for name in marker["files"]]
-        return marker if fits and names == marker["files"] else None
+        return marker if fits else None
     except (ValueError, KeyError, TypeError):
         return None
 

@@ -34,7 +34,7 @@ from .distill import DistillationModule, check_penalty, check_whole_scores
 from ..core.durations import parse_amount
 from ..core.files import RUN_FILE, check_run_directory, lock_directory, prepare_run_directory
 from ..core.files import atomic_directory, atomic_write
-from ..core.reading import dump_yaml, load_json, load_yaml
+from ..core.serialization import dump_yaml, load_json, load_yaml
 from .stopping import NonFiniteGuard
 from .modules import OBJECTIVES, PretrainingModule, clock_budget
 from .modules import collator_objective, build_optimizer, find_objective
@@ -480,7 +480,7 @@ def run_stages(
         if not place.exists():
             with lock_directory(output):
                 _run_stage(stage, number, output, previous, tokenizer, watchers or usual)
-        summaries.append(load_json(place / "stage.json", finite=False))
+        summaries.append(load_json(place / "stage.json"))
         previous = place
     return summaries
 
@@ -495,7 +495,7 @@ def spent_in_stages(
         place = Path(output) / f"stage-{number}"
         if (place / "model").exists():
             # The tokens of history.csv were those of one process in older versions.
-            tokens += load_json(place / "model" / "stage.json", finite=False)["tokens"]
+            tokens += load_json(place / "model" / "stage.json")["tokens"]
             with open(place / "history.csv", newline="") as f:
                 *_, last = csv.DictReader(f)
             seconds += float(last["seconds"])

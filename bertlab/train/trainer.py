@@ -22,7 +22,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from .checkpoints import RNGState, AtomicCheckpointIO
 from .history import paused
 from ..core.devices import check_device, default_precision, retain_freed_memory
-from ..core.reading import one_line
+from ..core.serialization import one_line
 from .parallel import check_precision, num_processes, get_strategy, is_lone_task
 from .xla import xla_trainer_options
 

@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from ..core.files import atomic_directory
-from ..core.reading import read_model_settings
+from ..core.serialization import load_json
 from .export import FILES, PARTS, REPORT, OnnxModel, top_tokens, check_exportable
 from .export import check_extra, check_output, export_model
 
@@ -335,7 +335,7 @@ def _write_page(
         "first": {**answer, "text": shown[0]},
     }
     (target / "page.json").write_text(json.dumps(page, ensure_ascii=False), encoding="utf-8")
-    config = read_model_settings(made / "config.json")
+    config = load_json(made / "config.json")
     vocabulary = vocabulary if isinstance(vocabulary, int) else len(tokenizer)
     filled = {
         "name": html.escape(title),

@@ -9,7 +9,7 @@ from inspect import Parameter, signature
 import pytest
 
 from bertlab.cli.options import COMMANDS, LIGHTNING, convert, convert_text, read_options
-from bertlab.core.reading import load_yaml
+from bertlab.core.serialization import load_yaml
 
 
 def imported(file, name):

@@ -18,7 +18,7 @@ import bertlab.cli.tune as tuning  # noqa: E402
 from bertlab.cli.adapt import average, lengthen  # noqa: E402
 from bertlab.cli.main import main  # noqa: E402
 from bertlab.cli.tune import PruningCallback, read_search, read_trials, tune  # noqa: E402
-from bertlab.core.reading import load_json  # noqa: E402
+from bertlab.core.serialization import load_json  # noqa: E402
 from bertlab.model.config import bert_tiny  # noqa: E402
 from bertlab.model.heads import BertLabForMaskedLM  # noqa: E402
 from bertlab.model.huggingface import save_model  # noqa: E402

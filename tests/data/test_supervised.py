@@ -527,18 +527,6 @@ def test_a_record_that_cannot_be_right_is_refused_by_its_number(change, word):
     assert word in str(error.value)
 
 
-@pytest.mark.parametrize("kind, text", [(str, "a \ud800 b"), (list, ["a", "\ud800", "b"])])
-def test_half_of_a_surrogate_pair_is_refused_with_row_and_column(kind, text):
-    good = "a" if kind is str else ["a"]
-    with pytest.raises(ValueError, match="row 8: the column 'text' holds half of a surrogate pair"):
-        read_texts([{"text": good}, {"text": text}], "text", kind, start=7)
-    with pytest.raises(
-        ValueError,
-        match="row 7: the column 'spans'.*from character 0 to 1.*half of a surrogate pair",
-    ):
-        read_spans({"spans": [{"start": 0, "end": 1, "label": "\ud800"}]}, "spans", "ab", 7)
-
-
 @pytest.mark.parametrize("text, letters", [
     (unicodedata.normalize("NFD", "한국 가"), [3, 3, 1, 2]), ("간\u11ab", [2]),  # syllables in two and three parts
     ("\U0001f1e9\U0001f1ea\U0001f1eb\U0001f1f7", [2, 2]), ("a\U0001f1e9b", [1, 1, 1]),  # two flags; half of one

@@ -99,7 +99,6 @@ def test_a_columns_number_counts_in_the_first_row_of_a_file_whatever_order_other
 
 @pytest.mark.parametrize("row, word", [({"query": "a", "positive": ""}, "positive"), ({"query": None, "positive": "b"}, "query"),
                                        ({"query": "a", "positive": 3}, "no text"),
-                                       ({"query": "a", "positive": "b \ud800"}, "half of a surrogate pair"),
                                        ({"query": "a", "positive": "b", "negative": ["c", " "]}, "negative"),
                                        ({"query": "a", "positive": "b", "scores": [1.0, 2.0]}, "scores")])  # fmt: skip
 def test_a_bad_row_is_named_by_its_line_or_left_out_and_counted(tmp_path, row, word):

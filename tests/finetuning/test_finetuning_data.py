@@ -466,37 +466,6 @@ def test_a_bad_row_is_named_by_split_row_and_column(row, words, split):
     assert all(word in str(error.value) for word in [f"{name} row 3", *words]), error.value
 
 
-@pytest.mark.parametrize(
-    "own", [True, False], ids=["a tokenizer is given", "a tokenizer is trained"]
-)
-@pytest.mark.parametrize("task, bad", [
-    ("classification", {"text": "a \ud800 b"}), ("classification", {"label": "\ud800"}),
-    ("token_classification", {"text": ["the", "\ud800"], "label": ["O", "O"]}),
-    ("question_answering", {"context": "oslo \ud800", "answers": [{"text": "oslo", "answer_start": 0}]}),
-    ("span_classification", {"spans": [{"start": 0, "end": 3, "label": "\ud800"}]}),
-])  # fmt: skip
-def test_half_of_a_surrogate_pair_is_a_bad_row(task, bad, own):
-    good = {"classification": rows_of(8), "token_classification": [{"text": ["the", "text"], "label": ["O", "B"]}] * 8,
-            "question_answering": [{"question": "where", "context": "in oslo", "answers": [{"text": "oslo", "answer_start": 3}]}] * 8,
-            "span_classification": [{"text": "the apple", "spans": [{"start": 4, "end": 9, "label": "FRUIT"}]}] * 8}[task]  # fmt: skip
-
-    def read(**options):
-        stride = {"collator_kwargs": {"doc_stride": 4}} if task == "question_answering" else {}
-        data = FinetuningDataModule(
-            task, tokenizer() if own else None, max_sequence_length=64, **stride, **options
-        )
-        data.set_datasets(train=[*good[:5], {**good[5], **bad}, *good[6:]], val=good)
-        data.setup()
-        return data
-
-    with pytest.raises(ValueError, match="train row 5: the column .* half of a surrogate pair"):
-        read()
-    data = read(bad_rows="skip")
-    assert len(data.records["train"]) == 7 and "half of a surrogate pair" in "".join(
-        data.bad_rows.describe()
-    )
-
-
 def test_row_numbers_go_on_beyond_a_thousand():
     rows = rows_of(1203)
     rows[1201]["text"] = ""

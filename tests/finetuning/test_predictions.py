@@ -527,14 +527,6 @@ def test_a_line_without_spaces_that_gets_a_single_tag_is_warned_about(
     assert any("1 lines have no space" in str(one.message) for one in seen) == warned
 
 
-def test_half_of_a_surrogate_pair_in_a_word_is_refused_by_its_row(trained):
-    with pytest.raises(ValueError, match="row 1.*half of a surrogate pair"):
-        predict_rows(
-            load_predictor_once(trained["token_classification"][2]),
-            [["the", "apple"], ["the", "\ud800"]],
-        )
-
-
 def test_labels_that_the_font_lacks_are_numbers_in_pictures_and_warn_of_nothing():
     names, rows = ["正面", "good", "負面" * 9, "x" * 20], []
     for number, name in enumerate(names):
@@ -950,9 +942,3 @@ def test_what_a_file_cannot_hold_is_written_as_text_or_refused_before_the_model_
     assert "2026-11-26" in (tmp_path / "out.csv").read_text()
     write_predictions(rows, tmp_path / "out.parquet")
     assert datasets.Dataset.from_parquet(str(tmp_path / "out.parquet"))[0]["meta"] == "{}"
-    (tmp_path / "half.jsonl").write_text('{"text": "a", "title": "\\ud83d"}\n')
-    monkeypatch.setattr(
-        "bertlab.finetuning.predictions.predict_rows", lambda *_, **__: pytest.fail("it began")
-    )
-    with pytest.raises(ValueError, match="half.jsonl.*line 1 holds half of a surrogate"):
-        predict_file(predictor, tmp_path / "half.jsonl", tmp_path / "told.jsonl")

@@ -135,11 +135,6 @@ def test_what_is_given_stays_and_lengths_are_as_asked():
     assert len(more.ids) == 2 + 2 + 7 and not more.ended and len(more.states) == 8
 
 
-def test_a_prompt_with_a_byte_that_is_no_utf_8_is_refused():
-    with pytest.raises(ValueError, match="prompt 'caf.*a byte that is no UTF-8"):
-        generate_with_steps(MODEL, TOKENIZER, ["the cat", "caf\udce9 [MASK]"])
-
-
 def test_an_answer_is_what_stands_behind_the_prompt():
     one = generate_with_steps(MODEL, TOKENIZER, ["the cat"], mode="answer", max_new_tokens=5)[0]
     prompt = TOKENIZER("the cat")["input_ids"]

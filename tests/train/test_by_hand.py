@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from test_modules import SHAPE, TEXTS, TOKENIZER, WORDS, data_of, fit, module_of
 from test_training import word_tokenizer
 
-from bertlab.core.reading import load_json
+from bertlab.core.serialization import load_json
 from bertlab.data.collators import MaskedLanguageModelingCollator
 from bertlab.data.module import EpochBatches, PretrainingDataModule
 from bertlab.data.packing import PackedDataset

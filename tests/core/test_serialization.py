@@ -1,0 +1,56 @@
+"YAML and JSON are read as they were written, and errors name the file."
+
+import pytest
+import yaml
+
+from bertlab.core.serialization import dump_yaml, load_json, load_yaml, one_line, parse_yaml
+
+TEXTS = ["08", "010", "1e3", "12e4567", "1_000", "0x1F", "1:30", "no", "true", "null", "~", "", ".5", ".inf", "2020-01-01",
+         "a: b", "[x]", "plain", "+7", "=", "<<", "ü", "two\nlines"]  # fmt: skip
+VALUES = [0, -8, 10**20, 1.0, 1e-5, 2.5e300, float("inf"), True, False, None, [], {}]
+
+
+def test_yaml_is_read_as_written_by_both_versions():
+    value = {"texts": TEXTS, "values": VALUES, **{text: "a name" for text in TEXTS}}
+    written = dump_yaml(value)
+    for content in (parse_yaml(written, "it"), yaml.safe_load(written)):
+        assert content == value
+        assert list(map(type, content["values"])) == list(map(type, VALUES))
+    assert parse_yaml(dump_yaml(value, default_flow_style=True), "it") == value
+
+
+@pytest.mark.parametrize(
+    "text, value",
+    [("010", 10), ("-012", -12), ("1e-4", 1e-4), ("0x1F", "0x1F"), ("no", "no"), ("", None)],
+)
+def test_plain_words_are_those_of_yaml_1_2(text, value):
+    assert parse_yaml(text, "it") == value
+
+
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        ("rate: 1\nsteps: 2\nrate: 3", "run.yaml.*line 3.*'rate'"),
+        ("a: [1, 2", "run.yaml.*line"),
+        ("a: !!python/object/apply:os.mkdir ['x']", "run.yaml.*python"),
+        ("a: !!int ''", "run.yaml"),
+    ],
+)
+def test_wrong_yaml_is_one_line_that_names_the_file(text, words):
+    with pytest.raises(ValueError, match=words) as error:
+        parse_yaml(text, "run.yaml")
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "load, content", [(load_json, b'{"a": 1'), (load_json, b"[]"), (load_yaml, b"- a"), (load_yaml, b"a: \xff")]
+)  # fmt: skip
+def test_a_wrong_file_is_named(tmp_path, load, content):
+    (tmp_path / "file.x").write_bytes(content)
+    with pytest.raises(ValueError, match="file.x"):
+        load(tmp_path / "file.x")
+
+
+def test_an_error_fits_into_one_line():
+    assert one_line(ValueError("a\n  b")) == "a b" and one_line(KeyError()) == "KeyError"
+    assert len(one_line(ValueError("x" * 400))) == 303
