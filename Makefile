@@ -19,7 +19,7 @@ help: ## List what can be made
 demo: .venv/.run ## Train a small BERT on this machine, in minutes
 	@$(BIN)/bertlab demo $(DEMO_ARGS)
 
-test: .venv/.dev ## Run the tests, the notebooks among them; about half an hour on two CPU cores
+test: .venv/.dev ## Run the tests, the notebooks among them; about ten minutes on two quiet CPU cores
 	@$(BIN)/python -m pytest -m "not slow" $(TEST_ARGS)
 
 test-all: .venv/.dev ## Run every test, the slow ones too (random kills, browser, wheel, site): what a change must pass
@@ -33,7 +33,7 @@ test-versions: .venv/.dev ## Run the core of the suite with the lowest versions 
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check uv
 	@$(BIN)/python scripts/versions.py $(or $(VERSIONS),lowest) $(VERSIONS_ARGS)
 
-bench: .venv/.dev ## Measure bertlab beside what people use; goes on where it stopped
+bench: .venv/.dev ## Measure bertlab beside common alternatives; continues where it stopped
 	@$(BIN)/python benchmarks/suite.py $(BENCH_ARGS)
 
 docs: .venv/.docs ## Stage, check and (with Quarto) render the site into _docs
@@ -42,7 +42,9 @@ docs: .venv/.docs ## Stage, check and (with Quarto) render the site into _docs
 sync: .venv/.docs ## Export and clean the notebooks; renew README, badges, links and sidebar
 	@$(BIN)/python scripts/sync.py
 
-check: .venv/.docs ## Fail if `make sync` would change anything
+check: .venv/.dev ## Lint, and fail if `make sync` would change anything
+	@$(BIN)/ruff format --check --quiet .
+	@$(BIN)/ruff check --quiet .
 	@$(BIN)/python scripts/sync.py --check
 
 clean: ## Remove what was built; .venv and demo runs stay
