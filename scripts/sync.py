@@ -116,7 +116,7 @@ TASKS = {
     "cli/13_ray": "Train on a Ray cluster",
     "overview": "Everything on one page", "training_path": "The path of a batch", "extending": "Add a part of your own",
 }  # fmt: skip
-# Between these two lines of nbs/index.ipynb stands the table of all parts.
+# Between these two lines of nbs/parts.ipynb is the table of all parts.
 PARTS_BEGIN, PARTS_END = "<!-- parts: written by scripts/sync.py -->", "<!-- end of parts -->"
 
 
@@ -373,8 +373,8 @@ def parts_table(root: Path) -> str:
 
 
 def sync_parts(root: Path) -> None:
-    "Write the table of parts into nbs/index.ipynb."
-    path = root / "nbs/index.ipynb"
+    "Write the table of parts into nbs/parts.ipynb."
+    path = root / "nbs/parts.ipynb"
     notebook = json.loads(path.read_text(encoding="utf-8"))
     pattern = re.compile(f"{re.escape(PARTS_BEGIN)}.*?{re.escape(PARTS_END)}", re.DOTALL)
     table = f"{PARTS_BEGIN}\n{parts_table(root)}\n{PARTS_END}"
@@ -384,7 +384,7 @@ def sync_parts(root: Path) -> None:
         if count:
             cell["source"], found = new.splitlines(keepends=True), found + count
     if found != 1:
-        sys.exit(f"nbs/index.ipynb must hold {PARTS_BEGIN} and {PARTS_END} once; found {found}")
+        sys.exit(f"nbs/parts.ipynb must hold {PARTS_BEGIN} and {PARTS_END} once; found {found}")
     write_whole(path, json.dumps(notebook, sort_keys=True, indent=1, ensure_ascii=False) + "\n")
 
 
