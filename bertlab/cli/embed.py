@@ -25,25 +25,14 @@ from ..core.files import lock_directory, prepare_run_directory, atomic_write
 from ..core.serialization import dump_yaml, load_json
 from ..data.sources import check_not_inside, expand_sources, looks_like_hub_name
 from ..embeddings.bi_encoder import BiEncoder, find_similarity
-from ..embeddings.late_interaction import LateScorer
 from ..embeddings.module import EmbeddingModule
 from ..embeddings.pairs import EmbeddingDataModule, read_pairs
-from ..embeddings.search import SIDES, TextIndex, check_form, encode_corpus, find_prompt
+from ..embeddings.search import SIDES, TextIndex, check_output, encode_corpus, find_prompt
 from ..embeddings.search import source_documents
-from bertlab.embeddings.retrieval import (
-    TASKS,
-    EncoderScorer,
-    WordVectors,
-    bm25_scores,
-    bootstrap_ci,
-)
-from bertlab.embeddings.retrieval import (
-    evaluate_retrieval,
-    load_retrieval_task,
-    make_task,
-    mteb_scores,
-)
-from ..embeddings.retrieval import retrieval_table, tfidf_scores
+from ..embeddings.retrieval import RETRIEVAL_TASKS, RetrievalTask, WordVectors
+from ..embeddings.retrieval import bm25_scores, bootstrap_ci, evaluate_retrieval
+from ..embeddings.retrieval import load_retrieval_task, mteb_scores, retrieval_table
+from ..embeddings.retrieval import similarity_scorer, tfidf_scores
 from ..model.config import BertLabConfig
 from ..train.checkpoints import TrainingCheckpoint, check_resume, latest_checkpoint
 from ..train.history import History
@@ -217,7 +206,7 @@ def embed_encode(
     otherwise.
     """
     output = str(Path(output).expanduser())
-    check_form(output, overwrite)
+    check_output(output, overwrite)
     check_not_inside(output, source, "output")
     notes: Counter = Counter()
     documents = source_documents(
@@ -241,7 +230,7 @@ def embed_encode(
             notes,
             prompt,
         )
-    said = [f"{count:,} texts, {width or loaded.width} numbers each, written to {output}"]
+    said = [f"{count:,} texts, {width or loaded.embedding_dim} numbers each, written to {output}"]
     if before := find_prompt(loaded, prompt):
         others = " or ".join(f"--prompt {side}" for side in SIDES if side != prompt)
         said.append(f"  before each stands the model's prompt {before!r} (otherwise: {others})")
@@ -314,7 +303,6 @@ def embed_evaluate(
     query_column: str | None = None,  # of data; null: by its usual name
     positive_column: str | None = None,  # of data; null: by its usual name
     baselines: bool = True,  # BM25, TF-IDF and word vectors in the same table
-    late: bool = False,  # score token by token, too (MaxSim)
     mteb: list[str] | None = None,  # names of mteb's tasks, run by mteb itself
     output: str | None = None,  # file for the numbers, .json
 ) -> str:  # the table
@@ -325,21 +313,23 @@ def embed_evaluate(
     if output is not None:
         output = str(Path(output).expanduser())
         check_output_file(output)
-    if data is None and task != "all" and task not in TASKS:
+    if data is None and task != "all" and task not in RETRIEVAL_TASKS:
         load_retrieval_task(task)  # raises, and lists the names
     if data is not None:
         pairs = read_pairs(data, query_column, positive_column)
-        tasks = [make_task("data", data, [], list(zip(pairs.queries, pairs.positives)))]
+        tasks = [
+            RetrievalTask.from_pairs("data", data, [], list(zip(pairs.queries, pairs.positives)))
+        ]
     else:
-        tasks = [load_retrieval_task(name) for name in (TASKS if task == "all" else [task])]
+        tasks = [
+            load_retrieval_task(name) for name in (RETRIEVAL_TASKS if task == "all" else [task])
+        ]
     loaded = load_bi_encoder(model)
     by_mteb = mteb_scores(model, mteb) if mteb else {}  # first, for it may be missing
     told, numbers = [], {}
     for one in tasks:
         left_out: list[str] = []
-        scorers = {"model": EncoderScorer(loaded)} | (
-            {"model, MaxSim": LateScorer(loaded)} if late else {}
-        )
+        scorers = {"model": similarity_scorer(loaded)}
         if baselines:
             scorers |= {"BM25": bm25_scores, "TF-IDF": tfidf_scores}
             try:

@@ -12,6 +12,4 @@ __getattr__, __dir__ = _lazy_parts(__name__, (
     "module",
     "retrieval",
     "search",
-    "late_interaction",
-    "few_labels",
 ))

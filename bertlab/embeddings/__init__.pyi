@@ -8,5 +8,3 @@ from . import pairs as pairs
 from . import module as module
 from . import retrieval as retrieval
 from . import search as search
-from . import late_interaction as late_interaction
-from . import few_labels as few_labels

@@ -61,22 +61,22 @@ class ContrastiveLoss:
     false_negative_margin: float | None = (
         None  # cosine, see `false_negative_mask`; None: known ones
     )
-    prefixes: tuple[int, ...] = ()  # widths that shall work as well, besides the whole
+    matryoshka_dims: tuple[int, ...] = ()  # widths that shall work as well, besides the whole
 
     def __post_init__(self):
-        margin, widths = self.false_negative_margin, self.prefixes
+        margin, widths = self.false_negative_margin, self.matryoshka_dims
         if margin is not None and not -2 <= margin <= 2:
             raise ValueError(
                 f"false_negative_margin is a difference of cosines, from -2 to 2; got {margin}"
             )
         if not all(isinstance(w, int) and w > 0 for w in widths) or len({*widths}) < len(widths):
-            raise ValueError(f"prefixes must be different widths of 1 or more, got {widths}")
+            raise ValueError(f"matryoshka_dims must be different widths of 1 or more, got {widths}")
 
     def check_width(self, width: int) -> None:
-        "Raise `ValueError` for prefixes that vectors of this width do not have."
-        if wrong := [w for w in self.prefixes if w >= width]:
+        "Raise `ValueError` for matryoshka_dims that vectors of this width do not have."
+        if wrong := [w for w in self.matryoshka_dims if w >= width]:
             raise ValueError(
-                f"prefixes={self.prefixes}: {wrong[0]} is no proper prefix of vectors "
+                f"matryoshka_dims={self.matryoshka_dims}: {wrong[0]} is no proper prefix of vectors "
                 f"of width {width}; leave it out"
             )
 
@@ -91,7 +91,7 @@ class ContrastiveLoss:
     ) -> LossSums:  # over the queries of this process
         "Sums over queries: loss (nats), how many count, and whose best document is the right one."
         self.check_width(documents.vectors_ND.shape[1])
-        losses, widths = [], (*self.prefixes, documents.vectors_ND.shape[1])
+        losses, widths = [], (*self.matryoshka_dims, documents.vectors_ND.shape[1])
         for width in widths:
             q_QD = F.normalize(queries.vectors_ND[:, :width], dim=1)
             d_ND = F.normalize(documents.vectors_ND[:, :width], dim=1)

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from ..core.names import import_object, look_up
 from ..data.rows import IGNORE_INDEX
 from ..data.tokenizers import check_same_vocabulary, load_tokenizer
-from .bi_encoder import BiEncoder, read_st_config, reading_length
+from .bi_encoder import BiEncoder, read_st_config, max_text_length
 from .gradcache import all_gather, all_gather_with_grad, rank_and_world_size
 from bertlab.embeddings.losses import (
     DISTILLATIONS,
@@ -90,7 +90,7 @@ class EmbeddingModule(TrainingModule):
         learn_temperature: bool = False,  # as a weight, between 0.005 and 1
         symmetric: bool = False,  # documents find their queries, too
         false_negative_margin: float | None = None,  # cosine by which one may beat the answer
-        prefixes: list[int] | None = None,  # widths that shall work as well (Matryoshka)
+        matryoshka_dims: list[int] | None = None,  # widths that shall work as well (Matryoshka)
         gradcache_rows: int | None = None,  # rows whose activations live at once; None: all
         gather_negatives: bool = True,  # of all processes
         distillation: str | None = None,  # kl or margin_mse, where pairs have scores
@@ -165,7 +165,7 @@ class EmbeddingModule(TrainingModule):
         if gradcache_rows:
             check_recomputing(True, compile_model, optimizer_class)
         check_recomputing(gradient_checkpointing, compile_model, optimizer_class)
-        self.rule = ContrastiveLoss(symmetric, false_negative_margin, tuple(prefixes or ()))
+        self.rule = ContrastiveLoss(symmetric, false_negative_margin, tuple(matryoshka_dims or ()))
         self.save_hyperparameters(ignore=["pretrained_tokenizer_name_or_path", "prepare_encoder"])
         self._own = {
             "optimizer_class": optimizer_class,
@@ -266,7 +266,7 @@ class EmbeddingModule(TrainingModule):
             add_adapter(encoder, h.adapter)
         freeze_weights(encoder, h.freeze)
         self.own_length = (  # a plain encoder has learnt nothing of longer texts
-            reading_length(encoder, self.tokenizer, said.get("max_sequence_length"))
+            max_text_length(encoder, self.tokenizer, said.get("max_sequence_length"))
             if said
             else None
         )
@@ -276,12 +276,12 @@ class EmbeddingModule(TrainingModule):
             h.pooling or said.get("pooling", "mean"),
             said.get("normalize", True),
             self._length(),
-            said.get("conventions"),
+            said.get("st_config"),
         )
         # The loss compares directions alone; other comparisons stay where they rank as it does.
         if model.similarity_fn_name not in ("dot", "euclidean") or not model.normalize:
-            model.conventions["similarity_fn_name"] = "cosine"
-        self.rule.check_width(model.width)
+            model.st_config["similarity_fn_name"] = "cosine"
+        self.rule.check_width(model.embedding_dim)
         return model
 
     @staticmethod
@@ -439,7 +439,7 @@ class EmbeddingModule(TrainingModule):
             "normalize": self.model.normalize,
             "max_sequence_length": self.model.max_sequence_length,
             "own_length": self.own_length,
-            "conventions": self.model.conventions,
+            "st_config": self.model.st_config,
         }
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -448,7 +448,7 @@ class EmbeddingModule(TrainingModule):
             self._top_depth = checkpoint.get("top_depth", 1)  # which earlier versions did not write
         said = checkpoint.get("vectors", {})  # earlier versions did not write it, or not all
         self.model.normalize = said.get("normalize", self.model.normalize)
-        self.model.conventions |= said.get("conventions", {})
+        self.model.st_config |= said.get("st_config", {})
         self.own_length = said.get("own_length") or self.own_length
         if self.max_sequence_length is not None:  # the data says
             self.model.max_sequence_length = self._length()

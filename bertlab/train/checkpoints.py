@@ -424,7 +424,7 @@ _DATA_SETTINGS = ("max_sequence_length", "train_batch_size", "packing", "shuffle
                   "streaming", "seed", "collator_kwargs", "packing_pad_to_budget")  # fmt: skip
 # What the modules call the parts of their losses.
 _LOSS = ("plain_mean", "kl_weight", "class_weights", "temperature", "learn_temperature",
-         "symmetric", "false_negative_margin", "prefixes", "gather_negatives",
+         "symmetric", "false_negative_margin", "matryoshka_dims", "gather_negatives",
          "distillation", "distillation_weight", "contrastive_weight")  # fmt: skip
 # What a configuration says besides the model's shape. Ids follow from the tokenizer, which is
 # compared itself; of a continued model, older versions kept whatever it had named.

@@ -61,7 +61,7 @@ def test_the_plan_takes_each_text_once_and_no_row_is_too_short(count):
 
 def test_a_prefix_of_a_vector_is_normed_anew():
     model, texts = make_model(), draw_texts(10)
-    cut = model.encode(texts, width=8)
+    cut = model.encode(texts, truncate_dim=8)
     assert cut.shape == (10, 8) and np.allclose(np.linalg.norm(cut, axis=1), 1, atol=1e-6)
     whole = model.encode(texts)[:, :8]
     assert np.allclose(cut, whole / np.linalg.norm(whole, axis=1, keepdims=True), atol=1e-6)
@@ -191,8 +191,8 @@ def test_texts_that_are_none_are_refused():
         model.encode("a text")
     with pytest.raises(ValueError, match=r"texts\[1\]"):
         model.encode(["a", None])
-    with pytest.raises(ValueError, match="width"):
-        model.encode(["a"], width=33)
+    with pytest.raises(ValueError, match="truncate_dim"):
+        model.encode(["a"], truncate_dim=33)
     assert model.encode([]).shape == (0, 32)
     assert np.isfinite(model.encode([""])).all()
 
@@ -295,11 +295,11 @@ def test_prompts_and_similarity_of_sentence_transformers_are_kept_and_a_prompt_b
     again = BiEncoder.load(place).save(tmp_path / "again") / path.name
     assert json.loads(again.read_text()) == json.loads(path.read_text())
     path.write_text(json.dumps({"prompts": {"query": "find: "}, "default_prompt_name": "query"}))
-    with pytest.raises(ValueError, match="prompt 'query' before every text"):
+    with pytest.raises(ValueError, match="default_prompt_name='query'"):
         BiEncoder.load(place)
 
 
-def with_conventions(place, **said):
+def with_st_config(place, **said):
     "Change what a saved model says of calls."
     path = place / "config_sentence_transformers.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **said}))
@@ -312,7 +312,7 @@ def test_vectors_are_compared_as_sentence_transformers_compares_them(tmp_path, n
     pytest.importorskip("sentence_transformers", reason="needs the embeddings extra")
     from sentence_transformers import SentenceTransformer
 
-    place = with_conventions(
+    place = with_st_config(
         make_model("bert", normalize=normalize).save(tmp_path / "model"), similarity_fn_name=name
     )
     model, theirs, texts = (
@@ -329,7 +329,7 @@ def test_vectors_are_compared_as_sentence_transformers_compares_them(tmp_path, n
 
 def test_a_comparison_that_is_not_computed_here_is_refused_unless_the_cosine_ranks_alike():
     made = lambda name, normalize: make_model(
-        normalize=normalize, conventions={"similarity_fn_name": name}
+        normalize=normalize, st_config={"similarity_fn_name": name}
     )  # noqa: E731
     assert find_similarity(made("euclidean", True)) == "cosine"
     for name, normalize in (("euclidean", False), ("manhattan", True), ("maxsim", True)):
@@ -344,7 +344,7 @@ def test_prompts_stand_before_texts_as_sentence_transformers_puts_them(tmp_path,
     pytest.importorskip("sentence_transformers", reason="needs the embeddings extra")
     from sentence_transformers import SentenceTransformer
 
-    place = with_conventions(make_model("bert").save(tmp_path / "model"), prompts=prompts)
+    place = with_st_config(make_model("bert").save(tmp_path / "model"), prompts=prompts)
     model, theirs, texts = (
         BiEncoder.load(place),
         SentenceTransformer(str(place), device="cpu"),
@@ -367,16 +367,16 @@ def test_prompts_stand_before_texts_as_sentence_transformers_puts_them(tmp_path,
     ],
 )
 def test_the_prompt_of_documents_has_three_names_and_an_empty_one_is_none(prompts, expected):
-    assert make_model(conventions={"prompts": prompts}).document_prompt == expected
+    assert make_model(st_config={"prompts": prompts}).document_prompt == expected
 
 
 def test_a_model_that_pools_without_its_prompts_is_refused(tmp_path):
-    place = with_conventions(make_model().save(tmp_path / "model"), prompts={"query": "find: "})
+    place = with_st_config(make_model().save(tmp_path / "model"), prompts={"query": "find: "})
     config = json.loads((place / "1_Pooling/config.json").read_text())
     (place / "1_Pooling/config.json").write_text(json.dumps({**config, "include_prompt": False}))
     with pytest.raises(ValueError, match="include_prompt"):
         BiEncoder.load(place)
-    BiEncoder.load(with_conventions(place, prompts={"query": ""}))
+    BiEncoder.load(with_st_config(place, prompts={"query": ""}))
 
 
 def test_a_model_that_lowers_letters_is_refused_where_its_tokenizer_does_not(tmp_path):
@@ -393,8 +393,26 @@ def test_a_model_that_lowers_letters_is_refused_where_its_tokenizer_does_not(tmp
 
 def test_prompts_of_one_model_are_not_those_of_another():
     first, second = make_model(), make_model()
-    first.conventions["prompts"]["query"] = "query: "
+    first.st_config["prompts"]["query"] = "query: "
     assert (
-        "query" not in second.conventions["prompts"]
-        and "query" not in make_model().conventions["prompts"]
+        "query" not in second.st_config["prompts"]
+        and "query" not in make_model().st_config["prompts"]
     )
+
+
+@pytest.mark.parametrize("name", ["deberta-v2", "mpnet", "albert", "distilbert"])
+def test_any_encoder_of_transformers_encodes_padded_rows(name):
+    from transformers import AutoConfig, AutoModel
+
+    sizes = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=48)
+    if name == "distilbert":
+        sizes = dict(dim=32, n_layers=2, n_heads=2, hidden_dim=48)
+    tokenizer = small_tokenizer()
+    ids = dict(vocab_size=len(tokenizer), pad_token_id=tokenizer.pad_token_id)
+    torch.manual_seed(0)
+    encoder = AutoModel.from_config(AutoConfig.for_model(name, **sizes, **ids)).eval()
+    model, texts = BiEncoder(encoder, tokenizer, max_sequence_length=32), draw_texts(30)
+    with torch.no_grad():
+        rows = [tokenizer(text, return_tensors="pt")["input_ids"] for text in texts]
+        expected = F.normalize(torch.cat([encoder(row).last_hidden_state.mean(1) for row in rows]))
+    np.testing.assert_allclose(model.encode(texts), expected.numpy(), atol=1e-5)

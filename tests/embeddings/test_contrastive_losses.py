@@ -60,7 +60,7 @@ def test_the_loss_is_the_cross_entropy_of_picking_the_right_document(num_negativ
 
 def test_both_directions_and_prefixes_are_means_of_single_losses():
     q, d, targets = make_batch(num_negatives=1)
-    parts = ContrastiveLoss(symmetric=True, prefixes=(2, 4))(q, d, targets, 0.3)
+    parts = ContrastiveLoss(symmetric=True, matryoshka_dims=(2, 4))(q, d, targets, 0.3)
     total = 0.0
     for width in (2, 4, 8):
         qs, ds = q.vectors_ND[:, :width], d.vectors_ND[:, :width]
@@ -128,7 +128,7 @@ def test_blanks_count_neither_as_queries_nor_as_documents():
 
 def test_two_processes_add_up_to_the_one_batch():
     q, d, targets = make_batch(6)
-    rule = ContrastiveLoss(symmetric=True, prefixes=(4,))
+    rule = ContrastiveLoss(symmetric=True, matryoshka_dims=(4,))
     whole = rule(q, d, targets, 0.1)
     halves = []
     for rank in range(2):
@@ -203,8 +203,8 @@ def test_each_pair_is_distilled_by_its_own_number_of_candidates(kind):
 @pytest.mark.parametrize(
     "options, word",
     [
-        ({"prefixes": (0,)}, "prefixes"),
-        ({"prefixes": (4, 4)}, "prefixes"),
+        ({"matryoshka_dims": (0,)}, "matryoshka_dims"),
+        ({"matryoshka_dims": (4, 4)}, "matryoshka_dims"),
         ({"false_negative_margin": 3.0}, "margin"),
     ],
 )
@@ -215,7 +215,7 @@ def test_a_rule_that_cannot_be_is_refused(options, word):
 
 def test_a_prefix_as_wide_as_the_vectors_is_refused():
     with pytest.raises(ValueError, match="8"):
-        ContrastiveLoss(prefixes=(8,))(*make_batch(), 0.1)
+        ContrastiveLoss(matryoshka_dims=(8,))(*make_batch(), 0.1)
     with pytest.raises(ValueError, match="unknown"):
         distillation_loss(torch.zeros(1, 2), torch.zeros(1, 2), kind="mse")
     with pytest.raises(ValueError, match="candidates"):

@@ -50,7 +50,7 @@ def test_training_finds_the_documents_of_held_out_queries():
 
 
 def test_weights_in_16_bits_are_warned_of_where_they_are_trained():
-    with pytest.warns(UserWarning, match="trained are in bfloat16.*precision='bf16-mixed'"):
+    with pytest.warns(UserWarning, match="bfloat16.*precision='bf16-mixed'"):
         make_trainer(1, "bf16-true", accelerator="cpu").fit(small_module(), small_data())
 
 
@@ -177,20 +177,22 @@ def test_a_run_that_was_stopped_goes_on_bit_by_bit(tmp_path):
 
 
 def test_what_makes_the_loss_is_part_of_the_run():
-    kept = run_fingerprint(small_module(prefixes=[8, 16]), None)
+    kept = run_fingerprint(small_module(matryoshka_dims=[8, 16]), None)
     check_same_run(
         "run.ckpt",
         kept,
-        run_fingerprint(small_module(prefixes=[8, 16], gradcache_rows=2, learning_rate=1.0), None),
+        run_fingerprint(
+            small_module(matryoshka_dims=[8, 16], gradcache_rows=2, learning_rate=1.0), None
+        ),
     )
     for changed, said in (({"temperature": 0.1}, "temperature is 0.05 there and 0.1 here"), ({"symmetric": True}, "symmetric is"),
-                          ({"prefixes": [8]}, r"prefixes is \[8, 16\] there"), ({"distillation": "kl"}, "distillation is None there"),
+                          ({"matryoshka_dims": [8]}, r"matryoshka_dims is \[8, 16\] there"), ({"distillation": "kl"}, "distillation is None there"),
                           ({"false_negative_margin": 0.1}, "false_negative_margin is")):  # fmt: skip
         with pytest.raises(ValueError, match=said):
             check_same_run(
                 "run.ckpt",
                 kept,
-                run_fingerprint(small_module(**{"prefixes": [8, 16], **changed}), None),
+                run_fingerprint(small_module(**{"matryoshka_dims": [8, 16], **changed}), None),
             )
 
 
@@ -273,7 +275,7 @@ def test_a_run_that_an_earlier_version_began_keeps_the_rates_of_its_layers(tmp_p
 
 
 def test_a_decay_among_the_optimizer_s_options_is_refused():
-    with pytest.raises(ValueError, match="say weight_decay=0.1 beside optimizer_kwargs"):
+    with pytest.raises(ValueError, match="weight_decay=0.1"):
         fit(small_module(optimizer_kwargs={"weight_decay": 0.1}), small_data(), 1)
 
 
@@ -634,7 +636,7 @@ def test_a_checkpoint_brings_prompts_and_the_comparison_back(tmp_path):
         small_module().model,
         {"prompts": {"query": "alpha: "}, "similarity_fn_name": "dot"},
     )
-    BiEncoder(first.encoder, first.tokenizer, conventions=said).save(tmp_path / "first")
+    BiEncoder(first.encoder, first.tokenizer, st_config=said).save(tmp_path / "first")
     module = EmbeddingModule(str(tmp_path / "first"))
     with pytest.warns(UserWarning, match="prompts .'alpha: '.*write them into the pairs"):
         trainer = fit(module, small_data(), 1)
@@ -643,12 +645,12 @@ def test_a_checkpoint_brings_prompts_and_the_comparison_back(tmp_path):
         tmp_path / "x.ckpt", pretrained_tokenizer_name_or_path=small_tokenizer()
     )  # noqa: E731
     saved = BiEncoder.load(load().save(tmp_path / "again"))
-    assert saved.conventions == module.model.conventions == {**said, "default_prompt_name": None}
+    assert saved.st_config == module.model.st_config == {**said, "default_prompt_name": None}
     checkpoint = torch.load(tmp_path / "x.ckpt", weights_only=False)
-    for name in ("conventions", "own_length"):  # earlier versions did not write them
+    for name in ("st_config", "own_length"):  # earlier versions did not write them
         del checkpoint["vectors"][name]
     torch.save(checkpoint, tmp_path / "x.ckpt")
-    assert load().model.conventions["prompts"] == {}
+    assert load().model.st_config["prompts"] == {}
 
 
 @pytest.mark.parametrize(
@@ -669,7 +671,7 @@ def test_a_model_that_is_trained_by_cosines_says_so_where_its_first_comparison_r
         first.encoder,
         first.tokenizer,
         normalize=normalize,
-        conventions={"similarity_fn_name": name},
+        st_config={"similarity_fn_name": name},
     ).save(tmp_path / "first")
     module = EmbeddingModule(str(tmp_path / "first"))
     module.configure_model()
@@ -709,7 +711,7 @@ def test_the_loss_of_a_split_is_measured_before_its_weight_in_training(weight):
 
 
 PARTS = [
-    ({"freeze": 99}, "freeze"), ({"prefixes": [64]}, "prefix"), ({"parameter_overrides": {"*.nothing": {"lr": 1.0}}}, "nothing"),
+    ({"freeze": 99}, "freeze"), ({"matryoshka_dims": [64]}, "prefix"), ({"parameter_overrides": {"*.nothing": {"lr": 1.0}}}, "nothing"),
     ({"adapter": {"type": "lora", "target_modules": ["nothing"]}}, "nothing"), ({"prepare_encoder": "no_file.nothing"}, "prepare_encoder"),
 ]  # fmt: skip
 
@@ -742,7 +744,7 @@ def test_options_that_the_model_has_no_place_for_are_refused_before_it_is_loaded
             **options,
             **dict.fromkeys(
                 options.keys()
-                & {"freeze", "prefixes", "parameter_overrides", "adapter", "prepare_encoder"}
+                & {"freeze", "matryoshka_dims", "parameter_overrides", "adapter", "prepare_encoder"}
             ),
         }
     )
@@ -755,7 +757,7 @@ def test_options_that_the_model_has_no_place_for_are_refused_before_it_is_loaded
 @pytest.mark.parametrize("options, word", [
     ({"temperature": 0.0}, "temperature"), ({"gradcache_rows": 0}, "gradcache_rows"), ({"pooling": "sum"}, "pooling"),
     ({"layer_decay": 1.5}, "layer_decay"), ({"distillation": "mse"}, "distillation"), ({"contrastive_weight": 0.0}, "trained"),
-    ({"gradcache_rows": 2, "gradient_checkpointing": True}, "gradcache_rows"), ({"prefixes": [4, 4]}, "prefixes"),
+    ({"gradcache_rows": 2, "gradient_checkpointing": True}, "gradcache_rows"), ({"matryoshka_dims": [4, 4]}, "matryoshka_dims"),
     ({"adapter": "lara"}, "adapter"),
 ])  # fmt: skip
 def test_options_that_cannot_be_are_refused_before_anything_is_built(options, word):
@@ -767,7 +769,7 @@ def test_what_does_not_fit_together_is_refused_when_the_model_is_built():
     with pytest.raises(ValueError, match="tokenizer"):
         EmbeddingModule(model_config_kwargs=small_config()).configure_model()
     with pytest.raises(ValueError, match="prefix"):
-        small_module(prefixes=[32])
+        small_module(matryoshka_dims=[32])
     other = EmbeddingModule(model_config_kwargs={**small_config(), "vocab_size": len(small_tokenizer())},
                             pretrained_tokenizer_name_or_path=small_tokenizer())  # fmt: skip
     seed_everything(0)

@@ -46,7 +46,7 @@ def relative(one, two):
 
 @pytest.mark.parametrize("packing", [True, False])
 @pytest.mark.parametrize(
-    "options", [{}, {"learn_temperature": True, "symmetric": True, "prefixes": [8]}]
+    "options", [{}, {"learn_temperature": True, "symmetric": True, "matryoshka_dims": [8]}]
 )
 def test_chunks_have_loss_and_gradient_of_the_one_big_batch(packing, options):
     data = small_data(draw_pairs(60, negatives=1), packing=packing)

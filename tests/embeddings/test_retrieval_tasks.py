@@ -10,11 +10,10 @@ from test_bi_encoder import make_model
 
 from bertlab.data.corpus import make_corpus
 from bertlab.data.documents import Document
-from bertlab.embeddings.few_labels import draw_labels, few_label_curve, probe_accuracy
 from bertlab.embeddings.pairs import PairDataset
-from bertlab.embeddings.retrieval import (TASKS, EncoderScorer, RetrievalTask, WordVectors, alignment, bm25_scores, bootstrap_ci, evaluate_retrieval,
-                                      first_sentence, load_retrieval_task, make_task, mteb_scores, retrieval_table,
-                                      retrieval_scores, signatures, tfidf_scores, uniformity)  # fmt: skip
+from bertlab.embeddings.retrieval import (RETRIEVAL_TASKS, RetrievalTask, WordVectors, alignment, bm25_scores, bootstrap_ci, evaluate_retrieval,
+                                      first_sentence, load_retrieval_task, mteb_scores, retrieval_table,
+                                      retrieval_scores, signatures, similarity_scorer, tfidf_scores, uniformity)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +42,7 @@ def test_training_and_test_share_no_module_and_no_text(corpus):
     assert not modules[0] & modules[1]
 
 
-@pytest.mark.parametrize("name", TASKS)
+@pytest.mark.parametrize("name", RETRIEVAL_TASKS)
 def test_every_task_of_this_python_has_answers_and_pairs_to_train_on(name):
     task = load_retrieval_task(name)
     assert len(task.queries) > 30 and len(task.train) > 300
@@ -55,7 +54,7 @@ def test_every_task_of_this_python_has_answers_and_pairs_to_train_on(name):
 
 
 def test_one_query_with_two_answers_and_one_document_for_two_queries():
-    task = make_task("x", "y", [], [("a", "A"), ("a", "B"), ("b", "A"), ("a", "A")])
+    task = RetrievalTask.from_pairs("x", "y", [], [("a", "A"), ("a", "B"), ("b", "A"), ("a", "A")])
     assert (task.queries, task.documents, task.relevant) == (["a", "b"], ["A", "B"], [[0, 1], [0]])
 
 
@@ -65,7 +64,7 @@ def test_a_query_that_is_a_document_does_not_find_itself():
         ("a red fox runs", "the red fox runs home"),
         ("blue sea", "a deep blue sea"),
     ]
-    task = make_task("x", "y", [], chain)
+    task = RetrievalTask.from_pairs("x", "y", [], chain)
     assert task.find_itself() == [[], [0], []]
     scores = np.array([[3.0, 2, 1], [9, 2, 1], [1, 2, 3]])  # the second query is the first document
     found = evaluate_retrieval(
@@ -81,7 +80,7 @@ def test_a_query_that_is_a_document_does_not_find_itself():
 
 
 def test_a_query_that_is_marked_as_its_own_answer_is_ranked():
-    task = make_task("x", "y", [], [("a", "a"), ("a", "b"), ("c", "b")])
+    task = RetrievalTask.from_pairs("x", "y", [], [("a", "a"), ("a", "b"), ("c", "b")])
     assert task.find_itself() == [[], []]
     found = evaluate_retrieval(
         task, {"x": lambda queries, documents: np.array([[2.0, 1], [2, 1]])}
@@ -103,8 +102,8 @@ def test_every_query_of_near_twins_has_its_twin_before_itself():
 
 
 @pytest.mark.parametrize("relevant, word", [
-    ([[0], []], "the query 'why' has no relevant document"), ([[0], [2]], "the query 'why' names document 2.*there are 2"),
-    ([[-1], [0]], "the query 'who' names document -1"), ([[0]], "an entry for each of 2 queries, got 1"),
+    ([[0], []], "query 'why' has no relevant document"), ([[0], [2]], "query 'why' names document 2"),
+    ([[-1], [0]], "query 'who' names document -1"), ([[0]], "1 entries for 2 queries"),
 ])  # fmt: skip
 def test_a_task_whose_queries_cannot_be_scored_is_refused_before_anything_is_encoded(
     relevant, word
@@ -165,7 +164,7 @@ def test_a_collapsed_model_scores_nothing_although_its_products_are_rounded(widt
             )
 
     texts = ["x"] * 300
-    scores = 20 * EncoderScorer(Collapsed())(texts, texts)  # on any scale
+    scores = 20 * similarity_scorer(Collapsed())(texts, texts)  # on any scale
     found = retrieval_scores(scores, [[n] for n in range(300)])
     assert all(values.max() <= 1 / 300 for values in found.values())
 
@@ -262,36 +261,11 @@ def test_a_table_has_a_line_for_each_scorer(corpus):
             return np.random.default_rng(0).normal(size=(len(texts), 4))
 
     table = retrieval_table(
-        evaluate_retrieval(task, {"random": EncoderScorer(Model()), "BM25": bm25_scores})
+        evaluate_retrieval(task, {"random": similarity_scorer(Model()), "BM25": bm25_scores})
     )
     assert [line.split()[0] for line in table.splitlines()[1:]] == ["random", "BM25"]
     with pytest.raises(ValueError, match="docstring"):
         load_retrieval_task("dcstring", corpus)
-
-
-def test_labels_are_drawn_by_class_and_shared_by_all_arms():
-    labels = ["a"] * 30 + ["b"] * 3
-    rows = draw_labels(labels, 5, 0)
-    assert sorted(labels[n] for n in rows) == ["a"] * 5 + ["b"] * 3
-    assert (rows == draw_labels(labels, 5, 0)).all() and not np.array_equal(
-        rows, draw_labels(labels, 5, 1)
-    )
-    with pytest.raises(ValueError, match="per_class"):
-        draw_labels(labels, 0, 0)
-    rng = np.random.default_rng(0)
-    good = np.array(
-        [[1.0, 0] if label == "a" else [0, 1.0] for label in labels]
-    ) + 0.01 * rng.normal(size=(33, 2))
-    noise = rng.normal(size=(33, 2))
-    curves = few_label_curve(
-        {"good": (good, good), "noise": (noise, noise)}, labels, labels, (1, 3)
-    )
-    assert (
-        curves["good"].shape == (2, 3)
-        and (curves["good"] == 1).all()
-        and curves["noise"].mean() < 0.95
-    )
-    assert probe_accuracy(good, labels, good, labels) == 1
 
 
 @pytest.fixture(scope="module")
@@ -326,7 +300,7 @@ def test_mteb_runs_its_own_evaluation_of_our_model_and_finds_what_we_find(own_ta
     task, theirs = own_task
     model = make_model()
     model.save(tmp_path)
-    ours = retrieval_scores(EncoderScorer(model)(task.queries, task.documents), task.relevant)[
+    ours = retrieval_scores(similarity_scorer(model)(task.queries, task.documents), task.relevant)[
         "ndcg_10"
     ].mean()
     assert 0 < ours < 1

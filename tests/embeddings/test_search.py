@@ -5,22 +5,24 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from embedding_cases import WORDS, small_module
+from embedding_cases import draw_pairs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_bi_encoder import draw_texts, make_model
 
 from bertlab.data.documents import Document
 from bertlab.embeddings.bi_encoder import BiEncoder
-from bertlab.embeddings.late_interaction import LateScorer, maxsim, token_vectors
 from bertlab.embeddings.search import (
+    SearchHit,
     TextIndex,
+    mine_negatives,
+    rerank,
     encode_corpus,
     model_fingerprint,
     exact_search,
     source_documents,
 )
-from bertlab.embeddings.retrieval import EncoderScorer
+from bertlab.embeddings.retrieval import similarity_scorer
 from bertlab.model.config import BertLabConfig
 from bertlab.model.encoder import BertLabModel
 
@@ -103,7 +105,7 @@ def test_a_stopped_run_goes_on_only_with_the_same_model_source_and_choices(tmp_p
     model = stopped_model(tmp_path / "v.npy")
     other = make_model(pooling="cls")
     assert model_fingerprint(other) != model_fingerprint(model) == model_fingerprint(make_model())
-    for wrong, options in ((other, {}), (model, {"name": "else"}), (model, {"width": 8})):
+    for wrong, options in ((other, {}), (model, {"source": "else"}), (model, {"truncate_dim": 8})):
         with pytest.raises(ValueError, match="stopped"):
             encode_corpus(wrong, documents, tmp_path / "v.npy", **{"part_size": 10, **options})
 
@@ -149,14 +151,14 @@ def test_a_new_index_leaves_a_user_s_own_files(tmp_path):
 
 def test_an_index_finds_its_own_texts_and_refuses_another_model(tmp_path):
     model, docs = make_model(), documents(30)
-    encode_corpus(model, lambda: docs, tmp_path / "index", width=16)
+    encode_corpus(model, lambda: docs, tmp_path / "index", truncate_dim=16)
     index = TextIndex.open(tmp_path / "index")
     index.check_model(model)
     for n, hits in enumerate(index.search(model, [d.text for d in docs], 1)):
         assert hits[0].text == docs[n].text and hits[0].score == pytest.approx(1, abs=1e-5)
     with pytest.raises(ValueError, match="another model"):
         index.check_model(make_model("bert"))
-    with pytest.raises(ValueError, match="no index"):
+    with pytest.raises(ValueError, match="not an index"):
         TextIndex.open(tmp_path)
 
 
@@ -186,49 +188,11 @@ def test_an_index_that_does_not_say_its_model_is_refused(tmp_path):
             TextIndex.open(tmp_path / "index")
 
 
-def test_an_index_of_an_earlier_version_still_answers(tmp_path):
-    model = make_model()
-    encode_corpus(model, documents, tmp_path / "index")
-    store = json.loads((tmp_path / "index/store.json").read_text())
-    kept = {
-        k: store[k] for k in store if k not in ("pooling", "max_sequence_length", "document_prompt")
-    }
-    (tmp_path / "index/store.json").write_text(
-        json.dumps({**kept, "model": model_fingerprint(model, earlier=True)})
-    )
-    index = TextIndex.open(tmp_path / "index")
-    index.prepare_model(model)
-    index.check_model(model)
-    [[hit]] = index.search(model, [documents()[3].text], 1)
-    assert hit.number == 3
-    with pytest.raises(ValueError, match="another model"):
-        index.check_model(make_model("bert"))
-
-
 PROMPTS = {"query": "alpha beta: ", "document": "gamma delta: "}
 
 
-def test_an_index_of_an_earlier_version_has_no_prompts_and_its_queries_have_them_only_where_documents_need_none(
-    tmp_path,
-):
-    plain, docs = make_model(), documents(20)
-    encode_corpus(plain, lambda: docs, tmp_path / "index")
-    store = json.loads((tmp_path / "index/store.json").read_text())
-    (tmp_path / "index/store.json").write_text(
-        json.dumps({k: v for k, v in store.items() if k != "document_prompt"})
-    )
-    index, query = TextIndex.open(tmp_path / "index"), docs[5].text
-    for prompts, before in ((PROMPTS, ""), ({"query": PROMPTS["query"]}, PROMPTS["query"])):
-        model = make_model(conventions={"prompts": prompts})
-        index.prepare_model(model)
-        index.check_model(model)
-        assert [hit.score for hit in index.search(model, [query])[0]] == [
-            hit.score for hit in index.search(plain, [before + query])[0]
-        ]
-
-
 def test_prompts_stand_before_documents_of_an_index_and_its_queries(tmp_path):
-    model, plain, docs = make_model(conventions={"prompts": PROMPTS}), make_model(), documents(20)
+    model, plain, docs = make_model(st_config={"prompts": PROMPTS}), make_model(), documents(20)
     encode_corpus(model, lambda: docs, tmp_path / "index")
     index = TextIndex.open(tmp_path / "index")
     texts = [d.text for d in docs]
@@ -246,11 +210,9 @@ def test_prompts_stand_before_documents_of_an_index_and_its_queries(tmp_path):
         atol=1e-5,
     )
     assert np.allclose(
-        EncoderScorer(model)(["one two"], texts)[0], index.vectors_ND @ asked, atol=1e-5
+        similarity_scorer(model)(["one two"], texts)[0], index.vectors_ND @ asked, atol=1e-5
     )
-    assert np.allclose(LateScorer(model)(["one"], texts), LateScorer(plain)(
-        [PROMPTS["query"] + "one"], [PROMPTS["document"] + text for text in texts]), atol=1e-4)  # fmt: skip
-    for other in (plain, make_model(conventions={"prompts": {"passage": "no: "}})):
+    for other in (plain, make_model(st_config={"prompts": {"passage": "no: "}})):
         with pytest.raises(ValueError, match="document_prompt"):
             index.check_model(other)
         index.prepare_model(other)
@@ -261,12 +223,12 @@ def test_prompts_stand_before_documents_of_an_index_and_its_queries(tmp_path):
     "side, before", [("document", PROMPTS["document"]), ("query", PROMPTS["query"]), ("none", "")]
 )
 def test_texts_may_be_encoded_as_queries_or_with_the_prompts_that_they_have(tmp_path, side, before):
-    model, plain, docs = make_model(conventions={"prompts": PROMPTS}), make_model(), documents(20)
+    model, plain, docs = make_model(st_config={"prompts": PROMPTS}), make_model(), documents(20)
     encode_corpus(model, lambda: docs, tmp_path / "v.npy", prompt=side)
     expected = plain.encode([before + d.text for d in docs])
     assert np.abs(np.load(tmp_path / "v.npy") - expected).max() < 2e-6
     encode_corpus(model, lambda: docs, tmp_path / "index", prompt=side)
-    index, again = TextIndex.open(tmp_path / "index"), make_model(conventions={"prompts": PROMPTS})
+    index, again = TextIndex.open(tmp_path / "index"), make_model(st_config={"prompts": PROMPTS})
     index.prepare_model(again)
     index.check_model(
         again
@@ -283,7 +245,7 @@ def test_another_prompt_is_another_encoding(tmp_path):
         if count:
             raise KeyboardInterrupt
 
-    model, docs = make_model(conventions={"prompts": PROMPTS}), documents(20)
+    model, docs = make_model(st_config={"prompts": PROMPTS}), documents(20)
     with pytest.raises(KeyboardInterrupt):
         encode_corpus(
             model, lambda: docs, tmp_path / "v.npy", part_size=5, progress=stop, prompt="query"
@@ -297,31 +259,14 @@ def test_another_prompt_is_another_encoding(tmp_path):
     assert encode_corpus(model, lambda: docs, tmp_path / "v.npy", part_size=5, prompt="query") == 20
 
 
-def test_a_stopped_run_of_an_earlier_version_goes_on_where_no_prompt_belongs_before_its_texts(
-    tmp_path,
-):
-    model = stopped_model(tmp_path / "v.npy")
-    path = tmp_path / ".v.npy.parts/state.json"
-    state = {k: v for k, v in json.loads(path.read_text()).items() if k != "document_prompt"}
-    path.write_text(json.dumps({**state, "model": model_fingerprint(model, earlier=True)}))
-    with pytest.raises(ValueError, match="another document_prompt"):
-        encode_corpus(
-            make_model(conventions={"prompts": PROMPTS}),
-            documents,
-            tmp_path / "v.npy",
-            part_size=10,
-        )
-    assert encode_corpus(model, documents, tmp_path / "v.npy", part_size=10) == 50
-
-
 @pytest.mark.parametrize("name", ["cosine", "dot"])
 def test_a_model_without_a_norm_is_searched_and_evaluated_as_it_says(tmp_path, name):
     model, docs = (
-        make_model(normalize=False, conventions={"similarity_fn_name": name}),
+        make_model(normalize=False, st_config={"similarity_fn_name": name}),
         documents(30),
     )
     texts = [d.text for d in docs]
-    encode_corpus(model, lambda: docs, tmp_path / "index", width=16)
+    encode_corpus(model, lambda: docs, tmp_path / "index", truncate_dim=16)
     index, whole = TextIndex.open(tmp_path / "index"), model.encode(texts)
     assert np.ptp(np.linalg.norm(whole, axis=1)) > 0.1, "or nothing is tested"
     unit = lambda x: x / np.linalg.norm(x, axis=1, keepdims=True) if name == "cosine" else x  # noqa: E731
@@ -331,7 +276,9 @@ def test_a_model_without_a_norm_is_searched_and_evaluated_as_it_says(tmp_path, n
         assert np.allclose(
             [hit.score for hit in hits], [expected[n, hit.number] for hit in hits], atol=1e-4
         )
-    assert np.allclose(EncoderScorer(model)(texts, texts), unit(whole) @ unit(whole).T, atol=1e-4)
+    assert np.allclose(
+        similarity_scorer(model)(texts, texts), unit(whole) @ unit(whole).T, atol=1e-4
+    )
 
 
 def test_a_fingerprint_is_that_of_whoever_gives_the_same_vectors(tmp_path):
@@ -355,7 +302,6 @@ def test_a_fingerprint_is_that_of_whoever_gives_the_same_vectors(tmp_path):
                 encoder, again.tokenizer, max_sequence_length=again.max_sequence_length
             )
             assert model_fingerprint(other) != model_fingerprint(again), name
-            assert model_fingerprint(other, earlier=True) == model_fingerprint(again, earlier=True)
 
 
 def test_a_fingerprint_knows_what_the_tokenizer_makes_of_a_text(tmp_path):
@@ -398,27 +344,26 @@ def test_malformed_rows_are_left_out_where_that_is_asked_and_a_table_may_have_no
     ]
 
 
-def test_an_index_appears_whole_or_not_at_all(tmp_path, monkeypatch):
+def test_an_index_appears_complete_or_not_at_all(tmp_path, monkeypatch):
     import bertlab.embeddings.search as module
 
     model, docs = make_model(), documents(30)
     encode_corpus(model, lambda: docs[:10], tmp_path / "index", part_size=4)
     before = {path.name: path.read_bytes() for path in (tmp_path / "index").iterdir()}
-    write = module._write_npy
+    copy = module.shutil.copyfile
 
-    def stopped(*arguments):
-        write(*arguments)
+    def stop(*paths):
+        copy(*paths)
         raise KeyboardInterrupt
 
-    for place in ("index", "new"):  # over another index, and where there was none
-        monkeypatch.setattr(module, "_write_npy", stopped)
-        with pytest.raises(KeyboardInterrupt):
-            encode_corpus(model, lambda: docs, tmp_path / place, part_size=4, overwrite=True)
-        monkeypatch.undo()
-        if place == "index":
-            assert {path.name: path.read_bytes() for path in (tmp_path / place).iterdir()} == before
-        encode_corpus(model, lambda: docs, tmp_path / place, part_size=4, overwrite=True)
-        assert len(TextIndex.open(tmp_path / place)) == 30
+    for name in ("index", "new"):  # an old index is replaced, or a new one written
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(module.shutil, "copyfile", stop)
+            encode_corpus(model, lambda: docs, tmp_path / name, part_size=4, overwrite=True)
+        if name == "index":
+            assert {path.name: path.read_bytes() for path in (tmp_path / name).iterdir()} == before
+        encode_corpus(model, lambda: docs, tmp_path / name, part_size=4, overwrite=True)
+        assert len(TextIndex.open(tmp_path / name)) == 30
     assert sorted(path.name for path in tmp_path.iterdir()) == ["index", "new"]
 
 
@@ -438,7 +383,9 @@ def test_blank_texts_keep_their_rows_in_a_npy_are_left_out_of_the_rest_and_are_c
         assert len(found) == len(SOME) and "zeros" in [*notes][0]
         for row, document in zip(found, SOME):
             expected = (
-                model.encode([document.text])[0] if document.text.strip() else np.zeros(model.width)
+                model.encode([document.text])[0]
+                if document.text.strip()
+                else np.zeros(model.embedding_dim)
             )
             assert np.abs(row - expected).max() < 2e-6
     elif output == "v.parquet":
@@ -455,7 +402,7 @@ def test_blank_texts_keep_their_rows_in_a_npy_are_left_out_of_the_rest_and_are_c
 @pytest.mark.parametrize("output", ["v.npy", "v.parquet"])
 def test_a_source_without_any_text_is_an_error(tmp_path, texts, output):
     with pytest.raises(ValueError, match="no text"):
-        encode_corpus(make_model(), lambda: texts, tmp_path / output, width=4)
+        encode_corpus(make_model(), lambda: texts, tmp_path / output, truncate_dim=4)
     assert not list(tmp_path.iterdir())
 
 
@@ -475,36 +422,11 @@ def test_a_stopped_run_goes_on_behind_a_blank_text_and_counts_those_before_it(tm
             encode_corpus(model, lambda: SOME, tmp_path / output, part_size=2, progress=watch)
     assert encode_corpus(model, lambda: SOME, tmp_path / output, part_size=2, notes=notes) == 7
     assert sum(notes.values()) == 3
-    names = (
-        ("v.npy", "whole.npy") if output == "v.npy" else ("index/vectors.npy", "whole/vectors.npy")
-    )
-    one, two = (np.load(tmp_path / name) for name in names)
+    if output == "v.npy":
+        one, two = (np.load(tmp_path / name) for name in ("v.npy", "whole.npy"))
+    else:
+        one, two = (TextIndex.open(tmp_path / name).vectors_ND for name in ("index", "whole"))
     assert one.shape == two.shape and np.abs(one - two).max() < 2e-6
-
-
-def test_what_an_earlier_version_has_encoded_goes_on_where_no_blank_text_was_left_out(tmp_path):
-    model, texts = make_model(), [Document(f"one two {n}", f"a:{n}") for n in range(4)]
-
-    def stop(count):
-        if count:
-            raise Stop
-
-    with pytest.raises(
-        Stop
-    ):  # earlier versions wrote the same of these, wherever blank ones stood between them
-        encode_corpus(model, lambda: texts, tmp_path / "v.npy", part_size=2, progress=stop)
-    blank = Document(" ", "a:x")
-    with pytest.raises(
-        ValueError, match="text 2 is not the same.*a:1.*a:x.*delete the directory.*earlier versions"
-    ):
-        encode_corpus(model, lambda: [texts[0], blank, *texts[1:]], tmp_path / "v.npy", part_size=2)
-    assert (
-        encode_corpus(
-            model, lambda: [*texts[:2], blank, *texts[2:]], tmp_path / "v.npy", part_size=2
-        )
-        == 4
-    )
-    assert np.flatnonzero(~np.load(tmp_path / "v.npy").any(1)).tolist() == [2]
 
 
 def test_an_output_that_cannot_be_is_refused_before_any_work(tmp_path):
@@ -516,7 +438,7 @@ def test_an_output_that_cannot_be_is_refused_before_any_work(tmp_path):
     for name, word in (
         ("v.txt", "must end"),
         ("old.npy", "exists"),
-        ("full", "no empty directory"),
+        ("full", "empty directory"),
         ("folder.npy", "is a directory"),
     ):
         with pytest.raises(ValueError, match=word):
@@ -539,20 +461,22 @@ def test_texts_of_a_folder_keep_their_places(tmp_path):
         source_documents([str(tmp_path / "missing.txt")])
 
 
-def test_maxsim_adds_up_each_query_token_s_best_match_whatever_the_batch():
-    model, texts = make_model(), [*draw_texts(12), " ".join(WORDS[:20])]
-    vectors = token_vectors(model, texts, 64)
-    for n, text in enumerate(texts):
-        assert np.abs(vectors[n].numpy() - token_vectors(model, [text])[0].numpy()).max() < 2e-6
-    scores = LateScorer(model)(texts[:3], texts)
-    for q in range(3):
-        by_hand = [sum(max(float(a @ b) for b in d) for a in vectors[q]) for d in vectors]
-        assert np.allclose(scores[q], by_hand, atol=1e-4)
-        assert maxsim(vectors[q], [vectors[q]]).item() == pytest.approx(len(vectors[q]), abs=1e-4)
+def test_reranking_sorts_hits_by_the_scores_of_pairs():
+    hits = [
+        SearchHit(0.9, "a", "x:1", 0),
+        SearchHit(0.8, "bb", "x:2", 1),
+        SearchHit(0.7, "c", "x:3", 2),
+    ]
+    best = rerank(lambda pairs: [len(text) for _, text in pairs], "query", hits, top_k=2)
+    assert [(hit.number, hit.score) for hit in best] == [(1, 2.0), (0, 1.0)]
 
 
-def test_token_vectors_have_no_dropout_and_leave_the_model_in_training():
-    model, texts = small_module(dropout=0.5).model.train(), draw_texts(5)
-    for one, two in zip(token_vectors(model, texts), token_vectors(model, texts)):
-        assert np.array_equal(one.numpy(), two.numpy())
-    assert model.training
+def test_mined_negatives_are_texts_of_other_pairs():
+    pytest.importorskip("sentence_transformers", reason="needs the embeddings extra")
+    pairs = draw_pairs(24)
+    mined = mine_negatives(pairs, make_model(), num_negatives=2, verbose=False)
+    answers = dict(zip(pairs.queries, pairs.positives))
+    assert set(mined.queries) <= set(pairs.queries)
+    for query, positive, negatives in zip(mined.queries, mined.positives, mined.negatives):
+        assert answers[query] == positive and positive not in negatives
+        assert 1 <= len(negatives) <= 2 and set(negatives) <= set(pairs.positives)
