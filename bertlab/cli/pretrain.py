@@ -533,9 +533,7 @@ class Run:
                 f"trainer.logger={trainer['logger']!r} is no logger: name it in "
                 f"run.loggers, as --run.loggers [{trainer['logger']}]"
             )
-        kind = check_device(
-            trainer["accelerator"], trainer["precision"] or "auto", trainer["devices"]
-        )
+        kind = check_device(trainer["accelerator"], trainer["precision"] or "auto")
         if kind == "tpu" and self.choices.compile_ahead:
             raise ValueError(
                 "run.compile_ahead does nothing on a TPU, where XLA compiles what is "
@@ -781,7 +779,7 @@ def estimate_run(
     }
     model, data, trainer = config["model"], config["data"], config["trainer"]
     choices = PretrainRunConfig(**config["run"])
-    kind = check_device(trainer["accelerator"], trainer["precision"] or "auto", trainer["devices"])
+    kind = check_device(trainer["accelerator"], trainer["precision"] or "auto")
     rows = data["train_batch_size"]
     if choices.batch_tokens is not None:
         known = ("devices", "num_nodes", "accelerator", "strategy")
@@ -839,7 +837,7 @@ def check_one_process(
     for name in ("accumulate_grad_batches", "limit_train_batches", "limit_val_batches"):
         if (value := trainer[name]) is not None and value <= 0:
             raise ValueError(f"trainer.{name} must be above 0, got {value}")
-    check_device(trainer["accelerator"], trainer["precision"] or "auto", trainer["devices"])
+    check_device(trainer["accelerator"], trainer["precision"] or "auto")
     launch = detect_launcher()
     asked = {name: trainer[name] for name in ("devices", "num_nodes", "accelerator")}
     launch = None if launch and launch.world_size == 1 else launch  # it may start more itself

@@ -5,30 +5,28 @@
 # %% auto #0
 __all__ = ['AMPERE', 'PEAK_TFLOPS', 'ACCELERATORS', 'PRECISIONS', 'cpu_multiplies_bfloat16', 'gpu_capability',
            'default_precision', 'matmul_dtype', 'default_attention', 'find_varlen', 'describe_attention', 'Peaks',
-           'peak_flops', 'wait_function', 'benchmark_matmul', 'benchmark_bandwidth', 'Device', 'installed_version',
-           'count_tpus', 'num_devices', 'find_devices', 'describe_device', 'find_accelerator', 'precision_error',
-           'check_count', 'canonical_precision', 'check_device', 'retain_freed_memory', 'peak_memory_bytes',
-           'resident_memory_bytes', 'device_memory_peaks']
+           'peak_flops', 'benchmark_matmul', 'benchmark_bandwidth', 'Device', 'installed_version', 'count_tpus',
+           'num_devices', 'find_devices', 'describe_device', 'find_accelerator', 'precision_error',
+           'canonical_precision', 'check_device', 'retain_freed_memory', 'peak_memory_bytes', 'resident_memory_bytes',
+           'device_memory_peaks']
 
 # %% ../../nbs/core/05_devices.ipynb #5f341d85
 import ctypes
 import glob
-import math
 import os
 import platform
 import re
-import subprocess
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from inspect import signature
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
+from torch.utils.benchmark import Timer
 
 from .names import look_up
 
@@ -41,52 +39,21 @@ def cpu_multiplies_bfloat16() -> bool:
     if hasattr(torch.cpu, "get_capabilities"):
         capabilities = torch.cpu.get_capabilities()
         return any(capabilities.get(name, False) for name in ("amx_bf16", "avx512_bf16"))
-    # Before torch 2.10 these two knew; each processor with AMX's tiles multiplies bfloat16.
+    # Before torch 2.10; every processor with AMX tiles multiplies bfloat16.
     older = ("_is_amx_tile_supported", "_is_avx512_bf16_supported")
     return any(getattr(torch.cpu, name, bool)() for name in older)
 
 
-class _GPU(NamedTuple):
-    capability: tuple[int, int]
-    memory: int  # bytes
-    name: str
-
-
-def _told_elsewhere(index: int | None = None) -> _GPU | None:  # None: it is to be asked here
-    """What a process of its own says of a GPU, None the first, where CUDA must not begin here.
-
-    In a notebook Lightning forks this process for several GPUs, and cannot where CUDA has begun.
-    """
-    notebook = getattr(sys.modules.get("IPython"), "get_ipython", bool)()
-    if not notebook or torch.cuda.device_count() < 2 or torch.cuda.is_initialized():
-        return None
-    return _ask_elsewhere(index or 0)
-
-
-@cache
-def _ask_elsewhere(index: int) -> _GPU | None:  # None: what is wrong is said where it is asked here
-    asked = (
-        f"import torch; gpu = torch.cuda.get_device_properties({index}); "
-        "print(gpu.major, gpu.minor, gpu.total_memory, gpu.name)"
-    )
-    said = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True)
-    if said.returncode:
-        return None
-    major, minor, memory, name = said.stdout.strip().split(" ", 3)
-    return _GPU((int(major), int(minor)), int(memory), name)
-
-
 def gpu_capability(index: int | None = None) -> tuple[int, int]:  # (8, 0) for Ampere
-    "Ask a GPU, None the current one, for its compute capability, and leave CUDA to a notebook."
-    told = _told_elsewhere(index)
-    return torch.cuda.get_device_capability(index) if told is None else told.capability
+    "Return the compute capability of a GPU; None: of the current one."
+    return torch.cuda.get_device_capability(index)
 
 
 def default_precision(
     kind: str,  # "cpu", "cuda", "mps" or "tpu"
     index: int | None = None,  # of the GPU; None: the current one
 ) -> tuple[str, str]:  # Lightning's name of the precision, and the reason in words
-    "Choose the precision that is fast and safe on a kind of device."
+    "Choose the fastest precision that is safe on a kind of device."
     if kind == "cpu" and cpu_multiplies_bfloat16():
         return "bf16-mixed", "this processor multiplies bfloat16"
     if kind == "cuda" and gpu_capability(index) >= AMPERE:
@@ -95,13 +62,12 @@ def default_precision(
         return "16-mixed", "older than Ampere: float16 with loss scaling"
     if kind == "tpu":
         return "bf16-mixed", "its matrix units multiply bfloat16"
-    return "32-true", "no bfloat16 unit that can be relied on"
+    return "32-true", "it has no reliable bfloat16 unit"
 
 # %% ../../nbs/core/05_devices.ipynb #bd4f5f45
 _TYPES = {
     "bf16": "bfloat16", "bf16-true": "bfloat16", "bf16-mixed": "bfloat16", "16": "float16",
     "16-true": "float16", "16-mixed": "float16", "32": "float32", "32-true": "float32",
-    "transformer-engine": "float8", "transformer-engine-float16": "float8",
     **{name: name for name in ("float32", "tfloat32", "float16", "bfloat16", "float8")},
 }  # fmt: skip
 
@@ -109,7 +75,7 @@ _TYPES = {
 def matmul_dtype(
     precision: str,  # Lightning's name, or "float32", "tfloat32", "float16", "bfloat16", "float8"
 ) -> str | None:  # one of the latter; None for one that the table of peaks has no column for
-    "Say in which type a precision multiplies."
+    "Return the type in which a precision multiplies."
     return _TYPES.get(str(precision))
 
 # %% ../../nbs/core/05_devices.ipynb #fe76acd0
@@ -160,7 +126,7 @@ def describe_attention(
 
 # %% ../../nbs/core/05_devices.ipynb #345be769
 class Peaks(NamedTuple):
-    "The peak of one device as torch sees it: dense products, sums in float32; 0 where it has none."
+    "Peak rates of one device: dense products that sum in float32; 0 where it has none."
 
     float32: float  # TFLOP/s here and below
     tfloat32: float
@@ -229,42 +195,35 @@ def _lookup_key(device_name: str) -> str:
 def peak_flops(
     device_name: str,  # as torch gives it, or as Cloud TPU calls it ("v5litepod-8")
     precision: str,  # Lightning's name, or a type's
-    override: float | None = None,  # FLOP/s per device, from who knows better
+    override: float | None = None,  # FLOP/s per device, if you know it
 ) -> tuple[float, str] | None:  # FLOP/s of one device, and the source; None: unknown
     "Look up the peak of dense products that sum in float32; never a guess."
     if override is not None:
         if not 0 < override < float("inf"):
-            raise ValueError(f"a peak must be a positive number of FLOP/s, got {override!r}")
+            raise ValueError(f"override={override!r} must be a positive number of FLOP/s")
         return float(override), "given"
-    row, kind = _PEAK_OF.get(_lookup_key(device_name)), matmul_dtype(precision)
-    if row is None or kind is None:
+    row, dtype = _PEAK_OF.get(_lookup_key(device_name)), matmul_dtype(precision)
+    if row is None or dtype is None:
         return None
     # torch multiplies float32 numbers in tfloat32 where it may and can.
-    if kind == "float32" and row.tfloat32 and torch.get_float32_matmul_precision() != "highest":
-        kind = "tfloat32"
-    teraflops = getattr(row, kind)
+    if dtype == "float32" and row.tfloat32 and torch.get_float32_matmul_precision() != "highest":
+        dtype = "tfloat32"
+    teraflops = getattr(row, dtype)
     return (teraflops * 1e12, row.source) if teraflops else None
 
 # %% ../../nbs/core/05_devices.ipynb #e340d810
-def wait_function(device: str | torch.device) -> Callable[[], object]:
-    "What to call before a clock is read: it waits until the device has done what it was given."
-    place = torch.device(device)
-    waits = {"cuda": partial(torch.cuda.synchronize, place), "mps": torch.mps.synchronize}
-    return waits.get(place.type, bool)
-
-
-def _best_seconds(work: Callable[[], Any], device: str | torch.device, seconds: float) -> float:
-    "The shortest time that a piece of work takes, tried again and again for some seconds."
-    wait, best = wait_function(device), math.inf
-    work()  # the first time also sets kernels up
-    end = time.perf_counter() + seconds
-    while time.perf_counter() < end or best == math.inf:
-        wait()
-        start = time.perf_counter()
-        work()
-        wait()
-        best = min(best, time.perf_counter() - start)
-    return best
+def _fastest_seconds(
+    statement: str, values: dict, device: str | torch.device, seconds: float
+) -> float:
+    "The shortest time of one execution; CUDA is synchronized by the timer."
+    if torch.device(device).type == "mps":
+        statement, values = (
+            f"{statement}; synchronize()",
+            {**values, "synchronize": torch.mps.synchronize},
+        )
+    timer = Timer(statement, globals=values, num_threads=torch.get_num_threads())
+    measurement = timer.blocked_autorange(min_run_time=seconds)
+    return min(measurement.times)
 
 
 def benchmark_matmul(
@@ -273,23 +232,24 @@ def benchmark_matmul(
     device: str | torch.device = "cpu",
     sizes: Sequence[int] | None = None,  # of the square matrices; None: what suits the device
 ) -> float:  # FLOP/s
-    """Measure the best rate of matrix products on a device. Moves no global generator.
+    """Measure the best rate of matrix products on a device; moves no global generator.
 
     Raises `ValueError` for other types than float32, float16, bfloat16, and for other devices.
     """
-    kind = matmul_dtype(precision)
-    if kind not in ("float32", "float16", "bfloat16"):
-        raise ValueError(f"precision {precision!r} cannot be measured; float32 and 16 bits can")
-    # Small ones fit between two interruptions, large ones keep all cores busy.
-    usual = {"cpu": (256, 512, 1024), "mps": (4096,), "cuda": (4096, 8192)}
-    if (type_ := torch.device(device).type) not in usual:  # XLA would only note down the products
-        raise ValueError(f"a peak cannot be measured on {device}: give it as a number of FLOP/s")
-    sizes = sizes or usual[type_]
-    draw, rates = torch.Generator().manual_seed(0), []
+    dtype = matmul_dtype(precision)
+    if dtype not in ("float32", "float16", "bfloat16"):
+        raise ValueError(f"precision={precision!r} cannot be measured; float32 and 16 bits can")
+    # Small matrices fit between two interruptions, large ones keep all cores busy.
+    default_sizes = {"cpu": (256, 512, 1024), "mps": (4096,), "cuda": (4096, 8192)}
+    device_type = torch.device(device).type
+    if device_type not in default_sizes:  # XLA would only record the products
+        raise ValueError(f"device={device!r} cannot be measured; give its peak in FLOP/s")
+    sizes = sizes or default_sizes[device_type]
+    generator, rates = torch.Generator().manual_seed(0), []
     for n in sizes:
-        square = torch.randn(n, n, generator=draw).to(device, getattr(torch, kind))
-        best = _best_seconds(lambda square=square: square @ square, device, seconds / len(sizes))
-        rates.append(2 * n**3 / best)
+        matrix = torch.randn(n, n, generator=generator).to(device, getattr(torch, dtype))
+        fastest = _fastest_seconds("a @ a", {"a": matrix}, device, seconds / len(sizes))
+        rates.append(2 * n**3 / fastest)
     return max(rates)
 
 # %% ../../nbs/core/05_devices.ipynb #860f9ea1
@@ -300,7 +260,8 @@ def benchmark_bandwidth(
 ) -> float:  # bytes per second, read and written
     "Measure how fast a device moves numbers, by adding vectors (McCalpin 1995, STREAM's 'add')."
     a, b, c = (torch.ones(int(megabytes * 2**20) // 4, device=device) for _ in range(3))
-    return 3 * a.nbytes / _best_seconds(lambda: torch.add(a, b, out=c), device, seconds)
+    values = {"add": torch.add, "a": a, "b": b, "c": c}
+    return 3 * a.nbytes / _fastest_seconds("add(a, b, out=c)", values, device, seconds)
 
 # %% ../../nbs/core/05_devices.ipynb #05d871b2
 @dataclass(frozen=True)
@@ -370,16 +331,11 @@ def _name_and_memory(kind: str, index: int) -> tuple[str, int]:
         name = os.environ.get("TPU_ACCELERATOR_TYPE", "TPU")
         return name, _TPU_GIB.get(name.lower().split("-")[0], 0) * 2**30
     if kind == "cuda":
-        if (told := _told_elsewhere(index)) is not None:
-            return told.name, told.memory
-        return (
-            torch.cuda.get_device_name(index),
-            torch.cuda.get_device_properties(index).total_memory,
-        )
+        memory = torch.cuda.get_device_properties(index).total_memory
+        return torch.cuda.get_device_name(index), memory
     if kind == "mps":
         return f"Apple GPU ({platform.machine()})", torch.mps.recommended_max_memory()
-    known = hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if known else 0
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     threads = torch.get_num_threads()
     return f"CPU, {threads} thread{'s' * (threads > 1)}", memory
 
@@ -393,8 +349,8 @@ def _describe(kind: str, index: int, measure: bool) -> Device:
         why += "; with dropout on its weights, or pretraining that is not compiled, sdpa"
     peak = peak_flops(name, precision)
     if peak is None and measure and kind != "tpu":  # a TPU is left alone
-        place = f"cuda:{index}" if kind == "cuda" else kind
-        peak = benchmark_matmul(precision, device=place), "measured on matrix products"
+        device = f"cuda:{index}" if kind == "cuda" else kind
+        peak = benchmark_matmul(precision, device=device), "measured on matrix products"
     return Device(kind, name, memory, precision, reason, attention, why, peak)
 
 
@@ -478,8 +434,7 @@ def find_accelerator(
 
 # %% ../../nbs/core/05_devices.ipynb #677a5c52
 # Where 16 bits are "true", weights have them, too, and small steps of training round away.
-PRECISIONS = ("auto", "32-true", "bf16-mixed", "bf16-true", "16-mixed", "16-true", "64-true",
-              "transformer-engine", "transformer-engine-float16")  # fmt: skip
+PRECISIONS = ("auto", "32-true", "bf16-mixed", "bf16-true", "16-mixed", "16-true", "64-true")  # fmt: skip
 _SHORT = {"32": "32-true", "bf16": "bf16-mixed", "16": "16-mixed", "64": "64-true"}
 
 
@@ -487,77 +442,29 @@ def precision_error(
     kind: str,  # "cpu", "cuda", "mps" or "tpu"
     precision: str,  # one of PRECISIONS
     capability: tuple[int, int] = AMPERE,  # of the GPU
-) -> str:  # empty: it can be had
-    "Say why a kind of device does not have a precision."
-    if precision.startswith("transformer-engine"):
-        if kind != "cuda" or capability < (8, 9):
-            return "float8 products need an NVIDIA GPU of Ada, Hopper or newer"
-        missing = installed_version("transformer-engine") is None
-        return 'install it: pip install "transformer-engine[pytorch]"' if missing else ""
+) -> str:  # empty if it has it
+    "Explain why a kind of device does not support a precision."
     if precision.startswith("16") and kind in ("cpu", "tpu"):
         return f"float16 and its loss scaling are for GPUs, this is a {kind.upper()}"
     if precision.startswith("bf16") and kind == "cuda" and capability < AMPERE:
-        return "older than Ampere, this GPU would emulate bfloat16, slower than float16"
+        return "GPUs older than Ampere emulate bfloat16, more slowly than float16"
     if precision == "64-true" and kind in ("mps", "tpu"):
         return f"{kind.upper()} has no float64"
     return ""
-
-# %% ../../nbs/core/05_devices.ipynb #389eddbb
-def check_count(
-    kind: str,  # "cpu", "cuda", "mps" or "tpu"
-    # A number or "auto"; of other devices than a CPU also -1 for all, "0,2" or [0, 2].
-    devices: int | str | Sequence[int],
-) -> None:
-    "Raise `ValueError` for devices that are not there. A CPU runs several processes a core."
-    given, text = devices, str(devices).replace(" ", "")
-    if text == "auto" or (text == "-1" and kind != "cpu"):
-        return
-    try:
-        listed = isinstance(devices, str) and "," in devices
-        numbers = [int(n) for n in text.strip(",").split(",")] if listed else devices
-        numbers = int(numbers) if isinstance(numbers, str) else numbers
-        several = not isinstance(numbers, int)
-        wanted = 1 + max(numbers) if several else numbers
-        wrong = wanted < 1 or (several and (min(numbers) < 0 or len({*numbers}) < len(numbers)))
-    except (TypeError, ValueError):
-        wrong = True
-    if wrong or isinstance(devices, bool):
-        raise ValueError(
-            f"devices={given!r}: give how many, 1 or more, 'auto' for all, or a list "
-            "of different numbers from 0 on"
-        )
-    if kind == "cpu" and several:
-        raise ValueError(
-            f"devices={given!r}: a CPU has no numbered devices; give how many processes, or 'auto'"
-        )
-    there, cores = num_devices(kind), os.cpu_count() or 1
-    if kind == "cpu" and wanted > max(8, 4 * cores):
-        raise ValueError(
-            f"devices={given!r} asks for {wanted} processes on {cores} cores, which "
-            f"would keep each other waiting; set devices={cores} or fewer"
-        )
-    # A TPU host that is known by its variable alone does not say how many devices it has.
-    unknown = kind == "cpu" or (kind == "tpu" and there < 2)
-    if wanted > there and not unknown:
-        raise ValueError(
-            f"devices={given!r}: there {'is' if there == 1 else 'are'} {there} of "
-            f"{kind} here, numbered from 0; set devices={there} or fewer"
-        )
 
 # %% ../../nbs/core/05_devices.ipynb #12ae4319
 def canonical_precision(
     precision: str | int,  # one of PRECISIONS, or short: 32, "bf16", 16, 64
 ) -> str:
-    "The name in PRECISIONS that a short one stands for; any other stays as it is."
+    "Return Lightning's full name of a precision; other names stay as they are."
     return _SHORT.get(str(precision), str(precision))
 
 
 def check_device(
     accelerator: str = "auto",  # "auto", "cpu", "gpu", "cuda", "mps" or "tpu"
     precision: str | int = "auto",  # one of PRECISIONS, or short: 32, "bf16", 16, 64
-    devices: int | str | Sequence[int] = 1,
 ) -> str:  # the kind of device that will be used: "cpu", "cuda", "mps" or "tpu"
-    "Raise `ValueError`, in one line with what to do, for what cannot be had here."
+    "Raise `ValueError` for an accelerator or precision that this machine does not have."
     kind = find_accelerator(accelerator)
     name = canonical_precision(precision)
     look_up(name, dict.fromkeys(PRECISIONS), "precision")
@@ -567,7 +474,6 @@ def check_device(
             f"precision={precision!r}: {why}; set precision="
             f"{default_precision(kind)[0]!r} or 'auto'"
         )
-    check_count(kind, devices)
     return kind
 
 # %% ../../nbs/core/05_devices.ipynb #7a1de7f3
@@ -575,14 +481,14 @@ _MMAP_THRESHOLD, _TRIM_THRESHOLD = -3, -1  # of glibc's malloc.h
 _LARGE, _OLD_LARGE = 2**30, 2**25  # bytes; an old glibc takes no threshold above 32 MiB
 
 
-def retain_freed_memory() -> bool:  # is it kept now?
+def retain_freed_memory() -> bool:  # whether it is kept now
     """Let the C library keep what torch frees on a CPU for the next step (`mallopt(3)`).
 
-    The process then stays as large as it once was. Nothing is changed without glibc, nor where
-    an environment variable `MALLOC_...` or `GLIBC_TUNABLES` says how memory is to be had.
+    The process then never shrinks. Nothing changes without glibc, or if an environment variable
+    `MALLOC_...` or `GLIBC_TUNABLES` configures the allocator.
     """
-    said = any(name.startswith("MALLOC_") for name in os.environ)
-    if said or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", ""):
+    is_configured = any(name.startswith("MALLOC_") for name in os.environ)
+    if is_configured or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", ""):
         return False
     if sys.platform != "linux" or platform.libc_ver()[0] != "glibc":
         return False

@@ -4,45 +4,36 @@
 
 # %% auto #0
 __all__ = ['BLUE', 'ORANGE', 'GREEN', 'RED', 'PURPLE', 'GREY', 'SIZE', 'EM', 'smooth', 'NotebookFigure', 'new_axes', 'plot_loss',
-           'Part', 'read_parts', 'part_table', 'plot_parts', 'svg_figure', 'svg_text', 'svg_box', 'svg_line']
+           'svg_figure', 'svg_text', 'svg_box', 'svg_line']
 
 # %% ../../nbs/core/03_plots.ipynb #878f1bb5
-import ast
 import html
 import io
 import math
-import os
-import re
 import sys
-import textwrap
-from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
-from typing import NamedTuple
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 from matplotlib.figure import Figure
-from matplotlib.patches import FancyBboxPatch
 from PIL import Image
 
 # %% ../../nbs/core/03_plots.ipynb #0205e3fa
 def smooth(
-    values: Sequence[float],  # in time order; one that is not finite stays out of the mean
+    values: Sequence[float],  # in time order; values that are not finite are left out of the mean
     span: float = 20,  # how many values the mean remembers, 1 or more
 ) -> np.ndarray:  # the same length; NaN where the value is not finite
     "Exponentially weighted mean without the bias of its start (Kingma and Ba 2015, sec. 3)."
     if not 1 <= span < math.inf:
-        raise ValueError(
-            f"span must be 1 or more, got {span}; 1 smooths nothing, and no span is infinite"
-        )
-    keep, total, weight, out = 1 - 1 / span, 0.0, 0.0, []
+        raise ValueError(f"span={span} must be 1 or more, and finite")
+    decay, total, weight, means = 1 - 1 / span, 0.0, 0.0, []
     for value in values:
-        if not math.isfinite(value):  # a step that the guard has skipped
-            out.append(math.nan)
+        if not math.isfinite(value):  # a step that a guard has skipped
+            means.append(math.nan)
             continue
-        total = keep * total + (1 - keep) * value
-        weight = keep * weight + (1 - keep)
-        out.append(total / weight)
-    return np.array(out)
+        total = decay * total + (1 - decay) * value
+        weight = decay * weight + (1 - decay)
+        means.append(total / weight)
+    return np.array(means)
 
 # %% ../../nbs/core/03_plots.ipynb #3afc3ff5
 BLUE, ORANGE, GREEN, RED, PURPLE, GREY = (
@@ -52,16 +43,16 @@ SIZE = (6.4, 3.6)  # inches
 
 
 class NotebookFigure(Figure):
-    "A figure that a notebook shows when a cell returns it, whatever backend is set."
+    "A figure that a notebook shows when a cell returns it, with any backend."
 
     def as_png(
         self,
         scale: float = 1,  # pixels for each point of the screen; 2 is sharp on a phone
     ) -> bytes:
-        "Draw with a palette of the figure's own colours: a third of the bytes."
-        drawn, small = io.BytesIO(), io.BytesIO()
-        self.savefig(drawn, format="png", dpi=scale * self.dpi)
-        picture = Image.open(drawn).convert("RGB").quantize(256, dither=Image.Dither.NONE)
+        "Draw with a palette of 256 colours, which takes a third of the bytes."
+        full, small = io.BytesIO(), io.BytesIO()
+        self.savefig(full, format="png", dpi=scale * self.dpi)
+        picture = Image.open(full).convert("RGB").quantize(256, dither=Image.Dither.NONE)
         picture.save(small, format="png", optimize=True)
         return small.getvalue()
 
@@ -69,9 +60,9 @@ class NotebookFigure(Figure):
         return self.as_png()
 
     def _repr_mimebundle_(self, **_) -> tuple[dict[str, bytes], dict[str, dict[str, int]]]:
-        "What a notebook keeps: twice the pixels, and the size at which a page shows them."
+        "Return twice the pixels, and the size at which a page shows them."
         if shell := getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)():
-            # pyplot's inline backend (Colab has it on) would draw again, with half of the pixels
+            # pyplot's inline backend, which Colab uses, would draw the figure again with half the pixels
             shell.display_formatter.formatters["image/png"].for_type(NotebookFigure, lambda _: None)
         size = {
             name: round(inches * self.dpi)
@@ -85,7 +76,7 @@ def new_axes(
     ylabel: str,  # with its unit
     size: tuple[float, float] = SIZE,  # inches, width and height
 ):  # the figure and its axes
-    "A figure in the house's style."
+    "Create a figure with axes in the style of these pages."
     figure = NotebookFigure(figsize=size, layout="constrained", dpi=100)
     axes = figure.add_subplot(xlabel=xlabel, ylabel=ylabel)
     axes.spines[["top", "right"]].set_visible(False)
@@ -98,7 +89,7 @@ def plot_loss(
     loss: Sequence[float],  # training loss at those steps, nats per label
     validation_steps: Sequence[int] = (),  # optimizer steps at which validation ran
     validation_loss: Sequence[float] = (),  # nats per label
-    unigram_entropy: float | None = None,  # nats; the line that needs no context
+    unigram_entropy: float | None = None,  # nats; the baseline that uses no context
     title: str = "",  # above the axes; empty: none
     unit: str = "nats per masked token",  # of the losses
 ) -> Figure:
@@ -117,137 +108,6 @@ def plot_loss(
     axes.legend(frameon=False)
     return figure
 
-# %% ../../nbs/core/03_plots.ipynb #484d2ddb
-class Part(NamedTuple):
-    "One part of a chapter, as its source describes it."
-
-    name: str
-    notebook: str  # its file
-    purpose: str  # one line
-    imports: frozenset[str]  # parts of the same chapter
-    chapters: frozenset[str]  # other chapters
-
-
-def read_parts(
-    folder: str | os.PathLike,  # of a chapter: bertlab/data, say
-) -> list[Part]:  # in reading order
-    "Read from the source of a chapter what its parts are for, and what each builds on."
-    parts = []
-    for path in Path(folder).glob("[!_]*.py"):
-        source = path.read_text(encoding="utf-8")
-        tree, inside, outside = ast.parse(source), set(), set()
-        for node in ast.walk(tree):
-            if isinstance(node, ast.ImportFrom) and node.level:
-                names = [node.module] if node.module else [alias.name for alias in node.names]
-                firsts = {name.partition(".")[0] for name in names}
-                inside, outside = (
-                    (inside | firsts, outside) if node.level == 1 else (inside, outside | firsts)
-                )
-        notebook = re.search(r"File to edit: .*?([^/\s]+\.ipynb)", source)
-        parts.append(
-            Part(
-                path.stem,
-                notebook[1] if notebook else path.name,
-                (ast.get_docstring(tree) or "").partition("\n")[0],
-                frozenset(inside),
-                frozenset(outside),
-            )
-        )
-    return sorted(parts, key=lambda part: part.notebook)
-
-
-def part_table(parts: Sequence[Part]) -> str:  # Markdown
-    "List parts in reading order, each with its line and a link to its page."
-    rows = [f"| [{part.name}]({part.notebook}) | {part.purpose} |" for part in parts]
-    return "\n".join(["| part | what it is for |", "|---|---|", *rows])
-
-# %% ../../nbs/core/03_plots.ipynb #354ca5aa
-def _all_below(parts: Mapping[str, Part], name: str) -> set[str]:
-    "All parts that a part builds on, directly or through others."
-    direct = parts[name].imports & set(parts)
-    return set(direct).union(*(_all_below(parts, one) for one in direct))
-
-
-def _places(parts: Mapping[str, Part]) -> dict[str, tuple[int, float]]:
-    "A column for each part, to the right of what it imports, and a height near to that."
-    depth = {name: 0 for name in parts}
-    for name in sorted(parts, key=lambda name: len(_all_below(parts, name))):
-        depth[name] = max((1 + depth[one] for one in parts[name].imports & set(parts)), default=0)
-    tallest = max(list(depth.values()).count(column) for column in depth.values())
-    places: dict[str, tuple[int, float]] = {}
-    for column in range(max(depth.values()) + 1):
-        here = [name for name in parts if depth[name] == column]
-        if column:  # else in reading order
-            near = lambda name: np.mean(
-                [places[one][1] for one in parts[name].imports if one in places]
-            )
-            here.sort(key=near, reverse=True)
-        for row, name in enumerate(here):
-            places[name] = column, -(row + 0.5) * tallest / len(here)
-    return places
-
-
-def plot_parts(
-    parts: Sequence[Part],
-    title: str = "",
-) -> Figure:
-    """Draw parts as boxes, and an arrow from each part to those that build on it.
-
-    Raises `ValueError` where there is none.
-    """
-    if not parts:
-        raise ValueError("parts is empty: there is nothing to draw")
-    named = {part.name: part for part in parts}
-    places = _places(named)
-    columns = 1 + max(x for x, _ in places.values())
-    bottom = min(y for _, y in places.values()) - 0.5
-    figure = NotebookFigure(
-        figsize=(max(1.95 * columns, 4), 0.68 * -bottom + 0.5), layout="constrained", dpi=100
-    )
-    axes = figure.add_subplot(xlim=(-0.4, columns - 0.6), ylim=(bottom, 0))
-    axes.set_axis_off()
-    axes.set_title(title, loc="left", fontsize=10)
-    arrow = {"arrowstyle": "-|>", "color": GREY, "linewidth": 0.8, "shrinkA": 0, "shrinkB": 0}
-    for name, (x, y) in places.items():
-        direct = named[name].imports & set(named)
-        for one in direct - set().union(*(_all_below(named, other) for other in direct)):
-            start = places[one][0] + 0.36, places[one][1]
-            axes.annotate("", (x - 0.36, y), start, arrowprops=arrow, zorder=1)
-        axes.add_patch(
-            FancyBboxPatch(
-                (x - 0.36, y - 0.3),
-                0.72,
-                0.6,
-                boxstyle="round,pad=0,rounding_size=0.05",
-                facecolor="white",
-                edgecolor=BLUE,
-                zorder=2,
-            )
-        )
-        lines = textwrap.wrap(name.replace("_", " "), 16)
-        axes.text(
-            x,
-            y + 0.08,
-            "\n".join(lines),
-            ha="center",
-            va="center",
-            weight="bold",
-            fontsize=8.5 if len(lines) == 1 else 7.5,
-            linespacing=0.95,
-            zorder=3,
-        )
-        axes.text(
-            x,
-            y - 0.21,
-            ", ".join(sorted(named[name].chapters)),
-            ha="center",
-            va="center",
-            fontsize=6.5,
-            color=GREY,
-            zorder=3,
-        )
-    return figure
-
 # %% ../../nbs/core/03_plots.ipynb #7cc5acca
 EM = 16  # user units of an SVG that make one em on the page
 
@@ -256,9 +116,9 @@ def svg_figure(
     parts: Iterable[str],  # of `svg_box`, `svg_text`, `svg_line`
     width: float,  # user units; 16 are one em, so that a figure grows with the text
     height: float,
-    alt: str,  # what the picture says, for who cannot see it
-) -> str:  # HTML: a box that scrolls on its own where the page is narrow
-    "Draw on a scale of ems, in the page's own text colour, light or dark."
+    alt: str,  # what the picture shows, for screen readers
+) -> str:  # HTML: a box that scrolls on narrow pages
+    "Draw on a scale of ems, in the text colour of the page."
     size = f"width:{width / EM:.3g}em;height:{height / EM:.3g}em;max-width:none;display:block"
     return (
         f'<div tabindex="0" role="group" aria-label="{html.escape(alt)}" '
@@ -272,12 +132,12 @@ def svg_text(
     x: float,
     y: float,  # of the base line
     text: str,
-    anchor: str = "start",  # or "middle", "end": which part of the text stands at x
+    anchor: str = "start",  # or "middle", "end": which part of the text is at x
     size: float = 14,  # user units
 ) -> str:
     "Write a line."
-    place = f'x="{x:.5g}" y="{y:.5g}" text-anchor="{anchor}" font-size="{size:g}"'
-    return f"<text {place}>{html.escape(text)}</text>"
+    position = f'x="{x:.5g}" y="{y:.5g}" text-anchor="{anchor}" font-size="{size:g}"'
+    return f"<text {position}>{html.escape(text)}</text>"
 
 # %% ../../nbs/core/03_plots.ipynb #916745d6
 def svg_box(

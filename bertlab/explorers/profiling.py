@@ -19,8 +19,6 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from ..core.devices import wait_function
-
 # %% ../../nbs/explorers/08_profiling.ipynb #c0runp01
 def _run_in_parts(
     mode: TorchDispatchMode,  # sees the parts
@@ -153,13 +151,18 @@ class StepProfile(NamedTuple):
         )
 
 # %% ../../nbs/explorers/08_profiling.ipynb #68f2d9e2
+def _wait_function(device: str | torch.device) -> Callable[[], Any]:
+    is_asynchronous = torch.device(device).type in ("cuda", "mps")
+    return torch.accelerator.synchronize if is_asynchronous else bool
+
+
 def profile_step(
     step: Callable[[], Any],  # runs one step
     repeats: int = 3,  # steps that are measured
     device: str | torch.device = "cpu",  # where the step runs
 ) -> StepProfile:
     "Profile a step by kind of work, after a first run for warmth, with torch.profiler."
-    wait, on_gpu, times, reads = wait_function(device), "cuda" in str(device), [], host_reads(step)
+    wait, on_gpu, times, reads = _wait_function(device), "cuda" in str(device), [], host_reads(step)
     step()  # that one ran uncompiled
     for _ in range(repeats):
         wait()

@@ -99,7 +99,7 @@ def make_trainer(
     ):
         if number is not None and number < 1:
             raise ValueError(f"{name} must be 1 or more, got {number}")
-    kind = check_device(accelerator, precision or "auto", devices)
+    kind = check_device(accelerator, precision or "auto")
     if kind == "cpu":  # keep the memory that a step frees; other devices' allocators do the same
         retain_freed_memory()
     theirs = plugins if isinstance(plugins, (list, tuple)) else [plugins] * (plugins is not None)

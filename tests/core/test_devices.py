@@ -1,7 +1,6 @@
-"What a device can do is said with its reason or source; what is not there is refused in one line."
+"Devices are described with reasons and sources; missing ones are refused."
 
 import itertools
-import sys
 from inspect import signature
 from mmap import mmap
 from types import SimpleNamespace
@@ -56,7 +55,7 @@ def test_bfloat16_peaks_are_the_dense_ones_of_the_data_sheets(name):
         ("NVIDIA RTX A6000", 38.7e12),
     ],
 )  # outside tensor cores
-def test_the_wrong_figures_of_a_widely_used_table_are_not_ours(name, wrong):
+def test_sparse_peaks_are_not_in_the_table(name, wrong):
     flops, _ = peak_flops(name, "bf16-mixed")
     assert max(flops / wrong, wrong / flops) > 1.9
 
@@ -75,7 +74,7 @@ def test_a_type_that_a_device_does_not_multiply_has_no_peak(name):
     assert peak_flops(name, "16-mixed")[0] in (65e12, 125e12, 130e12)
 
 
-def test_float32_means_tfloat32_exactly_where_torch_may_use_it():
+def test_float32_is_tfloat32_where_torch_uses_it():
     before = torch.get_float32_matmul_precision()
     try:
         torch.set_float32_matmul_precision("highest")
@@ -87,14 +86,14 @@ def test_float32_means_tfloat32_exactly_where_torch_may_use_it():
         torch.set_float32_matmul_precision(before)
 
 
-def test_who_knows_better_is_believed_also_about_an_unknown_device():
+def test_a_given_peak_overrides_the_table():
     assert peak_flops("a card of next year", "64-true", 5e15) == (5e15, "given")
     for wrong in (0, -1e12, float("nan"), float("inf")):
-        with pytest.raises(ValueError, match="positive number of FLOP/s"):
+        with pytest.raises(ValueError, match="override"):
             peak_flops("NVIDIA H200", "bf16-mixed", wrong)
 
 
-def test_every_row_has_a_source_and_no_type_is_slower_than_a_wider_one():
+def test_no_type_is_slower_than_a_wider_one():
     for name, row in PEAK_TFLOPS.items():
         assert row.source and name == name.lower(), name
         wide_to_narrow = [flops for flops in row[:5] if flops]
@@ -103,13 +102,13 @@ def test_every_row_has_a_source_and_no_type_is_slower_than_a_wider_one():
             assert row.float8 / row.bfloat16 == pytest.approx(2, rel=0.03), name
 
 
-def test_lightnings_names_of_precisions_are_understood_and_others_have_no_peak():
+def test_precision_names_of_lightning_are_understood():
     assert {matmul_dtype(p) for p in ("bf16", "bf16-true", "bf16-mixed")} == {"bfloat16"}
     assert {matmul_dtype(p) for p in ("16", 16, "16-true", "16-mixed")} == {"float16"}
     assert matmul_dtype("64-true") is None and peak_flops("NVIDIA H200", "64-true") is None
 
 
-def test_a_measured_peak_is_above_any_single_product_and_moves_no_generator():
+def test_a_measured_peak_is_possible_and_moves_no_generator():
     state = torch.get_rng_state()
     peak = benchmark_matmul(seconds=0.2, sizes=[256])
     assert torch.equal(torch.get_rng_state(), state)
@@ -120,7 +119,7 @@ def test_a_measured_peak_is_above_any_single_product_and_moves_no_generator():
         benchmark_matmul("float8")
 
 
-def test_memory_that_is_held_rises_and_falls_and_the_mark_only_rises():
+def test_resident_memory_falls_and_its_peak_does_not():
     before = resident_memory_bytes()
     if before is None:
         pytest.skip("resident memory is read from Linux's /proc")
@@ -193,9 +192,7 @@ def bare(monkeypatch):
         (H200, "bf16-mixed", "varlen", 989.5e12),
     ],
 )
-def test_a_gpu_is_described_with_reason_memory_kernel_and_dense_peak(
-    bare, gpu, precision, kernel, peak
-):
+def test_a_gpu_is_described_with_reason_and_peak(bare, gpu, precision, kernel, peak):
     pretend_gpus(bare, gpu)
     found = describe_device()
     assert (found.kind, found.precision, found.attention) == ("cuda", precision, kernel)
@@ -215,43 +212,6 @@ def test_a_gpu_is_described_with_reason_memory_kernel_and_dense_peak(
         assert fact in found.report()
 
 
-def test_in_a_notebook_with_several_gpus_this_process_asks_none_of_them(bare):
-    "Lightning forks it, and what is forked after CUDA has begun cannot use CUDA."
-    pretend_gpus(bare, A100, A100)
-    bare.setattr(
-        torch.cuda, "get_device_capability", lambda index=None: pytest.fail("CUDA would begin here")
-    )
-    bare.setattr(
-        torch.cuda, "get_device_properties", lambda index=None: pytest.fail("CUDA would begin here")
-    )
-    bare.setattr(
-        torch.cuda, "get_device_name", lambda index=None: pytest.fail("CUDA would begin here")
-    )
-    bare.setattr(torch.cuda, "is_initialized", lambda: False)
-    bare.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: "a shell"))
-    asked = []
-    done = lambda words, **_: (
-        asked.append(words[-1])
-        or SimpleNamespace(returncode=0, stdout=f"8 0 {80 * 2**30} {A100[0]} or so\n")
-    )
-    bare.setattr(devices.subprocess, "run", done)
-    devices._ask_elsewhere.cache_clear()
-    try:
-        assert (
-            check_device("auto", "bf16-mixed", 2) == "cuda"
-            and devices.default_precision("cuda")[0] == "bf16-mixed"
-        )
-        found = describe_device()  # stands in the record of a run
-    finally:
-        devices._ask_elsewhere.cache_clear()
-    assert (found.name, found.memory_bytes, found.precision) == (
-        f"{A100[0]} or so",
-        80 * 2**30,
-        "bf16-mixed",
-    )
-    assert len(asked) == 1 and "get_device_properties(0)" in asked[0]
-
-
 @pytest.mark.parametrize("kind, wanted", [("v3-8", 8), ("v5litepod-4", 4), ("", 4)])
 def test_up_to_v3_a_chip_is_two_devices(kind, wanted, monkeypatch):
     monkeypatch.setattr(
@@ -262,7 +222,7 @@ def test_up_to_v3_a_chip_is_two_devices(kind, wanted, monkeypatch):
 
 
 def test_a_peak_is_measured_where_products_are_made_at_once():
-    with pytest.raises(ValueError, match="cannot be measured on meta"):
+    with pytest.raises(ValueError, match="meta"):
         devices.benchmark_matmul(device="meta")
 
 
@@ -289,7 +249,7 @@ def test_a_tpu_trains_in_bfloat16_and_is_described_without_touching_it(bare):
     bare.setenv("TPU_ACCELERATOR_TYPE", "v5litepod-4")
     found = describe_device(measure=True)
     assert (found.kind, found.precision, found.memory_bytes) == ("tpu", "bf16-mixed", 16 * 2**30)
-    assert found.peak[0] == 197e12 and check_device("auto", "auto", 4) == "tpu"
+    assert found.peak[0] == 197e12 and check_device() == "tpu"
 
 
 @pytest.mark.parametrize("able", ["amx_bf16", "avx512_bf16", None])
@@ -396,13 +356,7 @@ def test_a_tpu_needs_torch_xla_of_torchs_version_and_a_device(bare):
     bare.setenv("PJRT_DEVICE", "CPU")
     assert check_device("tpu", "bf16-mixed") == "tpu"
     bare.delenv("PJRT_DEVICE")
-    bare.setattr(devices, "count_tpus", lambda: 1)
-    assert check_device("tpu", "32-true", 8) == "tpu"  # one is known of; a host may have more
     bare.setattr(devices, "count_tpus", lambda: 4)
-    assert (
-        "there are 4 of tpu" in refused("tpu", "auto", 8)
-        and check_device("auto", "auto", 4) == "tpu"
-    )
     pretend_versions(bare, torch="2.10.0", torch_xla="2.9.0")
     assert "needs torch 2.9" in refused(
         "auto"
@@ -416,7 +370,6 @@ def test_a_tpu_needs_torch_xla_of_torchs_version_and_a_device(bare):
         (16, "this is a CPU"),
         ("16-true", "this is a CPU"),
         ("fp8", "is unknown"),
-        ("transformer-engine", "NVIDIA"),
         ("bf16-mixd", "choose one of auto, 32-true, bf16-mixed"),
     ],
 )
@@ -432,49 +385,14 @@ def test_a_cpu_without_the_instructions_may_still_emulate_bfloat16(bare, precisi
     assert check_device("cpu", precision) == "cpu"
 
 
-def test_a_gpu_before_ampere_is_sent_to_float16_and_float8_needs_ada(bare):
+def test_a_gpu_before_ampere_is_sent_to_float16(bare):
     pretend_gpus(bare, T4)
     for precision in ("bf16-mixed", "bf16-true", "bf16"):
-        assert "older than Ampere" in refused("gpu", precision) and "'16-mixed'" in refused(
-            "gpu", precision
-        )
+        message = refused("gpu", precision)
+        assert "Ampere" in message and "'16-mixed'" in message
     assert check_device("gpu", "16-mixed") == check_device("auto", "auto") == "cuda"
     pretend_gpus(bare, A100)
-    assert check_device("gpu", "bf16-mixed") == "cuda" and "Ada" in refused(
-        "gpu", "transformer-engine"
-    )
-    pretend_gpus(bare, H200)
-    assert 'pip install "transformer-engine' in refused("gpu", "transformer-engine")
-    pretend_versions(bare, transformer_engine="2.0")
-    assert check_device("gpu", "transformer-engine") == "cuda"
-
-
-@pytest.mark.parametrize("wanted", [3, "3", [0, 2], "0,2", [2]])
-def test_more_devices_than_there_are_are_refused_with_the_number_there_is(bare, wanted):
-    pretend_gpus(bare, A100, A100)
-    assert "there are 2 of cuda" in refused("gpu", "auto", wanted) and "devices=2" in refused(
-        "gpu", "auto", wanted
-    )
-
-
-@pytest.mark.parametrize(
-    "wanted", [0, -2, "0", "many", [], [0, 0], [-1], "1,1", True, None, 1.5, ["a"]]
-)
-def test_a_number_of_devices_that_means_nothing_is_refused(bare, wanted):
-    pretend_gpus(bare, A100, A100)
-    assert "devices=" in refused("gpu", "auto", wanted)
-
-
-@pytest.mark.parametrize("wanted", [1, 2, "2", "auto", -1, "-1", [0, 1], [1], "0,1", "1,"])
-def test_devices_that_are_there_may_be_asked_for_in_each_way(bare, wanted):
-    pretend_gpus(bare, A100, A100)
-    assert check_device("gpu", "auto", wanted) == "cuda"
-    assert check_device("cpu", "auto", 7) == "cpu"  # processes, not processors
-
-
-@pytest.mark.parametrize("wanted", [-1, "-1", [0, 1], [1], "0,1", "0,"])
-def test_a_processor_has_no_numbered_devices(bare, wanted):
-    assert "devices=" in refused("cpu", "auto", wanted)
+    assert check_device("gpu", "bf16-mixed") == "cuda"
 
 
 def test_an_unknown_accelerator_is_answered_with_the_known_ones(bare):
