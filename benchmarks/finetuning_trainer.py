@@ -108,7 +108,7 @@ def their_side(case: dict, task, tokenizer) -> dict:
     from transformers import (DataCollatorForTokenClassification, DataCollatorWithPadding, Trainer,
                               TrainerCallback, TrainingArguments, set_seed)  # fmt: skip
 
-    from bertlab.model.huggingface import to_family_config, their_class
+    from bertlab.model.families import FAMILIES, to_family_config
 
     dataset = their_dataset(task, tokenizer)
     set_seed(0)
@@ -116,7 +116,7 @@ def their_side(case: dict, task, tokenizer) -> dict:
     config = to_family_config(shape("bert", case["model"]), "bert", ending)
     if task.label_names:
         config.num_labels = len(task.label_names)
-    model = their_class("bert", ending)(config)
+    model = FAMILIES["bert"].get_class(ending)(config)
     meter = Meter(model)
 
     class Clock(TrainerCallback):

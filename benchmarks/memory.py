@@ -39,11 +39,13 @@ def build(way: str, vocabulary: int, model: str):
     "Build the same architecture on either side."
     from bertlab.model.activation_checkpointing import checkpoint_activations
     from bertlab.model.heads import BertLabForMaskedLM
-    from bertlab.model.huggingface import to_family_config, their_class
+    from bertlab.model.families import FAMILIES, to_family_config
 
     config = shape("bert", model, vocab_size=vocabulary)
     if way == "transformers":
-        return their_class("bert", "ForMaskedLM")(to_family_config(config, "bert", "ForMaskedLM"))
+        return FAMILIES["bert"].get_class("ForMaskedLM")(
+            to_family_config(config, "bert", "ForMaskedLM")
+        )
     ours = BertLabForMaskedLM(config)
     if way.endswith("recomputed"):
         checkpoint_activations(ours, "full")

@@ -181,7 +181,7 @@ def their_side(case: dict, corpus, tokenizer, folder: str) -> dict[str, float]:
     from transformers import DataCollatorForLanguageModeling, Trainer, TrainerCallback
     from transformers import TrainingArguments, set_seed
 
-    from bertlab.model.huggingface import to_family_config, their_class
+    from bertlab.model.families import FAMILIES, to_family_config
 
     dataset, rows = (
         their_tokens(case["side"], corpus.train_texts, tokenizer),
@@ -196,7 +196,7 @@ def their_side(case: dict, corpus, tokenizer, folder: str) -> dict[str, float]:
     config = to_family_config(shape(case["kind"], case["model"]), case["kind"], "ForMaskedLM")
     if case["kind"] == "modernbert":
         config.sparse_prediction = True  # scores at labels alone, as ours
-    model = their_class(case["kind"], "ForMaskedLM")(config)
+    model = FAMILIES[case["kind"]].get_class("ForMaskedLM")(config)
     meter = Meter(model)
 
     class Clock(TrainerCallback):

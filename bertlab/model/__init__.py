@@ -11,6 +11,7 @@ __getattr__, __dir__ = _lazy_parts(__name__, (
     "losses",
     "heads",
     "task_heads",
+    "families",
     "loading",
     "huggingface",
     "mask_filling",

@@ -7,6 +7,7 @@ from . import encoder as encoder
 from . import losses as losses
 from . import heads as heads
 from . import task_heads as task_heads
+from . import families as families
 from . import loading as loading
 from . import huggingface as huggingface
 from . import mask_filling as mask_filling

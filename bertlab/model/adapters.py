@@ -24,8 +24,8 @@ from ..core.files import atomic_write
 from ..core.names import did_you_mean, look_up
 from .config import matmul_parameters
 from .huggingface import has_adapter, to_huggingface
-from .loading import SECOND_NAMES, find_ending
-from .loading import key_table, their_names, written_weights
+from .families import FAMILIES, key_table, second_names, their_names
+from .loading import get_head, written_weights
 
 # %% ../../nbs/model/18_adapters.ipynb #fc191f84
 @dataclass(frozen=True)
@@ -259,6 +259,11 @@ def adapter_overrides(
 
 # %% ../../nbs/model/18_adapters.ipynb #5a40705f
 _JOINT = ("lora_B.weight", "lora_B.bias", "lora_magnitude_vector")  # one row for each output
+_SECOND_NAMES = {
+    second: first
+    for model_type in reversed(FAMILIES)
+    for second, first in second_names(model_type, "ForMaskedLM").items()
+}
 _FILES = ("adapter_config.json", "adapter_model.safetensors")
 
 
@@ -280,7 +285,7 @@ def _translation(
         if kind is not None:
             raise
         return None
-    table = key_table(theirs.config.model_type, find_ending(model))
+    table = key_table(theirs.config.model_type, get_head(model))
     targets = model.peft_config["default"].target_modules
     whole = splits or all(len(_layer_names(layer, table)) == 1 for layer in targets)
     return table if whole else None
@@ -325,14 +330,14 @@ def _free_parts(
         is_free = any(_is_in(key, part) for part in parts)
         try:
             names = _weight_names(key, table)
-        except ValueError:  # of a layer with an adapter
+        except KeyError:  # of a layer with an adapter
             if is_free:
                 raise
             continue
         named.update(zip(names, tensor.chunk(len(names)), strict=True))
         free |= dict.fromkeys(names if is_free else ())
-    if table is not None and find_ending(model) == "ForMaskedLM":
-        for second, first in SECOND_NAMES.items():
+    if table is not None and get_head(model) == "ForMaskedLM":
+        for second, first in _SECOND_NAMES.items():
             # A tied decoder is a module of its own there, and peft copies modules.
             if second.endswith(".weight") and first in named and second not in named:
                 named[second] = named[first]
@@ -436,9 +441,9 @@ def _drop_second_names(
     directory: Path,
 ) -> None:
     "Leave out what is tied to another weight. Raises `ValueError` where the two differ."
-    for second in found.keys() & SECOND_NAMES.keys():
-        if SECOND_NAMES[second] in here:
-            key, weight = here[SECOND_NAMES[second]]
+    for second in found.keys() & _SECOND_NAMES.keys():
+        if _SECOND_NAMES[second] in here:
+            key, weight = here[_SECOND_NAMES[second]]
             if not _is_same(found[second], weight):
                 raise ValueError(
                     f"{directory} has {second} with weights of its own, and here it "
@@ -507,7 +512,7 @@ def load_adapter(
     for key in state if config.modules_to_save else ():
         try:
             names = _weight_names(key, table)
-        except ValueError:  # a weight that the model has there under no name
+        except KeyError:  # a weight that the model has there under no name
             continue
         if all(name in found for name in names):
             whole[key] = torch.cat([found.pop(name) for name in names])

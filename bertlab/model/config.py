@@ -180,7 +180,8 @@ class BertLabConfig(PretrainedConfig):
     pad_token_id: int | None = None  # of the tokenizer, as the next three
     cls_token_id: int | None = None  # begins a document
     sep_token_id: int | None = None  # ends a document
-    mask_token_id: int | None = None  # stands where a token is hidden
+    mask_token_id: int | None = None  # replaces a masked token
+    family: str | None = None  # of transformers, from which the model came: bert, xlm-roberta, ...
 
     # Who sees whom, and how order is told.
     num_attention_heads: int = 12

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
 from .encoder import BertLabPreTrainedModel
-from .loading import check_finite, map_weights
+from .loading import check_finite, plan_loading, read_state_dict
 
 # %% ../../nbs/model/23_deferred.ipynb #1699aca0
 class Beginning(NamedTuple):
@@ -161,6 +161,8 @@ def read_deferred(
     key_mapping: dict[str, str] | None = None,  # our names: theirs
 ) -> list[str]:  # weights that the source does not have: they begin anew
     "Say that weights are to be read from a source. Raises `ValueError` where shapes do not fit."
-    model.deferred.stored, report = map_weights(model, source, key_mapping)
+    model.deferred.stored, report = plan_loading(model, read_state_dict(source), key_mapping)
+    if report.mismatched_keys or not report.loaded:
+        raise ValueError(f"{source} does not fit the model: {report}")
     model.deferred.source = source
-    return report.missing
+    return report.missing_keys

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from .config import BertLabConfig
-from .huggingface import check_no_adapter, unused_settings
+from .families import unused_settings
+from .huggingface import check_no_adapter
 
 # %% ../../nbs/model/15_growth.ipynb #149a45f1
 def tile_indices(

@@ -22,7 +22,8 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
 from ..data.tokenizers import TOKENIZER_FILES, load_tokenizer
 from ..model.config import BertLabConfig
-from ..model.huggingface import ARCHITECTURES, to_bertlab_config, read_config, output_settings
+from ..model.families import output_settings, to_bertlab_config
+from ..model.huggingface import ARCHITECTURES, read_config
 from ..model.loading import check_finite, read_state_dict, written_weights
 from ..model.tensor_parallel import find_cuts
 from bertlab.train.model_directories import (

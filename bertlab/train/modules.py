@@ -45,8 +45,8 @@ from ..core.durations import parse_amount
 from ..core.names import import_object, resolve
 from ..data.collators import COLLATORS
 from ..data.rows import NON_MODEL_KEYS, IGNORE_INDEX
-from ..model.huggingface import to_bertlab_config, from_huggingface, load_pretrained
-from ..model.huggingface import merged_copy, read_config, save_model, stored_head
+from ..model.huggingface import to_bertlab_config, load_model, load_pretrained
+from ..model.huggingface import merged_copy, read_config, save_model
 from ..data.tokenizers import check_same_vocabulary, num_token_ids, load_tokenizer
 from ..model.encoder import BertLabModel, BertLabPreTrainedModel, EncoderInputs, layer_rope
 from ..model.encoder import run_blocks
@@ -54,7 +54,7 @@ from ..model.float8 import convert_to_float8
 from ..model.heads import BertLabForEnhancedMaskedLM, BertLabForMaskedDiffusion
 from ..model.heads import BertLabForMaskedLM, TokenPredictionModel, head_and_loss
 from ..model.layers import resolve_layers
-from ..model.loading import load_state_dict, map_weights
+from ..model.loading import load_state_dict, plan_loading, read_state_dict
 from ..model.losses import LossSums, LossConfig
 from ..model.losses import token_bytes
 from ..model.task_heads import BertLabForQuestionAnswering, BertLabForSequenceClassification
@@ -171,15 +171,18 @@ def load_encoder(
     source: str | os.PathLike,  # a directory, or a name on the hub
 ) -> BertLabPreTrainedModel:  # in float32, on the CPU
     "Load BERT, RoBERTa, ModernBERT or a model of ours. Raises `ValueError` in one line."
-    from transformers import AutoModel, AutoModelForMaskedLM
-
-    config = read_config(source)
-    if config.model_type != BertLabConfig.model_type:
-        return from_huggingface(source).float()
-    named = config.architectures or [f"BertLab{stored_head(source, config.model_type)}"]
-    headless = named[0].startswith("BertLabModel")
-    auto = AutoModel if headless else AutoModelForMaskedLM
-    return load_pretrained(_TASKED.get(named[0], auto), source).float()
+    named = (read_config(source).architectures or [""])[0]
+    if named == BertLabForCausalLM.__name__:
+        return load_pretrained(BertLabForCausalLM, source).float()
+    loaded = load_model(source)
+    if loaded.padded_because is not None:
+        raise ValueError(f"{str(source)!r} cannot be converted: {loaded.padded_because}")
+    if loaded.new_weights:
+        raise ValueError(
+            f"{str(source)!r} lacks weights, such as {loaded.new_weights[0]!r} "
+            f"({len(loaded.new_weights)} in all)"
+        )
+    return loaded.model
 
 
 def load_matching_weights(
@@ -214,7 +217,9 @@ def unused_weights(
     lost = [name for name in old.state_dict() if name not in new.state_dict()]
     if not lost:
         return []
-    held, _ = map_weights(old, source, key_mapping)  # a headless source has no head to lose
+    held, _ = plan_loading(
+        old, read_state_dict(source), key_mapping
+    )  # a headless source has no head to lose
     return [name for name in lost if name in held]
 
 # %% ../../nbs/train/02_modules.ipynb #03590c0d
@@ -245,7 +250,7 @@ def initialize_model(
         fresh = read_deferred(model, source, key_mapping)
     elif key_mapping:
         report = load_state_dict(model, source, key_mapping, strict=False)
-        fresh, wrong = report.missing, "; ".join(report.mismatched)
+        fresh, wrong = report.missing_keys, "; ".join(report.mismatched_keys)
     else:
         try:
             fresh = load_matching_weights(model, load_encoder(source))

@@ -1,0 +1,112 @@
+"Every family: the same outputs in both directions, and a reason for what cannot be converted."
+
+import pytest
+import torch
+import transformers
+
+from bertlab.model.families import FAMILIES, to_bertlab_config, to_family_config
+from bertlab.model.huggingface import from_huggingface, load_model, save_model, to_huggingface
+from bertlab.model.task_heads import BertLabForTokenClassification
+
+B, L, V = 3, 16, 50
+SIZES = dict(vocab_size=V, num_hidden_layers=2, num_attention_heads=2, hidden_size=16)
+PAIRS = [(name, head) for name, family in FAMILIES.items() for head in family.heads]
+
+
+def theirs(name, head, **changes):
+    torch.manual_seed(0)
+    family = FAMILIES[name]
+    inner = {"distilbert": dict(hidden_dim=24)}.get(name, dict(intermediate_size=24))
+    more = {"electra": dict(embedding_size=16), "eurobert": dict(bos_token_id=2, eos_token_id=3, mask_token_id=4),
+            "modernbert": dict(local_attention=6, cls_token_id=2, bos_token_id=2, sep_token_id=3,
+                               eos_token_id=3)}.get(name, {})  # fmt: skip
+    labels = dict(num_labels=3) if head.endswith("Classification") else {}
+    pad = {"pad_token_id": 1 if family.counts_from_padding else 0}
+    model = family.get_class(head)(
+        family.get_class("Config")(**SIZES, **inner, **more, **labels, **pad, **changes)
+    )
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.add_(0.1 * torch.randn(weight.shape))
+    return model.eval()
+
+
+def rows(pad):
+    ids = torch.randint(5, V, (B, L), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones(B, L, dtype=torch.long)
+    mask[1, 9:], mask[2, 1:] = 0, 0
+    return ids.masked_fill(mask == 0, pad), mask
+
+
+@pytest.mark.parametrize("name, head", PAIRS)
+def test_outputs_are_equal_in_both_directions(name, head):
+    original = theirs(name, head)
+    ids, mask = rows(original.config.pad_token_id)
+    ours = from_huggingface(original)
+    back = to_huggingface(ours)
+    assert type(back) is type(original) and ours.config.family == name
+    with torch.no_grad():
+        want, got, again = (model(ids, attention_mask=mask) for model in (original, ours, back))
+    for key in ("last_hidden_state", "logits", "start_logits", "end_logits"):
+        if key in want:
+            real = mask.bool() if want[key].shape[:2] == mask.shape else slice(None)
+            torch.testing.assert_close(got[key][real], want[key][real], rtol=0, atol=1e-5)
+            torch.testing.assert_close(again[key][real], want[key][real], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_directory_keeps_its_family(name, tmp_path):
+    head = "ForMaskedLM" if "ForMaskedLM" in FAMILIES[name].heads else "Model"
+    theirs(name, head).save_pretrained(tmp_path / "a")
+    loaded = load_model(tmp_path / "a")
+    assert loaded.padded_because is None and loaded.new_weights == []
+    save_model(loaded.model, None, tmp_path / "b")
+    assert transformers.AutoConfig.from_pretrained(tmp_path / "b").model_type == name
+
+
+@pytest.mark.parametrize("head", ["Model", "ForMaskedLM", "ForTokenClassification"])
+def test_other_encoders_keep_their_own_class(head, tmp_path):
+    config = transformers.DebertaV2Config(**SIZES, intermediate_size=24, pad_token_id=0)
+    model = getattr(transformers, f"DebertaV2{head}")(config).eval()
+    model.save_pretrained(tmp_path)
+    loaded = load_model(tmp_path, head)
+    assert "deberta-v2" in loaded.padded_because and type(loaded.model) is type(model)
+    ids, mask = rows(0)
+    with torch.no_grad():
+        assert torch.equal(loaded.model(ids, mask)[0], model(ids, mask)[0])
+
+
+@pytest.mark.parametrize("name", ["bert", "modernbert", "distilbert"])
+def test_a_new_head_is_the_only_new_part(name, tmp_path):
+    theirs(name, "ForMaskedLM").save_pretrained(tmp_path)
+    loaded = load_model(tmp_path, "ForTokenClassification", {"num_labels": 4})
+    assert type(loaded.model) is BertLabForTokenClassification
+    assert loaded.new_weights == ["task_head.classifier.bias", "task_head.classifier.weight"]
+    assert loaded.model.config.num_labels == 4
+
+
+def test_a_head_without_a_place_is_padded(tmp_path):
+    theirs("distilbert", "ForMaskedLM").save_pretrained(tmp_path)
+    loaded = load_model(tmp_path, "ForSequenceClassification", {"num_labels": 2})
+    assert type(loaded.model) is transformers.DistilBertForSequenceClassification
+    assert "ForSequenceClassification" in loaded.padded_because
+
+
+def test_missing_weights_of_an_encoder_are_an_error(tmp_path):
+    model = theirs("bert", "ForMaskedLM")
+    state = {k: w for k, w in model.state_dict().items() if "layer.1.output.dense" not in k}
+    model.save_pretrained(tmp_path, state_dict=state)
+    with pytest.raises(ValueError, match="blocks.1.mlp.down_proj"):
+        load_model(tmp_path)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_settings_survive_the_trip(name):
+    config = theirs(name, "Model").config
+    back = to_family_config(to_bertlab_config(config), name, "Model")
+    want = config.to_diff_dict()
+    want.pop("global_attn_every_n_layers", None)
+    got = back.to_diff_dict()
+    assert {k: got.get(k) for k in want if k != "architectures"} == {
+        k: v for k, v in want.items() if k != "architectures"
+    }
