@@ -290,15 +290,15 @@ def summarize(history: Any, validation: dict[str, float], entropy: float) -> dic
     "The numbers of a finished run."
     from bertlab.core.devices import peak_memory_bytes
 
-    record, loss = history.record, validation["val_loss"]
-    tokens, train_seconds = record.rows[-1][4:6]
+    record, loss = history, validation["val_loss"]
+    tokens, train_seconds = (record.rows[-1][name] for name in ("tokens", "seconds"))
     return {
         "validation_loss": loss,  # nats per masked token
         "unigram_entropy": entropy,  # nats per token
         "nats_below_unigram": entropy - loss,
         "validation_accuracy": validation["val_accuracy"],
         "validation_perplexity": validation["val_perplexity"],
-        "steps": int(record.rows[-1][0]),
+        "steps": int(record.rows[-1]["step"]),
         "tokens": int(tokens),  # real ones, over all sessions of the run
         "train_seconds": train_seconds,  # over all sessions
         "tokens_per_second": tokens / train_seconds,
@@ -350,13 +350,13 @@ def write_report(directory: Path, metrics: dict[str, Any], history: Any) -> None
     "Write metrics.json, history.csv and loss.png, each whole."
     from bertlab.core.plots import plot_loss
 
-    record = history.record
+    record = history
     with atomic_write(directory / "metrics.json") as temporary:
         temporary.write_text(json.dumps(metrics, indent=2) + "\n", encoding="utf-8")
     record.write_csv(directory / "history.csv")
     validated = {key: [point[key] for point in record.validation] for key in ("step", "val_loss")}
     figure = plot_loss(
-        record.column("step"), record.column("loss"), validated["step"], validated["val_loss"],
+        record.column("step"), record.column("train_loss"), validated["step"], validated["val_loss"],
         unigram_entropy=metrics["unigram_entropy"],
     )  # fmt: skip
     with atomic_write(directory / "loss.png") as temporary:

@@ -723,14 +723,14 @@ class Run:
         if first and self.checkpoint is None and self.data.val_datasets:
             with isolate_rng():
                 found = self.trainer.validate(self.module, self.data, verbose=False)[0]
-            self.history.record.validation.append({"step": 0, **found})
+            self.history.validation.append({"step": 0, **found})
             said = ", ".join(f"{name} {value:.4f}" for name, value in found.items())
             print(f"before step 1: {said}", flush=True)
         try:
             self.trainer.fit(self.module, self.data, ckpt_path=self.checkpoint, weights_only=True)
         except TrainingInterrupted as stopped:
             raise TrainingInterrupted(*stopped.args, str(self.output)) from None
-        last = (self.history.record.validation or [{}])[-1]
+        last = (self.history.validation or [{}])[-1]
         if self.data.val_datasets and last.get("step") != self.trainer.global_step:
             found = self.trainer.validate(self.module, self.data, verbose=False)
             self._judge_last(found[0] if found else {})

@@ -226,7 +226,7 @@ class PruningCallback(Callback):
         _check_metric(self.metric, [name for name in trainer.callback_metrics if "val_" in name])
         history = next(one for one in trainer.callbacks if isinstance(one, History))
         # The first weights of a run that goes on with a model are none of the trial's.
-        found = [one for one in history.record.validation if one["step"] > 0]
+        found = [one for one in history.validation if one["step"] > 0]
         for number in range(self._told, len(found)):  # a trial that goes on tells the earlier ones
             value, loss = found[number][self.metric], found[number].get("val_loss", math.nan)
             # A metric that is undefined for now is no reason to end a model whose loss still falls.

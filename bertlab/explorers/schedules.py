@@ -13,7 +13,7 @@ from dataclasses import fields
 
 import ipywidgets
 
-from ..optim.schedulers import SCHEDULE_KINDS, OTHER_UNITS, Schedule
+from ..optim.schedulers import SCHEDULE_KINDS, Schedule
 from .widgets import Explorer, explore, downsample, svg_chart
 
 # %% ../../nbs/explorers/03_schedules.ipynb #d41e45fa
@@ -47,7 +47,7 @@ def phase_options(schedule: Schedule) -> dict[str, str | int | float]:
     for phase, length in zip(
         SCHEDULE_KINDS, schedule.lengths
     ):  # what was said as a share, or in tokens
-        if any(getattr(schedule, name) is not None for name in OTHER_UNITS[phase]):
+        if not isinstance(options[f"{phase}_steps"], int):
             options[f"{phase}_steps"] = length
     return options
 

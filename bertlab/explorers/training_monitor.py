@@ -13,14 +13,14 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Sequence, Mapping
 from functools import partial
 from typing import Any
 
 import ipywidgets
 import numpy as np
 
-from ..train.history import History, RunRecord, in_notebook
+from ..train.history import History, in_notebook
 from .widgets import Explorer, alert, answer, check_size
 from .widgets import downsample, svg_chart, flex_row
 
@@ -112,13 +112,13 @@ SPEED_STEPS = 20  # that a speed is the mean of
 
 
 def monitor_curves(
-    rows: Sequence[tuple[float, ...]],  # of `RunRecord.COLUMNS`
+    rows: Sequence[Mapping[str, float]],  # of `History`
 ) -> dict[str, tuple[np.ndarray, np.ndarray]]:  # label with unit: steps and values
     "Make the four curves of a run from its rows. Raises `ValueError` without any."
     if not rows:
         raise ValueError("no step is done yet: the curves begin with the first")
     keep = downsample(len(rows), MONITOR_POINTS)
-    table, before = (np.array([rows[i] for i in at], float).T
+    table, before = (np.array([[rows[i][c] for c in History.COLUMNS] for i in at], float).T
                      for at in (keep, np.maximum(keep - SPEED_STEPS, 0)))  # fmt: skip
     step, loss, rate, norm, tokens, seconds = table
     spent = seconds - before[5]
@@ -133,11 +133,11 @@ def monitor_curves(
 
 # %% ../../nbs/explorers/07_training_monitor.ipynb #4ed331fd
 def monitor_html(
-    rows: Sequence[tuple[float, ...]],  # of `RunRecord.COLUMNS`
+    rows: Sequence[Mapping[str, float]],  # of `History`
     max_steps: int,  # of the run; -1: no end is known
 ) -> str:
     "Draw a run: a line in words, and four charts."
-    curves, last = monitor_curves(rows), rows[-1]
+    curves, last = monitor_curves(rows), [rows[-1][name] for name in History.COLUMNS]
     goal = f" of {max_steps:,}" if max_steps > 0 else ""
     speed = curves["tokens per second"][1]
     said = f"step {int(last[0]):,}{goal}: loss {last[1]:.3f}, rate {last[2]:.2e}"
@@ -205,10 +205,9 @@ class TrainingMonitor(History):
 
     def on_train_start(self, trainer, pl_module) -> None:
         super().on_train_start(trainer, pl_module)
-        last = (self._pending or self.record.rows or [(0,)])[-1]
-        if last[0] > trainer.global_step:  # another run, from its beginning
-            self.record, self._pending = RunRecord(), []
-            self._tokens, self._seconds = 0, 0.0
+        last = (self._pending or self.rows or [{"step": 0}])[-1]
+        if last["step"] > trainer.global_step:  # another run, from its beginning
+            self.load_state_dict(History().state_dict())
         self.panel, self._running = None, True
         self._step, self._next, self.stopped_at = trainer.global_step, 0.0, None
         self.reason = None
@@ -240,9 +239,7 @@ class TrainingMonitor(History):
         "Draw now, and say when to draw again."
         start = time.perf_counter()
         self.fetch()
-        self.panel.drawing.value = answer(
-            monitor_html, rows=self.record.rows, max_steps=trainer.max_steps
-        )
+        self.panel.drawing.value = answer(monitor_html, rows=self.rows, max_steps=trainer.max_steps)
         end = time.perf_counter()
         self._next = end + max(self.every_seconds, (end - start) / DRAWING_SHARE)
 

@@ -24,7 +24,7 @@ from .module import SCHEDULES, FinetuningModule
 from ..data.tokenizers import load_tokenizer
 from .task_models import save_predictor
 from ..train.checkpoints import read_checkpoint
-from ..train.history import History, RunRecord
+from ..train.history import History
 from ..train.modules import clock_budget
 from ..train.stopping import NonFiniteGuard, TimeLimit
 from ..train.trainer import make_trainer, seed_everything
@@ -156,7 +156,7 @@ class FinetuningResult:
 
     module: FinetuningModule  # with those weights
     metrics: dict[str, float]  # of a last round over the splits: val_..., test_...
-    record: RunRecord  # every step, every validation
+    record: History  # every step, every validation
     best_step: int  # after which the weights were best
     stopped_early: bool
     data: Any  # the FinetuningDataModule whose rows it learned
@@ -355,7 +355,7 @@ def finetune(
     metrics = evaluate_run(module, data, trainer_options)
     seen = trainer.fit_loop.total_batch_idx + 1
     stopped = trainer.should_stop and seen < num_epochs * trainer.num_training_batches
-    return FinetuningResult(module, metrics, history.record, step, stopped, data)
+    return FinetuningResult(module, metrics, history, step, stopped, data)
 
 # %% ../../nbs/finetuning/08_runs.ipynb #52483a9e
 @dataclass(frozen=True)

@@ -62,7 +62,12 @@ from ..model.task_heads import BertLabForSpanClassification, BertLabForTokenClas
 from ..optim.budgets import TimeBudgetLR
 from ..optim.groups import parameter_groups
 from ..optim.optimizers import OPTIMIZERS, get_optimizer, optimizer_spec
-from ..optim.schedulers import OTHER_UNITS, CUSTOM_SCHEDULES, get_scheduler, custom_scheduler
+from bertlab.optim.schedulers import (
+    CUSTOM_SCHEDULES,
+    SCHEDULE_KINDS,
+    custom_scheduler,
+    get_scheduler,
+)
 from .steps import TrainingModule, data_parallel_size, plain_options
 
 # %% ../../nbs/train/02_modules.ipynb #bb3a719c
@@ -416,49 +421,30 @@ def build_param_groups(
     )
 
 
-def _once(said: Mapping[str, Any], settled: Mapping[str, Any]) -> dict[str, Any]:
-    "Options of a schedule. Raises `ValueError` for one of `scheduler_kwargs` that others say."
-    for name in settled.keys() & said.keys():
-        place = {"total_steps": "the length of the run (max_steps)", "schedule": "schedule"}.get(
-            name, f"scheduler_{name}"
-        )
-        raise ValueError(
-            f"scheduler_kwargs has {name}={said[name]!r}, which {place} decides; leave it out there"
-        )
-    return {**settled, **said}
-
-
 def build_optimizer(
     model: torch.nn.Module,
     hparams: Any,  # attributes named as the parameters of `PretrainingModule`
-    total_steps: int | float,  # optimizer steps of the whole run; infinite where it has no end
+    total_steps: int | float,  # optimizer steps of the whole run; infinite without an end
 ) -> dict[str, Any]:  # what Lightning's `configure_optimizers` returns
-    """Build the optimizer on its parameter groups, and the schedule that Lightning steps.
-
-    Raises `ValueError` for options that they do not take, or that are said twice.
-    """
-    h, options = hparams, optimizer_options(hparams)
+    "Build the optimizer on its parameter groups, and the schedule that Lightning steps."
+    h, total = hparams, total_steps if math.isfinite(total_steps) else None
     optimizer = get_optimizer(
-        h.optimizer_class, build_param_groups(model, h), options, quantized=h.optimizer_quantized
+        h.optimizer_class, build_param_groups(model, h), optimizer_options(h), h.optimizer_quantized
     )
-    said = h.scheduler_kwargs or {}  # a length in other units takes the place of the steps
-    total = total_steps if math.isfinite(total_steps) else None
-    if h.schedule is not None:
-        _once(said, {"schedule": h.schedule, "total_steps": total})
-        scheduler = custom_scheduler(optimizer, h.schedule, total, said)
+    options, phases = h.scheduler_kwargs or {}, {"total_steps": total}
+    if h.schedule is None:
+        for phase in SCHEDULE_KINDS:
+            for part in ("kind", "steps", "decay"):
+                phases[f"{phase}_{part}"] = h[f"scheduler_{phase}_{part}"]
+        if phases["warmup_steps"] is None:
+            phases["warmup_steps"] = WARMUP_SHARE if total else OPEN_WARMUP_STEPS
+    for name in phases.keys() & options.keys():
+        source = "max_steps" if name == "total_steps" else f"scheduler_{name}"
+        raise ValueError(f"scheduler_kwargs has {name}={options[name]!r}: set {source} instead")
+    if h.schedule is None:
+        scheduler = get_scheduler(optimizer, **phases, **options)
     else:
-        phases = {
-            f"{phase}_{part}": h[f"scheduler_{phase}_{part}"]
-            for phase in ("warmup", "training", "cooldown")
-            for part in ("kind", "steps", "decay")
-            if part != "steps" or not OTHER_UNITS[phase].keys() & said.keys()
-        }
-        if phases.get("warmup_steps", 0) is None:
-            open_end = total is None and "total_tokens" not in said
-            phases |= {"warmup_steps": OPEN_WARMUP_STEPS if open_end else 0}
-            phases |= {} if open_end else {"warmup_pct": WARMUP_SHARE}
-        phases |= {} if "total_tokens" in said else {"total_steps": total}
-        scheduler = get_scheduler(optimizer, **_once(said, phases))
+        scheduler = custom_scheduler(optimizer, h.schedule, total, options)
     return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
 # %% ../../nbs/train/02_modules.ipynb #7e0a41bf
@@ -581,15 +567,15 @@ class PretrainingModule(TrainingModule):
         optimizer_quantized: bool = False,  # moments of 8 bits
         optimizer_kwargs: dict[str, Any] | None = None,  # options of the optimizer, such as betas
         scheduler_warmup_kind: str = "linear",  # how the rate rises
-        scheduler_warmup_steps: int | None = None,  # optimizer steps; None: 6 % of the run
+        scheduler_warmup_steps: int | str | None = None,  # 100, "6%", "3M tokens"; None: 6%
         scheduler_warmup_decay: float = 0.0,  # factor of the peak at step 0
         scheduler_training_kind: str = "constant",  # how the rate goes on
-        scheduler_training_steps: int = -1,  # between warmup and cooldown; -1: the rest of the run
+        scheduler_training_steps: int | str = -1,  # between the other two; -1: the rest of the run
         scheduler_training_decay: float = 1.0,  # factor of the peak where this phase ends
         scheduler_cooldown_kind: str = "linear",  # how the rate ends
-        scheduler_cooldown_steps: int = 0,  # optimizer steps
+        scheduler_cooldown_steps: int | str = 0,  # 100, "20%" or "3M tokens"
         scheduler_cooldown_decay: float = 0.0,  # factor of the peak at the end of the run
-        scheduler_kwargs: dict[str, Any] | None = None,  # shares or tokens; options of `schedule`
+        scheduler_kwargs: dict[str, Any] | None = None,  # tokens_per_step; options of `schedule`
         gradient_checkpointing: bool | str | dict[str, Any] = False,  # True, a mode, or options
         float8: str | None = None,  # a recipe of torchao, where the GPU multiplies float8
         load_key_mapping: dict[str, str] | None = None,  # our names: those in the checkpoint

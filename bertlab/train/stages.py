@@ -21,7 +21,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities import rank_zero_only
 
-from .history import History, RunProgress
+from .history import History, ProgressBar
 from ..model.config import BertLabConfig, modernbert_tiny
 from ..model.heads import BertLabForMaskedLM
 from ..model.huggingface import to_bertlab_config, read_config, save_model
@@ -402,11 +402,10 @@ class _StageEnd(Callback):
         with pl_module.evaluation_weights():
             weights = full_state_dict(pl_module.model)
         if trainer.is_global_zero:
-            readers = data_parallel_size(trainer) if self.history.record.rows else 1
-            tokens = self.history.totals()[0] * readers
+            tokens = self.history.totals()[0]
             summary = {"steps": trainer.global_step, "tokens": tokens,
-                       **(self.history.record.validation or [{}])[-1]}  # fmt: skip
-            self.history.record.write_csv(self.directory.with_name("history.csv"), readers)
+                       **(self.history.validation or [{}])[-1]}  # fmt: skip
+            self.history.write_csv(self.directory.with_name("history.csv"))
             with atomic_directory(self.directory) as temporary:
                 save_model(rebuild(pl_module.model, weights), self.tokenizer, temporary)
                 (temporary / "stage.json").write_text(json.dumps(summary, indent=1) + "\n")
@@ -472,7 +471,7 @@ def run_stages(
     _prepare(stages, output, resume, overwrite, notes)
 
     def usual(module: PretrainingModule, place: Path, history: History) -> list[Callback]:
-        return [*[RunProgress(history)] * progress, NonFiniteGuard()]
+        return [*[ProgressBar(history)] * progress, NonFiniteGuard()]
 
     tokenizer = _shared_tokenizer(stages, output)
     for number, stage in enumerate(stages, 1):

@@ -18,7 +18,7 @@ from lightning.pytorch.callbacks import Callback
 
 from ..core.durations import Duration, parse_amount
 from ..optim.budgets import BatchSizeWarmup, Stopwatch
-from .history import RunProgress, print_line
+from .history import ProgressBar, print_line
 from .steps import any_rank, data_parallel_size
 
 # %% ../../nbs/train/08_stopping.ipynb #a78507aa
@@ -276,12 +276,6 @@ class BatchSizeScheduler(Callback):
             raise ValueError(
                 "budget_tokens counts steps of one size, and with BatchSizeScheduler they "
                 "grow: give max_steps=steps_for_tokens(warmup, budget), or TokenLimit"
-            )
-        behind = trainer.callbacks[trainer.callbacks.index(self) + 1 :]
-        if any(isinstance(one, RunProgress) for one in behind):
-            raise ValueError(
-                "put BatchSizeScheduler behind RunProgress among the callbacks: it steers "
-                "numbers of the Trainer that RunProgress reads first"
             )
 
     def on_train_start(self, trainer, pl_module) -> None:

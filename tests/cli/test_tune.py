@@ -402,7 +402,7 @@ class Told:
 def validated(watch, *found):
     "Have a run whose validations were these, and one before its first step, tell the trial; whether it shall stop."
     history = History()
-    history.record.validation += [
+    history.validation += [
         {"step": 0, "val_loss": 0.1},
         *({"step": 10 * n, **values} for n, values in enumerate(found, 1)),
     ]

@@ -165,7 +165,7 @@ def test_a_run_that_was_stopped_goes_on_bit_by_bit(tmp_path):
         callbacks = [history, keeper, StopAt(stop_at)]
         trainer = make_trainer(8, "32-true", accelerator="cpu", callbacks=callbacks)
         trainer.fit(module, data, ckpt_path=checkpoint, weights_only=True if checkpoint else None)
-        return weights_of(module), history.record.column("loss")
+        return weights_of(module), history.column("train_loss")
 
     whole, losses = run(8)
     run(3)
@@ -275,7 +275,7 @@ def test_a_run_that_an_earlier_version_began_keeps_the_rates_of_its_layers(tmp_p
 
 
 def test_a_decay_among_the_optimizer_s_options_is_refused():
-    with pytest.raises(ValueError, match="weight_decay=0.1"):
+    with pytest.raises(ValueError, match="optimizer_kwargs has weight_decay=0.1"):
         fit(small_module(optimizer_kwargs={"weight_decay": 0.1}), small_data(), 1)
 
 

@@ -31,7 +31,7 @@ monitor = TrainingMonitor(every_seconds=0.3, checkpoint="stopped.ckpt")
 trainer = make_trainer(10**6, "32-true", "cpu", callbacks=[monitor])
 trainer.fit(module, torch.utils.data.DataLoader(Data(), batch_size=4))
 kept = torch.load("stopped.ckpt", weights_only=False)["global_step"]
-print(f"ended at {trainer.global_step}, checkpoint of {kept}, {len(monitor.record.rows)} rows")
+print(f"ended at {trainer.global_step}, checkpoint of {kept}, {len(monitor.rows)} rows")
 """
 AFTER = "print('the next cell ran')"
 

@@ -116,11 +116,11 @@ designs = st.fixed_dictionaries(
 
 
 def test_a_design_in_shares_and_tokens_is_drawn_and_written_as_it_is():
-    schedule = Schedule(warmup_pct=0.1, decay_pct=0.2, total_steps=1000)
+    schedule = Schedule(warmup_steps=0.1, cooldown_steps=0.2, total_steps=1000)
     options = phase_options(schedule)
     assert (options["warmup_steps"], options["cooldown_steps"]) == (100, 200)
     assert "warmup_steps: 100" in schedule_yaml(schedule, 1000, 1e-3)
-    explorer = rate_designer(1000, 1e-3, warmup_pct=0.1, decay_pct=0.2)
+    explorer = rate_designer(1000, 1e-3, warmup_steps=0.1, cooldown_steps=0.2)
     assert (
         control(explorer, "warmup updates").value == 100
         and control(explorer, "cooldown updates").value == 200
@@ -714,7 +714,8 @@ def test_a_real_kernel_hears_a_click_inside_a_cell_and_then_runs_the_cells_that_
 
 
 def test_curves_keep_the_last_row_and_speed_is_work_over_time():
-    rows = [(n, 3.0, 1e-3, float("nan"), 100 * n, n / 2) for n in range(1, 2001)]
+    values = [(n, 3.0, 1e-3, float("nan"), 100 * n, n / 2) for n in range(1, 2001)]
+    rows = [dict(zip(History.COLUMNS, row)) for row in values]
     curves = monitor_curves(rows)
     assert all(len(x) == 150 and x[-1] == 2000 for x, _ in curves.values())
     assert curves["tokens per second"][1][1:] == pytest.approx([200] * 149)
@@ -799,7 +800,7 @@ def test_the_button_ends_a_run_at_the_end_of_a_step_with_whole_checkpoints(noteb
         assert torch.load(tmp_path / f"{name}.ckpt", weights_only=False)["global_step"] == 3
     plain = History(fetch_every=1)
     train([plain], 3, accumulate_grad_batches=2)
-    assert (monitor.record.column("loss") == plain.record.column("loss")).all()
+    assert (monitor.column("train_loss") == plain.column("train_loss")).all()
     assert len(notebook) == 2 and "step 3 of 20" in notebook[-1] and "<svg" in notebook[-1]
     assert (
         monitor.panel.button.disabled and "stopped after step 3" in monitor.panel.button.description
@@ -812,7 +813,7 @@ def test_a_monitor_can_be_used_again_and_starts_its_curves_anew(notebook):
     for _ in range(2):
         trainer = train([monitor], 4)
         assert trainer.global_step == 4 and monitor.stopped_at is None
-        assert monitor.record.column("step").tolist() == [1, 2, 3, 4]
+        assert monitor.column("step").tolist() == [1, 2, 3, 4]
     assert "finished" in monitor.panel.button.description
 
 
@@ -824,7 +825,7 @@ def test_a_monitor_forgets_a_run_that_broke_off_and_what_fails_between_runs_is_n
     with pytest.raises(KeyError, match="boom"):
         train([monitor, Breaks()], 6)
     train([monitor], 4)
-    steps, tokens = (monitor.record.column(name).tolist() for name in ("step", "tokens"))
+    steps, tokens = (monitor.column(name).tolist() for name in ("step", "tokens"))
     assert steps == [1, 2, 3, 4] and tokens == [tokens[0] * n for n in (1, 2, 3, 4)]
     panel = monitor.panel
     monitor.on_exception(None, None, ValueError("of another call"))
@@ -836,11 +837,7 @@ def test_outside_a_notebook_it_records_and_shows_nothing(monkeypatch, capsys):
     monkeypatch.setattr("IPython.display.display", lambda *a, **k: pytest.fail("displayed"))
     monitor = TrainingMonitor()
     assert train([monitor], 3).global_step == 3
-    assert (
-        monitor.panel is None
-        and len(monitor.record.rows) == 3
-        and training_monitor.open_mail() is None
-    )
+    assert monitor.panel is None and len(monitor.rows) == 3 and training_monitor.open_mail() is None
     assert "widget" not in capsys.readouterr().out.lower()
 
 

@@ -210,8 +210,8 @@ def test_a_training_step_on_a_gpu_never_waits_and_its_losses_are_finite(material
     finally:
         torch.cuda.set_sync_debug_mode("default")
     history.fetch()
-    assert len(history.record.column("loss")) == 6 and all(
-        map(math.isfinite, history.record.column("loss"))
+    assert len(history.column("train_loss")) == 6 and all(
+        map(math.isfinite, history.column("train_loss"))
     )
 
 

@@ -798,7 +798,7 @@ def test_a_resume_with_another_rate_goes_on_with_it(tmp_path, kind):
         callbacks = [history, SaveAt(4, path)] if start is None else [history]
         trainer = make_trainer(8, precision="32-true", accelerator="cpu", callbacks=callbacks)
         trainer.fit(module, data_for(), ckpt_path=start, weights_only=False)
-        rates[rate] = history.record.column("learning_rate")[-4:]
+        rates[rate] = history.column("learning_rate")[-4:]
     assert rates[1e-4] == pytest.approx(rates[1e-3] / 10, abs=1e-7), (
         "polynomial ends at 1e-7, whatever its peak"
     )

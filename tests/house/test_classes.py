@@ -10,7 +10,6 @@ from conftest import ROOT
 MOST_ABOVE = 2  # classes of ours between a class and the library's
 # Classes with one child that are right all the same, each with its reason.
 ONE_CHILD: dict[str, str] = {
-    "BatchGrowth": "growth by tokens seen; BatchSizeWarmup is the same by steps, and both are for users",
     "BertLabModel": "the encoder; its child is BERT's bare model, which has a pooler",
     "Block": "its child rebuilds hidden words with the same weights and another way forward",
     "MLP": "its child is the same with a gate",

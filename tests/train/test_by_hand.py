@@ -318,18 +318,6 @@ def test_a_value_of_another_text_is_forgotten_and_one_that_says_of_none_is_kept(
     assert not best.is_symlink() and shelf.best() == [] and len(shelf.models()) == 2
 
 
-def test_tokens_of_a_run_count_once_where_the_number_of_processes_has_changed(monkeypatch):
-    history = History()
-    history.load_state_dict({"rows": [(1, 2.0, 0.1, 1.0, 100.0, 1.0)], "validation": [], "tokens": 100,
-                             "train_seconds": 1.0, "readers": 1})  # fmt: skip
-    monkeypatch.setattr("bertlab.train.history.data_parallel_size", lambda trainer: 2)
-    history.on_train_start(SimpleNamespace(global_step=1), None)
-    assert history.totals()[0] == 50 and history.record.rows == [(1, 2.0, 0.1, 1.0, 50.0, 1.0)]
-    assert history.state_dict()["readers"] == 2
-    history.on_train_start(SimpleNamespace(global_step=1), None)  # once
-    assert history.totals()[0] == 50
-
-
 def test_no_validation_follows_where_there_is_no_row_to_validate_on(tmp_path):
     module, data = module_of(), data_of(val=[])
     models = ModelDirectories(tmp_path / "models", TOKENIZER, every_n_steps=2, keep_last=9)

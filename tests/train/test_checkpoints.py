@@ -561,7 +561,7 @@ def test_a_run_goes_on_from_the_one_before_a_damaged_one(folder):
     resumed, again = train(
         Texts(), 14, [TrainingCheckpoint(folder, every_n_steps=3)], found, seed=5
     )
-    np.testing.assert_array_equal(again.column("loss"), record.column("loss"))
+    np.testing.assert_array_equal(again.column("train_loss"), record.column("train_loss"))
     assert equal(weights, resumed) and latest_checkpoint(folder) == folder / "step-00000014.ckpt"
 
 

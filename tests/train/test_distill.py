@@ -231,7 +231,7 @@ def test_without_weight_the_reference_is_not_even_read_and_the_run_is_the_plain_
     module = distilled("no/such/place", kl_weight=0.0, learning_rate=3e-3)
     _, ours = fit(module, data_of(), 3)
     _, plain = fit(module_of(scheduler_warmup_steps=0), data_of(), 3)
-    assert ours.column("loss").tolist() == plain.column("loss").tolist()
+    assert ours.column("train_loss").tolist() == plain.column("train_loss").tolist()
     assert "val_kl" not in ours.validation[-1]
 
 
@@ -398,7 +398,7 @@ def run(reference, folder, steps, resume=None):
     history = History()
     trainer = make_trainer(steps, callbacks=[history, TrainingCheckpoint(folder, 2)], **CPU)
     trainer.fit(module, data_of(), ckpt_path=resume, weights_only=False)
-    return full_state_dict(module.model), history.record.column("loss").tolist()
+    return full_state_dict(module.model), history.column("train_loss").tolist()
 
 
 def test_a_resume_goes_on_with_the_same_reference_bit_for_bit_and_with_no_other(

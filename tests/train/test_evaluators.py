@@ -60,10 +60,10 @@ def test_a_named_set_has_the_loss_of_a_validation_over_the_same_rows(tokenizer):
             tokenizer, [LossEvaluator("held", TEXTS[:6], batch=spec)]
         )
         found = trainer.validate(module, data, verbose=False)[0]
-        last = callback.results[-1]
+        last = callback.rows[-1]
         for name in ("loss", "accuracy", "perplexity", "bits_per_byte"):
             assert last[name] == pytest.approx(found[f"val_{name}"], rel=1e-5), (spec, name)
-        assert history.record.evaluations == callback.results
+        assert history.evaluations == callback.rows
 
 
 def test_numbers_of_a_named_set_are_not_rounded_where_a_run_computes_in_16_bits(tokenizer):
@@ -74,7 +74,7 @@ def test_numbers_of_a_named_set_are_not_rounded_where_a_run_computes_in_16_bits(
         precision="bf16-true",
         accelerator="cpu",
     )
-    last = callback.results[-1]
+    last = callback.rows[-1]
     assert last["perplexity"] == pytest.approx(np.exp(last["loss"]), rel=1e-6)
 
 
@@ -85,7 +85,7 @@ def test_asking_changes_no_loss_of_the_run(tokenizer, tmp_path):
     asked = [LossEvaluator("a", TEXTS[:4], every_n_steps=2), ProbeEvaluator("b", tmp_path / "table.csv", every_n_steps=3),
              FillMaskEvaluator("c", tmp_path / "facts.tsv", every_n_steps=1, at_start=False)]  # fmt: skip
     with_, without = run(tokenizer, asked), run(tokenizer, [])
-    assert np.array_equal(with_[2].record.column("loss"), without[2].record.column("loss"))
+    assert np.array_equal(with_[2].column("train_loss"), without[2].column("train_loss"))
     steps = {name: with_[3].column(name, "accuracy")[0].tolist() for name in "abc"}
     assert steps == {"a": [0, 2, 4, 6], "b": [0, 3, 6], "c": [1, 2, 3, 4, 5, 6]}
 
@@ -107,14 +107,14 @@ def test_a_run_that_ends_before_its_last_number_is_asked_once_at_its_end(
     assert callback.column("a", "loss")[0].tolist() == [0, trainer.global_step]
     # The newest checkpoint is older than the last answer, and a resume has not one step left.
     *_, again, resumed = run(tokenizer, make(), kept=path, **early)
-    assert resumed.global_step == trainer.global_step and again.results == callback.results
+    assert resumed.global_step == trainer.global_step and again.rows == callback.rows
 
 
 def test_a_run_that_is_interrupted_is_not_asked(tokenizer):
     asked = []
 
     class Steps(Evaluator):
-        def measure(self, module):
+        def evaluate(self, module):
             asked.append(module.global_step)
             return {"none": 0.0}
 
@@ -139,9 +139,9 @@ def test_a_probe_reads_a_label_off_the_vectors_and_not_off_noise(tokenizer, tmp_
     found = {}
     for name in ("nouns", "noise"):
         probe = ProbeEvaluator(name, tmp_path / f"{name}.csv")
-        probe.prepare(tokenizer, data.collator, 32)
+        probe.setup(tokenizer, data.collator, 32)
         with torch.no_grad():
-            found[name] = probe.measure(module.eval())["accuracy"]
+            found[name] = probe.evaluate(module.eval())["accuracy"]
     assert found["nouns"] > 0.95 and found["noise"] < 0.8
 
 
@@ -158,10 +158,10 @@ def test_a_probe_of_a_sorted_table_reads_rows_by_lot_and_no_row_without_a_label(
     )
     module, data, *_ = run(tokenizer, [])
     probe = ProbeEvaluator("p", tmp_path / "sorted.csv", batch={"rows": 8}, duration=duration)
-    probe.prepare(tokenizer, data.collator, 32)
+    probe.setup(tokenizer, data.collator, 32)
     assert len(probe.texts) == len(probe.labels) == texts and set(probe.labels.tolist()) == {0, 1}
     with torch.no_grad():
-        assert 0 <= probe.measure(module.eval())["accuracy"] <= 1
+        assert 0 <= probe.evaluate(module.eval())["accuracy"] <= 1
 
 
 def test_a_probe_whose_duration_leaves_one_label_is_refused_before_the_first_step(
@@ -172,7 +172,7 @@ def test_a_probe_whose_duration_leaves_one_label_is_refused_before_the_first_ste
     )
     probe = ProbeEvaluator("p", tmp_path / "rare.csv", batch={"rows": 2}, duration=1)
     with pytest.raises(ValueError, match="duration"):
-        probe.prepare(tokenizer, None, 32)
+        probe.setup(tokenizer, None, 32)
 
 
 def test_a_probe_has_the_same_answer_where_weights_are_divided(tokenizer, tmp_path):
@@ -203,7 +203,7 @@ def test_a_probe_takes_the_means_of_16_bit_vectors_in_more(tokenizer, tmp_path):
     )
     module, data, *_ = run(tokenizer, [])
     probe = ProbeEvaluator("p", tmp_path / "nouns.csv")
-    probe.prepare(tokenizer, data.collator, 32)
+    probe.setup(tokenizer, data.collator, 32)
     module.model.bfloat16().eval()
     with torch.no_grad():
         found = torch.tensor(probe.vectors(module))
@@ -214,24 +214,24 @@ def test_a_probe_leaves_out_rows_without_a_text_and_refuses_what_is_none(tokeniz
     rows = [{"text": text, "label": n % 2} for n, text in enumerate([*TEXTS, None, "  "])]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     probe = ProbeEvaluator("p", tmp_path / "a.jsonl")
-    probe.prepare(tokenizer, None, 32)
+    probe.setup(tokenizer, None, 32)
     assert probe.texts == TEXTS
     (tmp_path / "b.jsonl").write_text(
         "".join(json.dumps(row) + "\n" for row in [*rows, {"text": 7, "label": 0}])
     )
-    with pytest.raises(ValueError, match="p: text of .*b.jsonl holds 7, which is no text"):
-        ProbeEvaluator("p", tmp_path / "b.jsonl").prepare(tokenizer, None, 32)
+    with pytest.raises(ValueError, match="p: text of .*b.jsonl is 7"):
+        ProbeEvaluator("p", tmp_path / "b.jsonl").setup(tokenizer, None, 32)
 
 
 def test_what_is_asked_is_no_training_time_on_any_clock(tokenizer):
     stood = []
 
     class Slow(Evaluator):
-        def measure(self, module):
+        def evaluate(self, module):
             clocks = [one for one in module.trainer.callbacks if isinstance(one, Clock)]
-            before = [one.look() for one in clocks]
+            before = [one.elapsed() for one in clocks]
             time.sleep(0.1)
-            stood.append(len(clocks) == 2 and before == [one.look() for one in clocks])
+            stood.append(len(clocks) == 2 and before == [one.elapsed() for one in clocks])
             return {"steps": 0.0}
 
     _, _, history, *_ = run(
@@ -252,8 +252,8 @@ def test_gaps_are_right_where_the_best_guess_is_one_of_the_words(kind, tmp_path)
     found = {}
     for top_k in (1, len(tokenizer)):
         one = FillMaskEvaluator("facts", tmp_path / "facts.tsv", top_k=top_k)
-        one.prepare(tokenizer, data.collator, 32)
-        found |= one.measure(module.eval())
+        one.setup(tokenizer, data.collator, 32)
+        found |= one.evaluate(module.eval())
     assert found[f"top_{len(tokenizer)}"] == 1.0 and found["accuracy"] == found["top_1"]
     best = [answers[0][0] for answers in fill_mask(module.model, tokenizer, one.texts, top_k=1)]
     assert found["accuracy"] == ((best[0] == "sees") + (best[1] in ("cat", "dog", "cow"))) / 2
@@ -267,7 +267,7 @@ def test_a_duration_ends_an_evaluation(tokenizer, duration, batches):
     data = PretrainingDataModule(None, tokenizer, max_sequence_length=32)
     data.set_datasets(TEXTS)
     data.setup()
-    one.prepare(tokenizer, data.collator, 32)
+    one.setup(tokenizer, data.collator, 32)
     found = list(one.batches())
     assert all(len(batch["input_ids"]) == 2 for batch in found)
     assert len(found) == (batches if duration is not None else -(-len(one.rows) // 2))
@@ -300,12 +300,12 @@ def test_mistakes_are_named(make, words):
 def test_a_file_of_gaps_is_refused_by_line(tokenizer, tmp_path, line):
     (tmp_path / "a.tsv").write_text(f"the [MASK] sees .\tcat\n{line}\n")
     with pytest.raises(ValueError, match="line 2"):
-        FillMaskEvaluator("a", tmp_path / "a.tsv").prepare(tokenizer, None, 32)
+        FillMaskEvaluator("a", tmp_path / "a.tsv").setup(tokenizer, None, 32)
 
 
 def test_a_users_own_evaluator_is_asked(tokenizer):
     class Norm(Evaluator):
-        def measure(self, module):
+        def evaluate(self, module):
             return {"norm": float(sum(p.norm() for p in module.parameters()))}
 
     *_, callback, _ = run(tokenizer, [Norm("norm", every_n_steps=3)])
@@ -314,7 +314,7 @@ def test_a_users_own_evaluator_is_asked(tokenizer):
 
 
 @pytest.mark.parametrize("options, said", [
-    ({"batch": {"tokens": 8}}, "tokens=8 has no room for a row of 32"), ({"batch": {"tokens": "8 rows"}}, "batch: tokens"),
+    ({"batch": {"tokens": 8}}, "tokens=8"), ({"batch": {"tokens": "8 rows"}}, "batch: tokens"),
     ({"duration": "3 batches"}, "duration"), ({"top_k": 0}, "top_k"), ({"top_k": 2.5}, "top_k"),
 ])  # fmt: skip
 def test_what_an_evaluator_cannot_do_is_refused_before_the_first_step(
@@ -322,6 +322,6 @@ def test_what_an_evaluator_cannot_do_is_refused_before_the_first_step(
 ):
     (tmp_path / "a.tsv").write_text("the [MASK] sees .\tcat\n")
     with pytest.raises(ValueError, match=said):
-        FillMaskEvaluator("a", tmp_path / "a.tsv", at_start=False, **options).prepare(
+        FillMaskEvaluator("a", tmp_path / "a.tsv", at_start=False, **options).setup(
             tokenizer, None, 32
         )

@@ -78,7 +78,7 @@ def fit(steps, loader, callbacks=(), make_optimizer=None, ckpt_path=None, val=No
     module, history = Line(make_optimizer), History()
     trainer = make_trainer(steps, "32-true", "cpu", callbacks=[history, *callbacks], **options)
     trainer.fit(module, loader, val, ckpt_path=ckpt_path)
-    return module, history.record, trainer
+    return module, history, trainer
 
 
 def same_weights(a, b):
@@ -100,7 +100,7 @@ def test_bad_batches_leave_the_run_bit_identical_to_one_without_them(name, guard
     without, _, _ = fit(16, Numbered(i for i in range(20) if i not in bad), (), OPTIMIZERS[name])
     guarded, record, _ = fit(20, Numbered(range(20), bad), [judge := guard()], OPTIMIZERS[name])
     assert same_weights(without, guarded) and judge.num_skipped == 4
-    assert not np.isfinite(record.column("loss")[[0, 5, 6, 11]]).any()
+    assert not np.isfinite(record.column("train_loss")[[0, 5, 6, 11]]).any()
     unguarded, _, _ = fit(20, Numbered(range(20), bad), (), OPTIMIZERS[name])
     assert not any(p.isfinite().all() for p in unguarded.parameters()), "the control must fail"
 
@@ -125,7 +125,7 @@ def test_a_first_step_that_is_refused_leaves_neither_weights_nor_momentum(build)
 def test_a_gradient_that_overflows_is_refused_though_its_loss_is_finite():
     # loss = factor x ...: finite; the gradient's square sum overflows float32.
     module, record, _ = fit(6, Numbered(range(6), {2: 1e25}), [guard := NonFiniteGuard()])
-    assert np.isfinite(record.column("loss")).all() and guard.num_skipped == 1
+    assert np.isfinite(record.column("train_loss")).all() and guard.num_skipped == 1
     assert record.column("gradient_norm")[2] == INF
 
 
@@ -332,7 +332,7 @@ def test_counts_and_histories_survive_a_resume(tmp_path, stop_at):
     assert same_weights(whole, resumed)
     assert [g.num_skipped for g in one] == [g.num_skipped for g in two] == [4, 1]
     assert torch.equal(one[0].recent.values_2W, two[0].recent.values_2W)
-    np.testing.assert_array_equal(record.column("loss"), again.column("loss"))
+    np.testing.assert_array_equal(record.column("train_loss"), again.column("train_loss"))
 
 
 def test_another_window_after_a_resume_starts_afresh():

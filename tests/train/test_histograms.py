@@ -8,7 +8,7 @@ from test_training import CONFIG, Texts, equal, train
 
 from bertlab.train.checkpoints import RunCheckpoint
 from bertlab.train.histograms import (
-    HistogramRecords,
+    thin,
     WeightHistograms,
     histogram_grid,
     match_parameters,
@@ -42,12 +42,12 @@ def test_sixteen_bits_are_counted_as_the_numbers_they_are():
 def test_patterns_choose_names_and_a_pattern_without_a_match_is_refused():
     module = torch.nn.ModuleDict({"a": torch.nn.Linear(2, 2), "b": torch.nn.Linear(2, 2)})
     assert list(match_parameters(module, ["b.*", "*.bias"])) == ["a.bias", "b.weight", "b.bias"]
-    with pytest.raises(ValueError, match=r"called like 'c\.\*'; some names are a\.weight"):
+    with pytest.raises(ValueError, match=r"'c\.\*'.*a\.weight"):
         match_parameters(module, ["a.*", "c.*"])
     for wrong in ("*.weight", []):
         with pytest.raises(ValueError, match="list of globs"):
             WeightHistograms(wrong)
-    with pytest.raises(ValueError, match="bins must be"):
+    with pytest.raises(ValueError, match="bins=0"):
         WeightHistograms(["*"], bins=0)
 
 
@@ -57,16 +57,18 @@ def test_what_a_compiler_adds_to_names_is_no_part_of_them():
 
 
 def test_a_pattern_is_refused_before_the_first_step():
-    with pytest.raises(ValueError, match="no parameter is called like"):
+    with pytest.raises(ValueError, match="nothing"):
         train(Texts(), 4, [WeightHistograms(["*.nothing"])])
 
 
 @pytest.mark.parametrize("max_steps, offered", [(4, 3), (4, 4), (4, 5), (4, 100), (1, 9), (8, 64)])
 def test_recordings_stay_few_and_evenly_spaced_from_the_first(max_steps, offered):
-    records = HistogramRecords(max_steps)
-    for step in range(offered):
-        records.add(10 * step, [])
-    steps = list(records.summaries)
+    records, stride = {}, 1
+    for recording in range(offered):
+        if recording % stride == 0:
+            records[10 * recording] = []
+            stride = thin(records, stride, max_steps)
+    steps = list(records)
     assert steps[0] == 0 and len(steps) <= max_steps and len(set(np.diff(steps))) <= 1
     if offered > max_steps > 1:
         assert len(steps) > max_steps // 2, "no more is dropped than must be"
@@ -78,9 +80,9 @@ def test_gradients_are_those_the_optimizer_saw_divided_by_the_labels_and_clipped
     train(Texts(), 3, [free], dropout=0.0, gradient_clip_val=None)
     whole = {}
     for name, callback in (("clipped", clipped), ("free", free)):
-        gradients = [s.norm for s in callback.records if s.kind == "gradient" and s.step == 3]
+        gradients = [s.norm for s in callback.histograms if s.kind == "gradient" and s.step == 3]
         assert len(gradients) == len(
-            [s for s in callback.records if s.kind == "weight" and s.step == 3]
+            [s for s in callback.histograms if s.kind == "weight" and s.step == 3]
         )
         whole[name] = np.linalg.norm(gradients)
     assert whole["clipped"] == pytest.approx(0.25, rel=1e-4)
@@ -104,21 +106,16 @@ def test_a_norm_within_the_limit_costs_no_pass_over_the_gradients(monkeypatch):
 def test_weights_are_recorded_before_the_first_step_and_then_every_n(tmp_path):
     callback = WeightHistograms(["*.bias", "*norm*"], 2, path=tmp_path / "h.npz")
     train(Texts(), 7, [callback])
-    assert sorted(callback.records.summaries) == [0, 2, 4, 6]
-    assert {s.kind for s in callback.records.summaries[0]} == {"weight"}
-    assert {s.kind for s in callback.records.summaries[2]} == {"weight", "gradient"}
+    assert sorted(callback.records) == [0, 2, 4, 6]
+    assert {s.kind for s in callback.records[0]} == {"weight"}
+    assert {s.kind for s in callback.records[2]} == {"weight", "gradient"}
     read = read_histograms(tmp_path / "h.npz")
-    assert len(read) == len(list(callback.records)) > 0
-    for ours, theirs in zip(callback.records, read):
+    assert len(read) == len(callback.histograms) > 0
+    for ours, theirs in zip(callback.histograms, read):
         for key, value in vars(ours).items():
             np.testing.assert_array_equal(getattr(theirs, key), value)
             assert type(getattr(theirs, key)) is type(value), key
     assert [p.name for p in tmp_path.iterdir()] == ["h.npz"]
-
-
-def test_an_empty_record_can_be_written_and_read(tmp_path):
-    HistogramRecords().write(tmp_path / "h.npz")
-    assert read_histograms(tmp_path / "h.npz") == []
 
 
 def test_records_and_bits_survive_a_resume(tmp_path):
@@ -129,8 +126,8 @@ def test_records_and_bits_survive_a_resume(tmp_path):
     train(Texts(), 4, [make(), RunCheckpoint(path)])
     resumed, _ = train(Texts(), 8, [parts, RunCheckpoint(path)], path)
     assert equal(weights, watched) and equal(weights, resumed)
-    assert list(parts.records.summaries) == [0, 2, 4, 6, 8]
-    for a, b in zip(whole.records, parts.records):
+    assert list(parts.records) == [0, 2, 4, 6, 8]
+    for a, b in zip(whole.histograms, parts.histograms):
         np.testing.assert_array_equal(a.counts, b.counts)
 
 
@@ -146,7 +143,7 @@ def test_a_grid_keeps_every_number_and_its_place():
     for row, tensor in zip(shares, tensors):
         exact = np.histogram(tensor, edges)[0] / len(tensor)
         assert np.abs(np.cumsum(row) - np.cumsum(exact)).max() < 0.05
-    with pytest.raises(ValueError, match=r"no record of 'v' \(weight\); there are w \(weight\)"):
+    with pytest.raises(ValueError, match=r"'v'.*w \(weight\)"):
         histogram_grid(summaries, "v")
 
 
@@ -181,9 +178,9 @@ class StandIn(TensorBoardLogger):
 def test_tensorboard_gets_the_same_counts(tmp_path):
     logger, callback = StandIn(), WeightHistograms(["*norm*"], 2)
     train(Texts(), 4, [callback], logger=logger)
-    assert len(logger.writer.calls) == len(list(callback.records)) > 0
+    assert len(logger.writer.calls) == len(callback.histograms) > 0
     tag, numbers = logger.writer.calls[-1]
-    last = list(callback.records)[-1]
+    last = callback.histograms[-1]
     assert tag == f"{last.kind}/{last.name}" and numbers["bucket_counts"] == last.counts.tolist()
     assert (
         numbers["bucket_limits"] == last.edges[1:].tolist() and numbers["num"] == last.counts.sum()
@@ -191,9 +188,9 @@ def test_tensorboard_gets_the_same_counts(tmp_path):
 
 
 def test_sums_for_tensorboard_are_those_of_the_numbers():
-    writer, values = Writer(), torch.tensor([1.0, 2.0, -4.0])
-    log_histogram(writer, tensor_histogram(values, 3, "w", "weight", 5))
-    ((_, numbers),) = writer.calls
+    logger, values = StandIn(), torch.tensor([1.0, 2.0, -4.0])
+    log_histogram(logger, tensor_histogram(values, 3, "w", "weight", 5))
+    ((_, numbers),) = logger.writer.calls
     assert numbers["sum"] == pytest.approx(-1) and numbers["sum_squares"] == pytest.approx(21)
     assert (numbers["min"], numbers["max"], numbers["global_step"]) == (-4, 2, 3)
 

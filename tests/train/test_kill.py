@@ -101,8 +101,8 @@ def run(folder, text, options, kill=None, at=None):
     if found is not None:
         check_resume(found, module, data, STEPS)
     trainer.fit(module, data, ckpt_path=found)
-    history.record.write_csv(folder / "history.csv")
-    torch.save((module.model.state_dict(), history.record.validation), folder / "end.pt")
+    history.write_csv(folder / "history.csv")
+    torch.save((module.model.state_dict(), history.validation), folder / "end.pt")
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from ranks import run_on_ranks
 
 from bertlab.optim.budgets import BatchSizeWarmup
 from bertlab.train.checkpoints import RunCheckpoint
-from bertlab.train.history import History, RunProgress
+from bertlab.train.history import History, ProgressBar
 from bertlab.train.stopping import (
     BatchSizeScheduler,
     LossBound,
@@ -79,7 +79,7 @@ def test_time_counts_over_all_sessions_or_in_each(tmp_path, per_session, steps):
 def test_the_time_left_is_what_a_limit_leaves():
     watch, tokens, seen = Watch(), TokenLimit(1000), []
 
-    class Seen(RunProgress):
+    class Seen(ProgressBar):
         def on_train_batch_end(self, trainer, *arguments):
             super().on_train_batch_end(trainer, *arguments)
             seen.append((self.seconds_left(trainer), tokens.time_left(trainer, 10.0)))
@@ -105,7 +105,7 @@ def test_a_trainer_that_counts_epochs_has_a_last_step_or_no_time_left(epochs, sa
 
     history = History()
     L.Trainer(accelerator="cpu", max_epochs=epochs, logger=False, enable_progress_bar=False, enable_checkpointing=False,
-              enable_model_summary=False, callbacks=[history, RunProgress(history, 0.0, plain=True), Enough()]
+              enable_model_summary=False, callbacks=[history, ProgressBar(history, 0.0, plain=True), Enough()]
               ).fit(Line(), Numbered(range(5)))  # fmt: skip
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
     assert all(words in lines[-1] for words in said) and (" left" in lines[-1]) == (epochs > 0)
@@ -172,7 +172,7 @@ def test_a_stop_goes_on_bit_identically_even_where_it_validated_out_of_turn(tmp_
         resumed, again, _ = fit(30, Numbered(range(60)), (), adam, path, val, val_check_steps=4,
                                 accumulate_grad_batches=2)  # fmt: skip
         assert same_weights(whole, resumed)
-        np.testing.assert_array_equal(record.column("loss"), again.column("loss"))
+        np.testing.assert_array_equal(record.column("train_loss"), again.column("train_loss"))
         in_turn = [v for v in again.validation if v["step"] % 4 == 0]
         assert in_turn == record.validation
 
@@ -198,12 +198,14 @@ def test_the_running_loss_is_the_mean_of_the_last_accepted_steps():
 
 def test_a_target_that_is_reached_ends_the_run():
     _, free, _ = fit(200, Numbered(range(200)))
-    target = float(free.column("loss")[60:80].mean())
+    target = float(free.column("train_loss")[60:80].mean())
     bound = LossBound(below=target, smooth_steps=5)
     _, record, trainer = fit(200, Numbered(range(200)), [bound])
     assert 10 <= trainer.global_step < 100 and trainer.global_step % 10 == 0
     assert "target is reached" in bound.reason
-    np.testing.assert_array_equal(record.column("loss"), free.column("loss")[: trainer.global_step])
+    np.testing.assert_array_equal(
+        record.column("train_loss"), free.column("train_loss")[: trainer.global_step]
+    )
 
 
 def test_a_run_that_diverges_ends_and_a_nan_is_divergence():
@@ -345,7 +347,7 @@ def test_a_resume_keeps_to_the_windows(tmp_path, stop_at):
         16, Numbered(range(80)), [BatchSizeScheduler(WARMUP)], MOMENTUM, path, **options
     )
     assert same_weights(whole, resumed) and again.validation == record.validation
-    np.testing.assert_array_equal(record.column("loss"), again.column("loss"))
+    np.testing.assert_array_equal(record.column("train_loss"), again.column("train_loss"))
     np.testing.assert_array_equal(record.column("tokens"), again.column("tokens"))
 
 
@@ -368,7 +370,7 @@ def test_a_growth_that_would_not_be_followed_is_refused():
     with pytest.raises(ValueError, match="accumulate_grad_batches=1"):
         fit(2, Numbered(range(9)), [BatchSizeScheduler(WARMUP)], accumulate_grad_batches=2)
     with pytest.raises(ValueError, match="world_size=1"):
-        fit(2, Numbered(range(9)), [BatchSizeScheduler(BatchSizeWarmup(1, 4, 120, 2, 10))])
+        fit(2, Numbered(range(9)), [BatchSizeScheduler(BatchSizeWarmup(1, 4, 120, 10, 2))])
 
 
 def test_growth_with_a_budget_of_even_steps_or_before_the_progress_is_refused_before_training():
@@ -380,7 +382,7 @@ def test_growth_with_a_budget_of_even_steps_or_before_the_progress_is_refused_be
         )
     record = History()
     for behind in (True, False):
-        parts = [record, RunProgress(record), BatchSizeScheduler(WARMUP)]
+        parts = [record, ProgressBar(record), BatchSizeScheduler(WARMUP)]
         trainer = make_trainer(
             2,
             "32-true",
@@ -391,7 +393,7 @@ def test_growth_with_a_budget_of_even_steps_or_before_the_progress_is_refused_be
         refused = (
             nullcontext()
             if behind
-            else pytest.raises(ValueError, match="BatchSizeScheduler behind RunProgress")
+            else pytest.raises(ValueError, match="BatchSizeScheduler behind ProgressBar")
         )
         with refused:
             trainer.fit(Line(MOMENTUM), Numbered(range(9)), Numbered(range(5)))
@@ -414,7 +416,7 @@ def with_two_clocks(folder):
     limit = TokenLimit(415)
     run(50, [limit], path)
     run(50, [LossBound(below=1.6, smooth_steps=5)])
-    module = run(12, [BatchSizeScheduler(BatchSizeWarmup(1, 4, 240, 2, 10))])
+    module = run(12, [BatchSizeScheduler(BatchSizeWarmup(1, 4, 240, 10, 2))])
     torch.save(
         (steps, limit.num_tokens(), torch.cat([p.detach().flatten() for p in module.parameters()])),
         f"{folder}/{rank}.pt",

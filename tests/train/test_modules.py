@@ -85,14 +85,14 @@ def fit(module, data, steps=6, **options):
     options = {"precision": "32-true", "accelerator": "cpu", "val_check_steps": steps, **options}
     trainer = make_trainer(steps, callbacks=[history], **options)
     trainer.fit(module, data)
-    return trainer, history.record
+    return trainer, history
 
 
 @pytest.mark.parametrize("objective", ["mlm", "diffusion", "enhanced_mlm"])
 def test_each_objective_trains_and_reports_what_its_loss_means(objective):
     trainer, record = fit(module_of(objective), data_of(objective))
     last = record.validation[-1]
-    assert np.isfinite(record.column("loss")).all()
+    assert np.isfinite(record.column("train_loss")).all()
     assert 0 <= last["val_accuracy"] <= 1
     assert last["val_perplexity"] == pytest.approx(math.exp(last["val_loss"]), rel=1e-5)
     # Letters a to h and short words: a uniform guess over 150 words costs about 2 bits per byte.
@@ -153,7 +153,7 @@ def test_z_loss_is_followed_and_reported_apart_from_the_loss():
     weighted, with_z = fit(
         module_of(scheduler_warmup_steps=0, loss_kwargs={"z_weight": 0.5}), data_of(), 1
     )
-    np.testing.assert_array_equal(record.column("loss"), with_z.column("loss"))
+    np.testing.assert_array_equal(record.column("train_loss"), with_z.column("train_loss"))
     assert "train_z_loss" not in plain.callback_metrics
     # log(vocabulary)^2 / 2 of an untrained model, nats squared
     assert weighted.callback_metrics["train_z_loss"].item() == pytest.approx(
@@ -202,7 +202,7 @@ def test_an_encoder_of_transformers_goes_on_from_its_own_weights(
     torch.testing.assert_close(ours, expected, atol=1e-5, rtol=1e-4)
     module.model.train()
     _, record = fit(module, data_of(objective), 3)
-    assert np.isfinite(record.column("loss")).all()
+    assert np.isfinite(record.column("train_loss")).all()
     if objective == "diffusion":
         (text,) = generate(
             module.model.eval(), TOKENIZER, [f"{WORDS[0]} [MASK] {WORDS[1]}"], seed=1
@@ -238,7 +238,7 @@ def test_sophia_gets_the_graph_of_the_gradient_in_the_steps_that_need_it_and_tra
     )
     trainer, record = fit(module, data_of(), 4, accumulate_grad_batches=2)
     state = next(iter(trainer.optimizers[0].state.values()))
-    assert np.isfinite(record.column("loss")).all() and any("hessian" in key for key in state)
+    assert np.isfinite(record.column("train_loss")).all() and any("hessian" in key for key in state)
 
 
 @pytest.mark.parametrize("mode", [True, {"mode": "selected_blocks", "interval": 2},
@@ -402,9 +402,7 @@ def test_guards_are_asked_with_the_loss_and_norm_of_the_whole_batch_and_can_refu
     assert torch.equal(weights.kept[0], weights.kept[1]) and not torch.equal(
         weights.kept[1], weights.kept[2]
     )
-    np.testing.assert_allclose(
-        [a[0] for a in guard.asked], history.record.column("loss"), rtol=1e-6
-    )
+    np.testing.assert_allclose([a[0] for a in guard.asked], history.column("train_loss"), rtol=1e-6)
 
 
 def test_validation_metrics_divide_once_over_all_sets():
@@ -708,11 +706,13 @@ def test_the_size_of_every_objectives_model_is_known_before_it_is_built(objectiv
 
 
 @pytest.mark.parametrize(
-    "kwargs, peak_at",
-    [({"warmup_pct": 0.5}, 5), ({"warmup_tokens": 2560, "tokens_per_step": 256}, 10)],
+    "warmup, kwargs, peak_at",
+    [("50%", {}, 5), ("2560 tokens", {"tokens_per_step": 256}, 10)],
 )
-def test_a_schedule_may_be_given_in_shares_or_tokens(kwargs, peak_at):
-    module = module_of(scheduler_kwargs=kwargs, scheduler_cooldown_steps=0)
+def test_a_schedule_may_be_given_in_shares_or_tokens(warmup, kwargs, peak_at):
+    module = module_of(
+        scheduler_warmup_steps=warmup, scheduler_kwargs=kwargs, scheduler_cooldown_steps=0
+    )
     _, record = fit(module, data_of(), 10)
     rates = record.column("learning_rate")
     assert rates[peak_at - 1] == pytest.approx(3e-3) and rates[peak_at - 2] < 3e-3
@@ -955,7 +955,7 @@ def test_activation_checkpointing_changes_no_loss(setting):
     _, less = fit(
         module_of(model_config_kwargs=dropout, gradient_checkpointing=setting), data_of(), 3
     )
-    np.testing.assert_array_equal(plain.column("loss"), less.column("loss"))
+    np.testing.assert_array_equal(plain.column("train_loss"), less.column("train_loss"))
 
 
 # --- what follows from the run, and what is refused before it ----------------------------------------
@@ -1101,7 +1101,7 @@ def test_the_budget_of_a_schedule_is_known_however_the_schedule_is_named(schedul
 
 def test_a_run_ends_with_its_budget_of_tokens_and_its_schedule_knows():
     module = module_of(
-        budget_tokens=5 * 8 * 32 + 3, scheduler_kwargs={"decay_pct": 0.6}, scheduler_warmup_steps=0
+        budget_tokens=5 * 8 * 32 + 3, scheduler_cooldown_steps="60%", scheduler_warmup_steps=0
     )
     trainer, record = fit(module, data_of(), 100)
     assert trainer.global_step == 5
@@ -1139,8 +1139,8 @@ def test_a_run_in_epochs_that_is_cut_off_within_one_goes_on_with_its_next_rows(t
     rest.fit(module_of(seed=1), data_of(), ckpt_path=saving.path, weights_only=True)
     assert rest.global_step == total
     assert (
-        history.record.column("loss").tolist()
-        == record.column("loss")[-(total // 2 - 2) :].tolist()
+        history.column("train_loss").tolist()
+        == record.column("train_loss")[-(total // 2 - 2) :].tolist()
     )
 
 
@@ -1205,7 +1205,7 @@ def test_a_plain_trainer_leaves_a_directory_for_transformers_beside_each_checkpo
         trainer = L.Trainer(max_steps=4, accelerator="cpu", logger=False, enable_progress_bar=False,
                             enable_checkpointing=bool(keep), callbacks=[history, *keeper], limit_val_batches=0)  # fmt: skip
         trainer.fit(module, data_of())
-        return module, history.record.column("loss")
+        return module, history.column("train_loss")
 
     dropout = {"model_config_kwargs": {**SHAPE, "mlp_dropout": 0.3}}
     module, losses = train(1, **dropout)

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from ranks import run_on_ranks
 
 from bertlab.train.checkpoints import RunCheckpoint, rng_state
-from bertlab.train.history import History, TerminalBar
+from bertlab.train.history import History
 from bertlab.model.mask_filling import fill_mask
 from bertlab.train.modules import PretrainingModule, compile_model
 from bertlab.train.previews import (
@@ -26,7 +26,7 @@ from bertlab.train.previews import (
     compile_ahead,
     peek,
 )
-from bertlab.train.previews import rehearsal, undisturbed
+from bertlab.train.monitors import inspecting
 from bertlab.train.stopping import TokenLimit
 from bertlab.train.trainer import make_trainer, seed_everything
 
@@ -68,10 +68,10 @@ def test_a_run_with_previews_and_compiled_ahead_has_the_same_bits(tmp_path):
     ]
     again, seen = train(Texts(), 9, [watched, *looks], val_check_steps=3)
     assert equal(weights, again) and plain.states == watched.states
-    np.testing.assert_array_equal(record.column("loss"), seen.column("loss"))
+    np.testing.assert_array_equal(record.column("train_loss"), seen.column("train_loss"))
     assert record.validation == seen.validation
-    assert [e["step"] for e in looks[1].history] == [0, 2, 4, 6, 8, 9]
-    assert [e["step"] for e in looks[2].history] == [0, 3, 6, 9]
+    assert [e["step"] for e in looks[1].rows] == [0, 2, 4, 6, 8, 9]
+    assert [e["step"] for e in looks[2].rows] == [0, 3, 6, 9]
     assert set(looks[0].seconds) == {"train", "train_again", "validation", "validation_again"}
 
 
@@ -85,11 +85,11 @@ def test_a_resumed_run_that_compiles_ahead_goes_on_with_the_very_next_batch(tmp_
     preview = make()
     resumed, _ = train(Texts(), 13, [CompileAhead(), preview, RunCheckpoint(path)], path, seed=5)
     assert equal(weights, resumed)
-    assert [e["step"] for e in preview.history] == [0, 3, 6, 7, 9, 12, 13]
+    assert [e["step"] for e in preview.rows] == [0, 3, 6, 7, 9, 12, 13]
     rows = [json.loads(line) for line in Path(tmp_path, "p.jsonl").read_text().splitlines()]
-    assert [r["step"] for r in rows] == [e["step"] for e in preview.history] and rows[0][
-        "texts"
-    ] == [ONE]
+    assert [r["step"] for r in rows] == [e["step"] for e in preview.rows] and rows[0]["texts"] == [
+        ONE
+    ]
 
 
 def test_a_preview_looks_once_at_the_end_of_a_run_that_a_limit_ends(tmp_path):
@@ -101,7 +101,7 @@ def test_a_preview_looks_once_at_the_end_of_a_run_that_a_limit_ends(tmp_path):
         looks.append(FillMaskPreview([ONE], TOKENIZER, 40))
         stops = [TokenLimit(1), looks[-1], RunCheckpoint(path, every_n_steps=1)]
         train(Texts(), 30, stops, kept)
-        assert [entry["step"] for entry in looks[-1].history] == [0, 1]
+        assert [entry["step"] for entry in looks[-1].rows] == [0, 1]
 
 
 class Counted:
@@ -151,7 +151,7 @@ def test_an_answer_is_that_of_the_finished_model_without_dropout():
     module = tiny()
     make_trainer(3, "32-true", "cpu", callbacks=[preview]).fit(module, Texts())
     [expected] = fill_mask(module.model.eval(), TOKENIZER, [ONE], 7)
-    (got,), two = preview.history[-1]["answers"]
+    (got,), two = preview.rows[-1]["answers"]
     assert [w for w, _ in got] == [w for w, _ in expected] and len(two) == 2
     np.testing.assert_allclose([p for _, p in got], [p for _, p in expected], rtol=1e-5)
     steps, p = preview.probability(got[0][0])
@@ -188,7 +188,7 @@ def test_averaged_weights_answer_where_the_optimizer_keeps_them():
     preview = FillMaskPreview([ONE], TOKENIZER, 2, top_k=3)
     module = Swapped(CONFIG, scheduler_warmup_steps=0)
     make_trainer(2, "32-true", "cpu", callbacks=[preview]).fit(module, Texts())
-    ((got,),) = preview.history[-1]["answers"]
+    ((got,),) = preview.rows[-1]["answers"]
     assert Swapped.inside == 2 and np.allclose([p for _, p in got], 1 / 256), (
         "zero weights know nothing"
     )
@@ -199,7 +199,7 @@ def test_a_diffusion_preview_fills_every_gap_and_keeps_the_rest():
     seed_everything(0)
     module = tiny(objective="mlm")
     make_trainer(4, "32-true", "cpu", callbacks=[preview]).fit(module, Texts())
-    for entry in preview.history:
+    for entry in preview.rows:
         first, second = (answer.split() for answer in entry["answers"])
         assert len(first) == len(second) == 3 and "[MASK]" not in first + second
         assert first[0] == WORDS[2] and second[::2] == [WORDS[0], WORDS[1]]
@@ -220,7 +220,7 @@ def test_a_preview_that_finds_no_tokenizer_is_refused_before_the_first_step():
     data = Texts()
     data.setup("fit")
     trainer = make_trainer(3, accelerator="cpu", callbacks=[FillMaskPreview([ONE]), Never()])
-    with pytest.raises(ValueError, match="needs tokenizer="):
+    with pytest.raises(ValueError, match="tokenizer="):
         trainer.fit(tiny(), data.train_dataloader())  # loaders alone know no tokenizer
 
 
@@ -229,12 +229,11 @@ class Never(Callback):
         raise AssertionError("training has begun")
 
 
-def test_lines_are_printed_where_nothing_moves_and_only_there(capsys):
-    for moves in (False, True):
-        preview = FillMaskPreview([ONE], TOKENIZER, 2)
-        options = {"enable_progress_bar": True} if moves else {}
-        make_trainer(2, "32-true", "cpu", callbacks=[preview], **options).fit(tiny(), Texts())
-        assert (ONE in capsys.readouterr().out) != moves and len(preview.history) == 2
+def test_answers_are_printed_unless_a_preview_is_quiet(capsys):
+    for quiet in (False, True):
+        preview = FillMaskPreview([ONE], TOKENIZER, 2, quiet=quiet)
+        make_trainer(2, "32-true", "cpu", callbacks=[preview]).fit(tiny(), Texts())
+        assert (ONE in capsys.readouterr().out) != quiet and len(preview.rows) == 2
 
 
 @pytest.mark.parametrize("encoding", ["latin-1", "ascii", "cp1252"])
@@ -252,46 +251,24 @@ def test_a_letter_that_the_screen_lacks_ends_no_run(encoding, monkeypatch):
     )
 
 
-def test_the_bar_of_a_run_is_a_bar(capsys):
-    from bertlab.train.history import RunProgress
-
-    class Moving(RunProgress):
-        def on_train_start(self, trainer, pl_module):
-            super().on_train_start(trainer, pl_module)
-            self._display = TerminalBar()
-
-    history = History()
-    callbacks = [history, Moving(history), FillMaskPreview([ONE], TOKENIZER, 2)]
-    make_trainer(2, "32-true", "cpu", callbacks=callbacks).fit(tiny(), Texts())
-    assert ONE not in capsys.readouterr().out
-
-
 def test_tokens_that_read_alike_are_one_word_of_a_preview():
     preview = FillMaskPreview([ONE], TOKENIZER)
-    preview.history = [{"step": 0, "answers": [[[["the", 0.25], ["a", 0.125], ["the", 0.125]]]]},
+    preview.rows = [{"step": 0, "answers": [[[["the", 0.25], ["a", 0.125], ["the", 0.125]]]]},
                        {"step": 2, "answers": [[[["a", 0.5], ["b", 0.25]]]]}]  # fmt: skip
     steps, found = preview.probability("the")
     assert steps.tolist() == [0, 2] and found[0] == 0.375 and np.isnan(found[1])
 
 
-def test_generators_modes_gradients_and_buffers_come_back_also_after_an_error():
-    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3), torch.nn.Dropout())
-    model.train()
-    model[1].eval()  # somebody froze it
-    model(torch.randn(4, 3)).sum().backward()
-    before = [p.grad.clone() for p in model.parameters()], [b.clone() for b in model.buffers()]
-    modes, states = [m.training for m in model.modules()], states_now()
-    with pytest.raises(RuntimeError, match="inside"), rehearsal(model):
-        model.train()
-        model(torch.randn(4, 3)).sum().backward()
-        assert not torch.equal(before[1][0], next(model.buffers()))
-        raise RuntimeError("inside")
-    assert [m.training for m in model.modules()] == modes and states_now() == states
-    assert all(map(torch.equal, before[0], [p.grad for p in model.parameters()]))
-    assert all(map(torch.equal, before[1], model.buffers()))
-    with undisturbed(model):
-        torch.rand(1), np.random.rand(), model.eval()
-    assert [m.training for m in model.modules()] == modes and states_now() == states
+def test_inspecting_restores_generators_and_modes():
+    module, trainer = tiny(), make_trainer(1, "32-true", "cpu")
+    module.configure_model()
+    module.train()
+    module.model.encoder.eval()  # frozen by somebody
+    modes, states = [m.training for m in module.modules()], states_now()
+    with inspecting(trainer, module):
+        assert not any(m.training for m in module.modules()) and not torch.is_grad_enabled()
+        torch.rand(1), np.random.rand()
+    assert [m.training for m in module.modules()] == modes and states_now() == states
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
@@ -335,18 +312,22 @@ def two(folder):
     from bertlab.train.histograms import WeightHistograms
     from bertlab.train.monitors import MemoryMonitor, Throughput
 
-    class Kept(Throughput):
-        intervals = ()
+    class Recorded(Throughput):
+        looks = ()
 
-        def take(self, trainer):
-            self.intervals = (*self.intervals, super().take(trainer))
-            return self.intervals[-1]
+        def observe(self, trainer, pl_module):
+            row = super().observe(trainer, pl_module)
+            self.looks = (*self.looks, self._window[-1])
+            return row
 
     results = {}
     for strategy in ("ddp", "fsdp"):
         for watched in (False, True):
             seed_everything(0)
-            preview, speed = FillMaskPreview([ONE], TOKENIZER, 2, path=folder / "p.jsonl"), Kept(2)
+            preview, speed = (
+                FillMaskPreview([ONE], TOKENIZER, 2, path=folder / "p.jsonl"),
+                Recorded(2),
+            )
             shapes = WeightHistograms(["*"], 2)
             looks = [
                 CompileAhead(),
@@ -361,11 +342,11 @@ def two(folder):
                 4, "32-true", "cpu", 2, [history, *looks[: 6 * watched]], strategy=strategy
             )
             trainer.fit(tiny(), Texts())
-            norms = [(s.name, s.kind, s.norm) for s in shapes.records if s.step == 4]
+            norms = [(s.name, s.kind, s.norm) for s in shapes.histograms if s.step == 4]
             results[strategy, watched] = (
-                history.record.column("loss"),
-                preview.history,
-                speed.intervals,
+                history.column("train_loss"),
+                preview.rows,
+                np.diff(speed.looks, axis=0).tolist() if watched else [],
                 norms,
             )
     Path(folder, f"{os.environ['RANK']}.pickle").write_bytes(pickle.dumps(results))
@@ -401,7 +382,7 @@ def test_spread_weights_look_like_copied_ones(ranks):
 
 def test_two_processes_count_the_tokens_of_both(ranks):
     for strategy in ("ddp", "fsdp"):
-        first, second = ([i[2:] for i in r[strategy, True][2]] for r in ranks)
+        first, second = ([i[1:] for i in r[strategy, True][2]] for r in ranks)
         assert first == second
         batches = []  # rows are dealt in turns: a step of two processes is two batches of one
         loader = Texts().train_dataloader()
@@ -411,7 +392,5 @@ def test_two_processes_count_the_tokens_of_both(ranks):
             sum(int((b["attention_mask"] > 0).sum()) for b in batches[2 * i : 2 * j])
             for i, j in ((1, 2), (2, 4))
         ]
-        assert [i[0] for i in first[1:]] == tokens and [i[1] for i in first[1:]] == [
-            2 * 4 * 32,
-            4 * 4 * 32,
-        ]
+        assert [i[0] for i in first] == tokens
+        assert [i[1] for i in first] == [2 * 4 * 32, 4 * 4 * 32]

@@ -66,7 +66,7 @@ def train(data, steps, callbacks=(), ckpt_path=None, seed=0, dropout=0.1, **opti
         trainer.fit(module, data, ckpt_path=ckpt_path)
     except TrainingInterrupted:
         pass
-    return {k: v.clone() for k, v in module.model.state_dict().items()}, history.record
+    return {k: v.clone() for k, v in module.model.state_dict().items()}, history
 
 
 def equal(a, b):
@@ -100,7 +100,7 @@ def test_a_run_that_broke_off_inside_a_window_leaves_nothing_to_the_next():
     def first_loss(module):
         history = History()
         make_trainer(1, "32-true", "cpu", callbacks=[history]).fit(module, Texts())
-        return history.record.column("loss")[0]
+        return history.column("train_loss")[0]
 
     seed_everything(0)
     module = PretrainingModule(CONFIG, scheduler_warmup_steps=0)
@@ -117,7 +117,7 @@ def test_a_run_that_broke_off_inside_a_window_leaves_nothing_to_the_next():
 def test_the_logged_loss_is_that_of_all_labels_of_the_window():
     _, whole = train(Texts(batch_size=8), 3, dropout=0.0)
     _, parts = train(Texts(batch_size=2), 3, dropout=0.0, accumulate_grad_batches=4)
-    np.testing.assert_allclose(parts.column("loss"), whole.column("loss"), rtol=1e-5)
+    np.testing.assert_allclose(parts.column("train_loss"), whole.column("train_loss"), rtol=1e-5)
     np.testing.assert_array_equal(parts.column("tokens"), whole.column("tokens"))
 
 
@@ -130,7 +130,7 @@ def test_a_run_stopped_at_any_step_and_resumed_is_bit_identical(tmp_path, stop_a
     train(Texts(), 15, [Stop(path, stop_at, every_n_steps=1000)], **options)
     assert path.exists()
     resumed, again = train(Texts(), 15, [RunCheckpoint(path)], path, seed=77, **options)
-    np.testing.assert_array_equal(again.column("loss"), record.column("loss"))
+    np.testing.assert_array_equal(again.column("train_loss"), record.column("train_loss"))
     np.testing.assert_array_equal(again.column("learning_rate"), record.column("learning_rate"))
     assert again.validation == record.validation and equal(weights, resumed)
 
@@ -143,7 +143,7 @@ def test_resume_is_exact_with_workers_and_inside_accumulation(tmp_path, options)
     weights, record = train(make(), 9, **trainer_options)
     train(make(), 9, [Stop(path, 5)], **trainer_options)
     resumed, again = train(make(), 9, [RunCheckpoint(path)], path, seed=77, **trainer_options)
-    np.testing.assert_array_equal(again.column("loss"), record.column("loss"))
+    np.testing.assert_array_equal(again.column("train_loss"), record.column("train_loss"))
     assert again.validation == record.validation and equal(weights, resumed)
 
 
@@ -155,7 +155,7 @@ def test_a_periodic_checkpoint_resumes_as_exactly_as_a_stop(tmp_path):
     assert state["global_step"] == 8
     resumed, again = train(Texts(), 12, [RunCheckpoint(path)], path, val_check_steps=4)
     assert again.validation == record.validation
-    np.testing.assert_array_equal(again.column("loss"), record.column("loss"))
+    np.testing.assert_array_equal(again.column("train_loss"), record.column("train_loss"))
 
 
 def test_signals_are_given_back_after_training(tmp_path):
@@ -206,20 +206,18 @@ def test_float16_gradients_are_unscaled_before_they_are_clipped():
     )
 
 
-def test_sophia_is_refused_under_float16_whose_scale_would_stay_in_the_curvature():
+def test_sophia_is_refused_under_float16():
     from lightning.pytorch.plugins import MixedPrecision
 
     plugin = MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu"))
     plugin.precision = "16-mixed"
     module = PretrainingModule(CONFIG, learning_rate=3e-3, optimizer_class="sophiah")
     trainer = make_trainer(2, precision=None, accelerator="cpu", plugins=[plugin])
-    with pytest.raises(
-        ValueError, match=r"precision='16-mixed' scales the loss.*sophiah.*set precision='32-true'"
-    ):
+    with pytest.raises(ValueError, match="precision='16-mixed'.*sophiah"):
         trainer.fit(module, Texts())
     assert trainer.global_step == 0
-    check_scaler(plugin, differentiates=False)  # any other optimizer may train so
-    check_scaler(MixedPrecision("bf16-mixed", "cpu"), differentiates=True)
+    check_scaler(plugin, creates_graph=False)  # any other optimizer may train so
+    check_scaler(MixedPrecision("bf16-mixed", "cpu"), creates_graph=True)
 
 
 def four_steps(batch_size, processes, path):
@@ -227,7 +225,7 @@ def four_steps(batch_size, processes, path):
     weights, record = train(Texts(batch_size=batch_size), 4, dropout=0.0, devices=processes,
                             strategy="ddp" if processes == 2 else "auto", val_check_steps=2)  # fmt: skip
     if os.environ["RANK"] == "0":
-        torch.save((weights, record.column("loss"), record.validation), path)
+        torch.save((weights, record.column("train_loss"), record.validation), path)
 
 
 def test_two_processes_give_the_loss_and_the_weights_of_one(tmp_path):
@@ -283,7 +281,7 @@ def test_a_trainer_that_never_validates_in_fit_validates_when_it_is_asked():
     trainer = make_trainer(2, "32-true", "cpu", callbacks=[history])
     (before,) = trainer.validate(module, data, verbose=False)
     trainer.fit(module, data)
-    assert history.record.validation == [], "fit left validation out"
+    assert history.validation == [], "fit left validation out"
     (after,) = trainer.validate(module, data, verbose=False)
     (tested,) = trainer.validate(module, data, verbose=False)
     assert after["val_loss"] != before["val_loss"] and tested == after
@@ -365,7 +363,7 @@ def test_a_batch_without_labels_changes_no_weight_and_meets_no_guard():
     before = {k: v.clone() for k, v in module.model.state_dict().items()}
     trainer.fit(module, torch.utils.data.DataLoader([batch, batch], batch_size=None))
     assert equal(before, module.model.state_dict())
-    assert guard.num_skipped == 0 and np.isnan(history.record.column("loss")).all()
+    assert guard.num_skipped == 0 and np.isnan(history.column("train_loss")).all()
 
 
 def test_training_step_returns_the_mean_loss_without_a_trainer():

@@ -64,13 +64,15 @@ def train(accelerator, steps, callbacks=(), ckpt_path=None, dropout=0.0, data=No
         steps, precision, accelerator, callbacks=[history, *watching, *callbacks], **options
     )
     trainer.fit(module, rows, ckpt_path=ckpt_path, weights_only=False)
-    return history.record, recorder.counts, module
+    return history, recorder.counts, module
 
 
 def test_twenty_steps_equal_those_of_a_plain_cpu_and_nothing_falls_back_to_the_host():
     xla, counts, _ = train("tpu", 20)
     cpu, _, _ = train("cpu", 20)
-    np.testing.assert_allclose(xla.column("loss"), cpu.column("loss"), atol=1e-4, rtol=0)
+    np.testing.assert_allclose(
+        xla.column("train_loss"), cpu.column("train_loss"), atol=1e-4, rtol=0
+    )
     np.testing.assert_allclose(
         xla.column("gradient_norm"), cpu.column("gradient_norm"), atol=1e-3, rtol=0
     )
@@ -93,7 +95,7 @@ def test_three_epochs_of_documents_of_all_lengths_make_no_new_program(packing):
         "tpu", steps, val_check_steps=10, data={"packing": packing}, module=schedule
     )
     assert len(set(record.column("learning_rate"))) > 30
-    assert len(record.validation) == 4 and np.isfinite(record.column("loss")).all()
+    assert len(record.validation) == 4 and np.isfinite(record.column("train_loss")).all()
     # Warm: an epoch, two fetches and two validations (at 10 and 20), and the steps after them.
     assert len({c.compilations for c in counts[21:]}) == 1, [c.compilations for c in counts]
     assert counts[-1].fallbacks == {}
@@ -118,8 +120,10 @@ def test_a_run_that_was_stopped_goes_on_as_if_nothing_had_been(tmp_path):
     dry, _, _ = train("tpu", 8)
     train("tpu", 4, [RunCheckpoint(tmp_path / "half", 4)], dropout=0.2)
     rest, counts, _ = train("tpu", 8, ckpt_path=tmp_path / "half", dropout=0.2)
-    assert not np.array_equal(whole.column("loss"), dry.column("loss"))  # dropout draws numbers
-    np.testing.assert_array_equal(rest.column("loss"), whole.column("loss"))
+    assert not np.array_equal(
+        whole.column("train_loss"), dry.column("train_loss")
+    )  # dropout draws numbers
+    np.testing.assert_array_equal(rest.column("train_loss"), whole.column("train_loss"))
     assert len({c.host_reads for c in counts}) == 1  # Adam's step count stays where reading is free
 
 
@@ -133,14 +137,18 @@ def test_a_checkpoint_of_xla_goes_on_where_there_is_no_xla(tmp_path):
     walk(saved)
     assert {t.device.type for t in tensors if isinstance(t, torch.Tensor)} == {"cpu"}
     rest, _, _ = train("cpu", 6, ckpt_path=tmp_path / "half")
-    np.testing.assert_allclose(rest.column("loss"), whole.column("loss"), atol=1e-4, rtol=0)
+    np.testing.assert_allclose(
+        rest.column("train_loss"), whole.column("train_loss"), atol=1e-4, rtol=0
+    )
 
 
 def test_micro_batches_and_validation_equal_those_of_a_cpu():
     options = dict(accumulate_grad_batches=3, val_check_steps=3, limit_val_batches=3)
     xla, counts, _ = train("tpu", 6, **options)
     cpu, _, _ = train("cpu", 6, **options)
-    np.testing.assert_allclose(xla.column("loss"), cpu.column("loss"), atol=1e-4, rtol=0)
+    np.testing.assert_allclose(
+        xla.column("train_loss"), cpu.column("train_loss"), atol=1e-4, rtol=0
+    )
     for ours, theirs in zip(xla.validation, cpu.validation, strict=True):
         assert ours["val_loss"] == pytest.approx(theirs["val_loss"], abs=1e-4)
     assert counts[-1].compilations == counts[12].compilations
@@ -151,7 +159,9 @@ def test_every_objective_gives_the_losses_of_a_cpu(objective):
     options = dict(data={"objective": objective}, module={"objective": objective})
     xla, counts, _ = train("tpu", 4, **options)
     cpu, _, _ = train("cpu", 4, **options)
-    np.testing.assert_allclose(xla.column("loss"), cpu.column("loss"), atol=1e-4, rtol=0)
+    np.testing.assert_allclose(
+        xla.column("train_loss"), cpu.column("train_loss"), atol=1e-4, rtol=0
+    )
     assert counts[-1].fallbacks == {} and counts[-1].compilations == counts[1].compilations
 
 
@@ -178,8 +188,8 @@ def test_sixteen_bits_are_sixteen_bits(precision):
     assert types.dtype == torch.bfloat16
     weight = module.model.encoder.blocks[0].attention.qkv.weight
     assert weight.dtype == (torch.bfloat16 if precision == "bf16-true" else torch.float32)
-    assert not np.array_equal(half.column("loss"), exact.column("loss"))
-    np.testing.assert_allclose(half.column("loss"), exact.column("loss"), rtol=0.01)
+    assert not np.array_equal(half.column("train_loss"), exact.column("train_loss"))
+    np.testing.assert_allclose(half.column("train_loss"), exact.column("train_loss"), rtol=0.01)
 
 
 class Poison(Callback):

@@ -28,7 +28,7 @@ sharding = Sharding()
 xla, counts, _ = train("tpu", 6, [sharding, NonFiniteGuard()], devices="auto")
 cpu, _, _ = train("cpu", 6)
 print(json.dumps({
-    "sharding": sharding.seen, "xla": list(xla.column("loss")), "cpu": list(cpu.column("loss")),
+    "sharding": sharding.seen, "xla": list(xla.column("train_loss")), "cpu": list(cpu.column("train_loss")),
     "compilations": [c.compilations for c in counts],
     "errors": [error_of(devices="auto", data={"train_batch_size": 3}), error_of(devices=3)],
 }))  # fmt: skip
