@@ -31,7 +31,7 @@ from bertlab.embeddings.losses import (
     distillation_loss,
 )
 from .pooling import POOLINGS
-from ..model.adapters import adapter_overrides, add_adapter, freeze_weights, read_adapter
+from ..model.adapters import adapter_overrides, add_adapter, freeze_weights, make_peft_config
 from ..model.adapters import save_adapter
 from ..model.config import BertLabConfig
 from ..model.encoder import BertLabModel
@@ -156,7 +156,7 @@ class EmbeddingModule(TrainingModule):
                 "be 0 or more, and one of them above 0"
             )
         if adapter is not None:
-            read_adapter(adapter)
+            make_peft_config(adapter)
         if gradcache_rows and gradient_checkpointing:
             raise ValueError(
                 "gradcache_rows computes activations again already; leave out "

@@ -30,7 +30,7 @@ from .metrics import get_metrics_for_task, gold_texts, names_entities
 from .task_models import TaskLabels, build_task_model, check_weights
 from .task_models import count_and_balance, finetuning_groups, freeze_bottom
 from .task_models import rates_by_depth, reinit_top, settle_labels
-from ..model.adapters import add_adapter, read_adapter
+from ..model.adapters import add_adapter, make_peft_config
 from ..model.config import BertLabConfig
 from ..model.huggingface import check_tokenizer, saved_as
 from ..model.losses import LossSums
@@ -551,7 +551,7 @@ def _check_options(options: Mapping[str, Any]) -> None:
     if isinstance(weights, str) and weights != "balanced":
         raise ValueError(f"class_weights must be a list or 'balanced', got {weights!r}")
     if options["adapter"] is not None:
-        read_adapter(options["adapter"])
+        make_peft_config(options["adapter"])
         if options["reinit_layers"]:
             raise ValueError(
                 f"reinit_layers={options['reinit_layers']} begins blocks anew that "

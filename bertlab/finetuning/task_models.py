@@ -339,5 +339,5 @@ def save_predictor(
     with without_reports():
         written = save_model(model, tokenizer, directory, kind)
     if has_adapter(model):  # merged above; alone here
-        save_adapter(model, written / "adapter", kind=kind)
+        save_adapter(model, written / "adapter", family=kind)
     return written

@@ -29,7 +29,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from tqdm import tqdm
 
-from ..model.adapters import adapter_overrides, add_adapter, freeze_weights, read_adapter
+from ..model.adapters import adapter_overrides, add_adapter, freeze_weights, make_peft_config
 from ..model.adapters import trained_fractions
 from ..model.activation_checkpointing import checkpoint_activations, parse_checkpointing
 from ..model.attention import raise_recompile_limit
@@ -612,7 +612,7 @@ class PretrainingModule(TrainingModule):
         if schedule is not None:
             resolve(schedule, CUSTOM_SCHEDULES, "schedule")
         if adapter is not None:
-            read_adapter(adapter)
+            make_peft_config(adapter)
             if float8:
                 raise ValueError(
                     f"float8={float8!r} casts the layers that adapter={adapter!r} "
