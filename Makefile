@@ -1,17 +1,21 @@
 # Everything runs in .venv, which `make demo`, `make test` and the others create when they need it.
 #   make demo DEMO_ARGS="--output runs/first"    passes flags to `bertlab demo`
-#   make test TEST_ARGS="tests/test_house.py"    passes arguments to pytest
+#   make test TEST_ARGS="tests/data/test_packing.py"    passes arguments to pytest
 #   make bench BENCH_ARGS="--plan"               passes flags to benchmarks/suite.py
-#   make test-versions VERSIONS=newest VERSIONS_ARGS="--cpu"    passes flags to scripts/versions.py
+#   make test-versions VERSIONS=newest           tests with today's versions in .venv-newest
 #   make docs DOCS_ARGS="--train"                trains the model that lives in the pages, and puts it there
 #   make demo PYTHON=/path/to/python3.12         chooses the Python of a new .venv
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-xla test-versions bench docs sync check clean
+.PHONY: help demo test test-all test-xla test-versions constraints bench docs sync check clean
 SHELL := /bin/sh
 
 BIN := .venv/bin
 REQUIRED := pyproject.toml constraints.txt scripts/install.sh
+VERSIONS := lowest
+VERSIONS_PYTHON := $(if $(filter lowest,$(VERSIONS)),3.10,3.13)
+VERSIONS_TOOLS := accelerate hypothesis ipykernel packaging pytest pytest-timeout pytest-xdist scipy seqeval tensorboard
+VERSIONS_TESTS := tests/core tests/data tests/model tests/optim tests/train tests/finetuning
 
 help: ## List what can be made
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 18
@@ -29,9 +33,16 @@ test-all: .venv/.dev ## Run every test, the slow ones too (random kills, browser
 test-xla: .venv-xla/.xla ## Run the tests of XLA on its CPU device, in an environment of their own
 	@PJRT_DEVICE=CPU .venv-xla/bin/python -m pytest -n 0 tests/xla $(TEST_ARGS)
 
-test-versions: .venv/.dev ## Run the core of the suite with the lowest versions (VERSIONS=newest: with today's)
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check uv
-	@$(BIN)/python scripts/versions.py $(or $(VERSIONS),lowest) $(VERSIONS_ARGS)
+test-versions: ## Run the core of the suite with the lowest versions (VERSIONS=newest: with today's); needs uv
+	@uv venv --quiet --allow-existing --python $(VERSIONS_PYTHON) .venv-$(VERSIONS)
+	@uv pip install --quiet --python .venv-$(VERSIONS) --torch-backend auto --upgrade \
+		--resolution $(if $(filter lowest,$(VERSIONS)),lowest-direct,highest) --editable '.[optimizers]'
+	@uv pip install --quiet --python .venv-$(VERSIONS) $(VERSIONS_TOOLS)
+	@.venv-$(VERSIONS)/bin/python -m pytest -m "not slow" $(VERSIONS_TESTS) $(TEST_ARGS)
+
+constraints: ## Write constraints.txt anew: today's versions for each supported Python; needs uv
+	@uv pip compile --quiet --universal --python-version 3.10 --extra dev --no-annotate --no-header pyproject.toml \
+		| grep -v -E '^(nvidia|cuda|triton)' >constraints.txt
 
 bench: .venv/.dev ## Measure bertlab beside common alternatives; continues where it stopped
 	@$(BIN)/python benchmarks/suite.py $(BENCH_ARGS)
@@ -42,10 +53,11 @@ docs: .venv/.docs ## Stage, check and (with Quarto) render the site into _docs
 sync: .venv/.docs ## Export and clean the notebooks; renew README, badges, links and sidebar
 	@$(BIN)/python scripts/sync.py
 
-check: .venv/.dev ## Lint, and fail if `make sync` would change anything
-	@$(BIN)/ruff format --check --quiet .
-	@$(BIN)/ruff check --quiet .
-	@$(BIN)/python scripts/sync.py --check
+check: .venv/.dev ## Lint, sync, and fail if that changed a committed file
+	@$(BIN)/ruff format --check .
+	@$(BIN)/ruff check .
+	@$(BIN)/python scripts/sync.py
+	@git diff --exit-code --stat
 
 clean: ## Remove what was built; .venv and demo runs stay
 	rm -rf _proc _docs dist build/lib build/bdist.* *.egg-info .pytest_cache .hypothesis nbs/nbdev.yml

@@ -125,7 +125,7 @@ class Side:
                 self.model.compile()
         else:
             self.model = BertLabForMaskedLM(self.config)
-            self.loss_options = {"loss_config": LossConfig(only_loss=True)}
+            self.loss_options = {"loss_config": LossConfig(loss_only=True)}
             if not options.quick:
                 compile_model(self.model)
         self.model.to(device).train()

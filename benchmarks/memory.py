@@ -73,7 +73,7 @@ def measure(case: dict) -> dict:
     options = {}
     if way != "transformers":
         chunk = CHUNK if way.endswith("chunks") else None
-        options["loss_config"] = LossConfig(chunk_size=chunk, only_loss=way.endswith("alone"))
+        options["loss_config"] = LossConfig(chunk_size=chunk, loss_only=way.endswith("alone"))
         options["label_positions"] = None if "dense" in way else positions_BM
     precision = describe_device().precision
     before = resident_bytes() if device.type == "cpu" else torch.cuda.memory_allocated()

@@ -76,7 +76,7 @@ def rows_case(case: dict) -> dict[str, float]:
     inputs = {name: batch[name] for name in BATCH_KEYS if name in batch}
     for _ in range(case["steps"]):
         start = time.perf_counter()
-        model(**inputs, loss_config=LossConfig(only_loss=True)).loss.backward()
+        model(**inputs, loss_config=LossConfig(loss_only=True)).loss.backward()
         model.zero_grad()
         seconds.append(time.perf_counter() - start)
     tokens = int((batch["attention_mask"] > 0).sum())

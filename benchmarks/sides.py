@@ -124,7 +124,7 @@ def alternate(
     threads, runs = threads or options.threads, {name: [] for name in cases}
     for n, name in in_turns(cases, options.rounds):
         case = {**cases[name], "round": n}
-        key = json.dumps([case, threads], sort_keys=True)
+        key = json.dumps([name, case, threads], sort_keys=True)
         figures = ledger.get(key, lambda: run_child(script, case, threads))  # noqa: B023
         print(f"  {n + 1}/{options.rounds} {name:44} {show(figures)}", flush=True)
         runs[name].append(figures)

@@ -28,7 +28,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
 import landing  # noqa: E402
 import reference  # noqa: E402
-from sync import Address, directives, notebooks, source_of  # noqa: E402
+from sync import Address, notebooks, source_of  # noqa: E402
 
 NBDEV_YML = """\
 # Written by scripts/docs.py from settings.ini.
@@ -263,16 +263,6 @@ def stage(model: Path | None = None) -> Path:
     return staged
 
 
-def public_symbols() -> dict[str, list[str]]:
-    "The public functions and classes of each module, in the order of the source."
-    return {module.name: module.public for module in reference.modules().values()}
-
-
-def notebook_of(module: str) -> str:
-    "The notebook, relative to nbs/, that exports to a module."
-    return reference.modules()[module].notebook
-
-
 # --- checks ---------------------------------------------------------------------------------------
 
 
@@ -346,29 +336,6 @@ def check_links(
     return problems
 
 
-def check_figures(name: str, page: SimpleNamespace) -> list[str]:
-    "Figures without alternative text, pictures from elsewhere, widgets that need a kernel."
-    problems = []
-    for cell in page.code:
-        if any(WIDGET in output.get("data", {}) for output in cell["outputs"]):
-            head = source_of(cell).splitlines()[-1]
-            problems.append(
-                f"{name}: a widget has no static form (text/html or image/png beside it): {head}"
-            )
-        has_picture = any(
-            kind.startswith("image/") for o in cell["outputs"] for kind in o.get("data", {})
-        )
-        if has_picture and not directives(source_of(cell)).get("fig-alt"):
-            head = source_of(cell).splitlines()[0]
-            problems.append(f'{name}: a figure has no alternative text (#| fig-alt: "..."): {head}')
-    for alt, target in re.findall(r"!\[([^\]]*)\]\(([^)\s]+)", without_code(page.text)):
-        if not alt.strip():
-            problems.append(f"{name}: the picture {target} has no alternative text")
-        if target.startswith("http"):
-            problems.append(f"{name}: the picture {target} is fetched from elsewhere")
-    return problems
-
-
 def entries(node: object) -> list[str]:
     "Every page that a part of the sidebar or the navigation bar names."
     if isinstance(node, str):
@@ -402,19 +369,6 @@ def check_navigation(pages: dict, staged: Path) -> list[str]:
     ]
 
 
-def check_documented(pages: dict) -> list[str]:
-    "Public names without show_doc on their notebook's page."
-    problems = []
-    for module, names in public_symbols().items():
-        page = notebook_of(module)
-        problems += [
-            f"{page}: no show_doc for {module}.{name}"
-            for name in names
-            if name.lower() not in pages[page].anchors
-        ]
-    return problems
-
-
 FRONT = {"title", "description", "output-file", "toc", "page-layout", "search", "css", "sidebar", "pagetitle",
          "include-after-body", "body-classes", "repo-actions"}  # fmt: skip
 
@@ -446,11 +400,10 @@ def check(staged: Path) -> list[str]:
             problems.append(
                 f"{name}: no link to Colab; write [Open in Colab](colab) and run `make sync`"
             )
-        problems += check_figures(name, page)
     site = Address.read(ROOT).site_url
     for name, page in pages.items():
         problems += check_links(name, page, pages, outputs, staged, site)
-    return problems + check_navigation(pages, staged) + check_documented(pages)
+    return problems + check_navigation(pages, staged)
 
 
 def find_quarto() -> str | None:
@@ -537,9 +490,7 @@ def main() -> None:
     if problems:
         sys.exit("The site is not in order:\n" + "\n".join(f"  {problem}" for problem in problems))
     count = len(list(staged.rglob("*.ipynb")))
-    print(
-        f"{count} notebooks staged in _proc: front matter, links, sidebar, show_doc and figures are in order"
-    )
+    print(f"{count} notebooks staged in _proc: front matter, links and sidebar are in order")
     if model is None:
         print("No model lives in the pages: --train makes one, --model DIRECTORY takes one")
     if find_quarto():

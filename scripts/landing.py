@@ -14,9 +14,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
-import reference  # noqa: E402
 from reference import front  # noqa: E402
-from sync import TASKS, Address  # noqa: E402
+from sync import Address  # noqa: E402
 
 # --- the live model -------------------------------------------------------------------------------
 
@@ -429,52 +428,6 @@ def llms(staged: Path, sidebars: list[dict]) -> str:
     return "\n".join([*lines, ""])
 
 
-def search_entries(staged: Path) -> list[dict]:
-    "What the search looks through: titles, headings, prose and names; no outputs, no imports, no code."
-    found = []
-    for path in sorted([*staged.rglob("*.ipynb"), *staged.rglob("*.qmd")]):
-        name = path.relative_to(staged).as_posix()
-        if name == "404.qmd" or "_docs" in path.parts:
-            continue
-        head = head_of_page(path)
-        href = output_of(name, head)
-        if path.suffix == ".qmd":
-            text = path.read_text(encoding="utf-8").split("---\n", 2)[2]
-        else:
-            cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
-            text = "\n\n".join(
-                "".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown"
-            )
-        text = re.sub(r"^(`{3,}).*?^\1[^\n]*$", "", text, flags=re.MULTILINE | re.DOTALL)
-        sections = re.split(r"^(#{2,4} .*)$", text, flags=re.MULTILINE)
-        entries = [("", "", sections[0])]
-        for heading, body in zip(sections[1::2], sections[2::2], strict=True):
-            plain = re.sub(r"\s*\{[^}]*\}$", "", heading.lstrip("# ")).strip()
-            own = re.search(r"\{#([\w.:-]+)", heading)
-            entries.append((plain_text(plain), own[1] if own else slug(plain), body))
-        for section, anchor, body in entries:
-            body = plain_text(body)
-            if not section:
-                section = TASKS.get(name.removesuffix(".ipynb"), "")
-                body = f"{head['description']} {body}"
-            target = f"{href}#{anchor}" if anchor else href
-            found.append({"objectID": target, "href": target, "title": plain_text(head["title"]), "section": section,
-                          "text": body[:700], "crumbs": []})  # fmt: skip
-    return found
-
-
-def slug(heading: str) -> str:
-    plain = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading)
-    plain = re.sub(r"[^\w\s.-]", "", plain).strip().lower()
-    return re.sub(r"^[^a-z]+", "", re.sub(r"\s+", "-", plain)) or "section"
-
-
-def plain_text(text: str) -> str:
-    text = re.sub(r"!?\[([^\]]*)\]\([^)]*\)(\{[^}]*\})?", r"\1", text)
-    text = re.sub(r"<[^>]+>|`{1,2}|\*\*|^>\s|^:::.*$|\$\$?", " ", text, flags=re.MULTILINE)
-    return " ".join(html.unescape(text).split())
-
-
 # Scripts that Quarto puts into pages of notebooks with HTML in their outputs, for widgets that are not there.
 ELSEWHERE = re.compile(
     r'<script src="https?://[^>]*></script>\s*|<script type="application/javascript">define\(\'jquery\'.*?</script>\s*',
@@ -484,39 +437,6 @@ ELSEWHERE = re.compile(
 # Quarto takes a link for one to elsewhere, and opens it in a new window, wherever the page's own address is neither the
 # published one nor localhost: on a phone that reads a preview, in a file, on a fork's site.
 SAME_SITE = "new URL(href).host === window.location.host"
-
-
-def slim_icons(docs: Path) -> None:
-    "Keep of Quarto's font of icons those that some page shows: a few of two thousand."
-    folder = docs / "site_libs/bootstrap"
-    style, font = folder / "bootstrap-icons.css", folder / "bootstrap-icons.woff"
-    if not (style.is_file() and font.is_file()):
-        return
-    import logging
-
-    from fontTools import subset
-
-    logging.getLogger("fontTools").setLevel(logging.CRITICAL)  # it wonders at Quarto's font
-    others = [
-        path for kind in ("html", "js", "css") for path in docs.rglob(f"*.{kind}") if path != style
-    ]
-    text = "\n".join(path.read_text(encoding="utf-8") for path in others)
-    names, codes = (
-        set(re.findall(r"\bbi-([\w-]+)", text)),
-        set(re.findall(r'content:\s*"\\(f[0-9a-f]{3})"', text)),
-    )
-    rules = re.compile(r'\.bi-([\w-]+)::before\s*\{\s*content:\s*"\\(\w+)";?\s*\}\s*')
-    css = style.read_text(encoding="utf-8")
-    codes |= {code for name, code in rules.findall(css) if name in names}
-    style.write_text(
-        rules.sub(lambda rule: rule[0] if rule[1] in names else "", css), encoding="utf-8"
-    )
-    options = subset.Options(flavor="woff", with_zopfli=False)
-    opened = subset.load_font(str(font), options)
-    chosen = subset.Subsetter(options)
-    chosen.populate(unicodes=[int(code, 16) for code in codes])
-    chosen.subset(opened)
-    subset.save_font(opened, str(font), options)
 
 
 def mend(text: str) -> str:
@@ -536,7 +456,7 @@ def mend(text: str) -> str:
 
 
 def finish(docs: Path, staged: Path) -> None:
-    "What is done to the rendered pages: no script from elsewhere, an index for the search, files for machines."
+    "What is done to the rendered pages: no script from elsewhere."
     for path in docs.rglob("*.html"):
         if "live" in path.relative_to(docs).parts[:1]:
             continue
@@ -544,10 +464,3 @@ def finish(docs: Path, staged: Path) -> None:
         changed = mend(text)
         if changed != text:
             path.write_text(changed, encoding="utf-8")
-    (docs / "search.json").write_text(
-        json.dumps(search_entries(staged), ensure_ascii=False), encoding="utf-8"
-    )
-    finder = docs / "site_libs/quarto-search/fuse.min.js"
-    if finder.is_file():  # Quarto's finds a phrase as it is typed, or nothing
-        shutil.copyfile(staged / "site/find.js", finder)
-    slim_icons(docs)

@@ -1,8 +1,7 @@
-"""Hold notebooks against the house's style: frame, figures, clean outputs, nothing of one machine.
+"""Check notebooks against the style of the project: frame, figures, clean outputs, nothing of one machine.
 
 python scripts/lint.py [NOTEBOOK...]      all of nbs/ by default
-python scripts/lint.py --outliers         the longest cells, functions, classes and modules, for a person to
-                                          look at; sizes fail nothing
+python scripts/lint.py --names            warn about vague names and long functions in bertlab/ and scripts/
 """
 
 import ast
@@ -18,6 +17,13 @@ from sync import LESSONS, SETUP_MARK, directives, is_setup, notebooks, source_of
 
 MAX_NOTEBOOK_BYTES = 1_000_000
 MIN_FIGURES, MIN_EXERCISES = {"library": 1, "walkthrough": 2}, 3
+MAX_FUNCTION_LINES = 60
+# Names that do not say what a variable holds.
+VAGUE = set(
+    "found one ones kind number said place known kept whole made given asked own others other rest some "
+    "several what wanted taken began begun behind beside further more named shown left told theirs ours it "
+    "them nobody somebody".split()
+)
 # Folders that exist on one machine only, and hosts of package registries.
 MACHINE_PATH = re.compile(
     r"(?<![\w.~/])/(?:root|home|Users|work|mnt|tmp|opt|var|usr/local)/[\w.-]+|[A-Z]:\\Users"
@@ -31,7 +37,7 @@ NOT_HERE = (
 ADDRESS = re.compile(r" at 0x[0-9a-f]{6,}")
 
 
-def kind_of(path: Path) -> str:
+def page_type(path: Path) -> str:
     "library, walkthrough, guide or page."
     if path.parent.name == "guides":
         return "guide"
@@ -110,17 +116,17 @@ def shown_next(cells: list[dict]) -> bool:
 
 
 def lint_cells(cells: list[dict]) -> list[str]:
-    "What is wrong with single cells, each named by its first line."
+    "Return the problems of single cells, each named by its first line."
     problems = []
-    for number, cell in enumerate(cells):
+    for index, cell in enumerate(cells):
         source = source_of(cell)
         lines = code_lines(cell) if cell["cell_type"] == "code" else []
-        head = f"cell {number} ({next(iter(lines or source.splitlines()), '')[:50]!r})"
+        head = f"cell {index} ({next(iter(lines or source.splitlines()), '')[:50]!r})"
         if MACHINE_PATH.search(source) or MACHINE_PATH.search(output_text(cell)):
-            found = MACHINE_PATH.search(source) or MACHINE_PATH.search(output_text(cell))
-            problems.append(f"{head}: {found[0]} is a path of one machine")
-        if found := REGISTRY.search(source) or REGISTRY.search(output_text(cell)):
-            problems.append(f"{head}: names the registry {found[0]}")
+            match = MACHINE_PATH.search(source) or MACHINE_PATH.search(output_text(cell))
+            problems.append(f"{head}: {match[0]} is a path of one machine")
+        if match := REGISTRY.search(source) or REGISTRY.search(output_text(cell)):
+            problems.append(f"{head}: names the registry {match[0]}")
         if cell["cell_type"] == "markdown":
             continue
         if cell["cell_type"] != "code":
@@ -136,7 +142,7 @@ def lint_cells(cells: list[dict]) -> list[str]:
             problems.append(f"{head}: is not clean; run `make sync`")
         if NOT_HERE in output_text(cell) and "def claim(" not in "".join(map(source_of, cells)):
             problems.append(f"{head}: a claim of the page does not hold in its own outputs")
-        if is_silent(cell) and not shown_next(cells[number + 1 :]):
+        if is_silent(cell) and not shown_next(cells[index + 1 :]):
             problems.append(
                 f"{head}: displays nothing; end it in a value or a figure, then execute the notebook"
             )
@@ -234,7 +240,7 @@ def lint_figures(cells: list[dict], kind: str) -> list[str]:
 def lint(path: Path) -> list[str]:
     "Everything that is wrong with a notebook; an empty list if nothing is."
     raw = path.read_text(encoding="utf-8")
-    notebook, kind = json.loads(raw), kind_of(path)
+    notebook, page = json.loads(raw), page_type(path)
     cells, problems = notebook["cells"], []
     if len(raw.encode()) > MAX_NOTEBOOK_BYTES:
         problems.append(f"{len(raw.encode()):,} bytes, {MAX_NOTEBOOK_BYTES:,} at most")
@@ -244,51 +250,48 @@ def lint(path: Path) -> list[str]:
     ids = [cell.get("id") for cell in cells]
     if None in ids or len(set(ids)) != len(ids):
         problems.append("each cell needs an id of its own")
-    return problems + lint_frame(cells, kind) + lint_cells(cells) + lint_figures(cells, kind)
+    return problems + lint_frame(cells, page) + lint_cells(cells) + lint_figures(cells, page)
 
 
-def outliers(root: Path, most: int = 15) -> list[str]:
-    "The longest things of each kind, longest first: cells of notebooks, and what the package is made of."
-    lengths: dict[str, list[tuple[int, str]]] = {
-        "cells": [],
-        "functions": [],
-        "classes": [],
-        "modules": [],
-    }
-    for path in notebooks(root):
-        for number, cell in enumerate(json.loads(path.read_text(encoding="utf-8"))["cells"]):
-            if cell["cell_type"] == "code":
-                lines = code_lines(cell)
-                head = lines[0][:50] if lines else ""
-                lengths["cells"].append(
-                    (len(lines), f"{path.relative_to(root)} cell {number}: {head}")
-                )
-    for path in sorted((root / "bertlab").rglob("[!_]*.py")):
-        source, name = path.read_text(encoding="utf-8"), path.relative_to(root).as_posix()
-        lengths["modules"].append((len(source.splitlines()), name))
-        for node in ast.walk(ast.parse(source)):
-            kinds = {ast.FunctionDef: "functions", ast.ClassDef: "classes"}
-            if kind := kinds.get(type(node)):
-                lengths[kind].append((node.end_lineno - node.lineno + 1, f"{name}: {node.name}"))
-    return [
-        line
-        for kind, found in lengths.items()
-        for line in (
-            kind,
-            *(f"  {lines:5} lines  {what}" for lines, what in sorted(found, reverse=True)[:most]),
-        )
-    ]
+def bound_names(tree: ast.AST) -> list[tuple[int, str]]:
+    "Return every variable and parameter of a module with its line."
+    names = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.append((node.lineno, node.id))
+        elif isinstance(node, ast.arg):
+            names.append((node.lineno, node.arg))
+    return names
 
 
-def main(names: list[str]) -> None:
-    if names == ["--outliers"]:
-        print("\n".join(outliers(ROOT)))
+def warn_about_names(paths: list[Path]) -> list[str]:
+    "Return warnings about vague names and long functions, and the share of vague names."
+    warnings, count, vague = [], 0, 0
+    for path in paths:
+        tree, name = ast.parse(path.read_text(encoding="utf-8")), path.relative_to(ROOT)
+        names = bound_names(tree)
+        matches = [(line, word) for line, word in names if word in VAGUE]
+        count, vague = count + len(names), vague + len(matches)
+        warnings += [f"{name}:{line}: {word} does not say what it holds" for line, word in matches]
+        for node in ast.walk(tree):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                if (length := node.end_lineno - node.lineno + 1) > MAX_FUNCTION_LINES:
+                    warnings.append(f"{name}:{node.lineno}: {node.name} has {length} lines")
+    share = vague / max(1, count)
+    return [*warnings, f"{vague:,} of {count:,} names are vague: {share:.1%} (1% is healthy)"]
+
+
+def main(arguments: list[str]) -> None:
+    if arguments == ["--names"]:
+        folders = (ROOT / "bertlab", ROOT / "scripts", ROOT / "benchmarks")
+        paths = [path for folder in folders for path in sorted(folder.rglob("*.py"))]
+        print("\n".join(warn_about_names([path for path in paths if path.name != "_modidx.py"])))
         return
-    found = {path: lint(path) for path in map(Path, names or notebooks(ROOT))}
-    for path, problems in found.items():
-        print(f"{path}: {'in order' if not problems else ''}")
-        print("".join(f"  {problem}\n" for problem in problems), end="")
-    sys.exit(any(found.values()))
+    problems = {path: lint(path) for path in map(Path, arguments or notebooks(ROOT))}
+    for path, messages in problems.items():
+        print(f"{path}: {'in order' if not messages else ''}")
+        print("".join(f"  {message}\n" for message in messages), end="")
+    sys.exit(any(problems.values()))
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
-from sync import CHAPTERS  # noqa: E402
+from sync import CHAPTERS, PACKAGES  # noqa: E402
 
 
 @dataclass
@@ -110,7 +110,7 @@ def read_module(path: Path) -> Module | None:
 @lru_cache(maxsize=1)
 def modules() -> dict[str, Module]:
     "The modules of the chapters, in the order of their notebooks."
-    order = list(CHAPTERS)
+    order = list(PACKAGES)
     read = filter(None, map(read_module, sorted((ROOT / "bertlab").rglob("*.py"))))
     found = [module for module in read if module.notebook.split("/")[0] in order]
     key = lambda module: (order.index(module.notebook.split("/")[0]), module.notebook)

@@ -1,32 +1,21 @@
-"""Bring everything generated in step with its source: the notebooks and settings.ini.
+"""Write everything that is generated from the notebooks and settings.ini: run `python scripts/sync.py`.
 
-    python scripts/sync.py            exports, cleans, and writes what changed
-    python scripts/sync.py --check    changes nothing; fails and names what is out of step
-
-The public address stands in settings.ini alone. From there it is written into each notebook
+The public address is in settings.ini alone. From there it is written into each notebook
 (the link `[Open in Colab](colab)`, the links and commands in `PLACES`, the hidden set-up cell),
 into README.md, which is nbs/index.ipynb as Markdown, and into pyproject.toml's [project.urls].
 The sidebar of the site is written from the notebooks' names.
 """
 
-import argparse
 import base64
 import configparser
-import filecmp
 import json
 import os
 import posixpath
 import re
-import shutil
-import subprocess
 import sys
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-# What sync reads and writes; --check works on a copy of these.
-SOURCES = ["settings.ini", "pyproject.toml", "README.md", "README_files", "_quarto.yml", "nbs", "bertlab", "scripts",
-           "CHANGELOG.md", "benchmarks/results"]  # fmt: skip
 SETUP_MARK = "# setup"
 # The chapters in reading order: folders of nbs/ and of bertlab/, the titles of their sections, and what each teaches.
 CHAPTERS = {
@@ -49,73 +38,6 @@ PAGES = ("training_path.ipynb", "extending.ipynb")
 # Recipes of a page each, in the order of the sidebar; a guide that is not named here comes after them.
 GUIDES = ("own_text", "resume", "finetune_csv", "continue_model", "save_and_share", "serve", "search", "long_documents",
           "devices", "several_machines", "diagnose", "migrate", "own_parts")  # fmt: skip
-# What the sidebar calls a page, by the task that it teaches; a page that is not named here goes by its own title.
-TASKS = {
-    "core/01_files": "Write files whole, keep runs apart", "core/02_durations": "Say how long a run lasts",
-    "core/03_plots": "Draw figures that all can read", "core/04_names": "Name parts in a configuration",
-    "core/05_devices": "Know the device, its types and peaks", "core/06_serialization": "Read a stranger's file safely",
-    "course/checks/01_progress": "Remember which exercises are solved",
-    "data/01_documents": "Get documents, hold some out", "data/02_readers": "Read text, CSV, JSONL and Parquet",
-    "data/03_sources": "Find your text, wherever it is", "data/04_corpus": "Make a corpus without leaks",
-    "data/05_tokenizers": "Train or choose a tokenizer", "data/06_rows": "Turn lists into rectangles",
-    "data/07_masking": "Choose which tokens are hidden", "data/08_diffusion": "Hide any share: masked diffusion",
-    "data/09_supervised": "Turn labels into tensors", "data/10_collators": "Make batches for seven objectives",
-    "data/11_packing": "Pack documents into full rows", "data/12_shards": "Keep tokens in many files",
-    "data/13_cache": "Tokenize once and keep it", "data/14_streaming": "Stream a corpus of any size",
-    "data/15_mixing": "Mix several sources", "data/16_module": "Put it together: the data module",
-    "data/17_plain_models": "Use packed rows in your own trainer", "data/18_tokenize": "Tokenize on many machines",
-    "data/19_tokenizer_measures": "Measure a tokenizer", "data/20_vocabularies": "Change a tokenizer's vocabulary",
-    "model/01_config": "Configure an encoder", "model/02_layers": "Build a layer",
-    "model/03_attention": "Attend within documents only", "model/04_encoder": "Stack layers to an encoder",
-    "model/05_losses": "Compute a loss where it counts", "model/06_heads": "Get from vectors to words",
-    "model/07_task_heads": "Get from vectors to labels and answers", "model/09_loading": "Load weights from any file",
-    "model/10_huggingface": "Convert to transformers and back", "model/11_mask_filling": "Fill gaps and generate",
-    "model/12_sampling": "Choose the order of unmasking", "model/13_generation": "Write from text to text",
-    "model/13_causal": "Compare with a causal twin", "model/14_likelihood": "Judge what is written",
-    "model/15_growth": "Grow a model from a smaller one", "model/16_activation_checkpointing": "Save memory by recomputing",
-    "model/17_float8": "Multiply in 8 bits", "model/18_adapters": "Train adapters instead of weights",
-    "model/19_context": "Stretch a model to longer rows", "model/20_vocabulary": "Give a model other words",
-    "model/21_tensor_parallel": "Split layers over processes", "model/22_context_parallel": "Split rows over processes",
-    "model/23_deferred": "Make a model in shares",
-    "optim/01_schedulers": "Design a learning rate schedule", "optim/02_budgets": "Train until the time is spent",
-    "optim/03_groups": "Give weights their own rates", "optim/04_muon": "Use Muon beside AdamW",
-    "optim/05_optimizers": "Choose among fifteen optimizers",
-    "train/01_steps": "Take one step right", "train/02_modules": "Train as a LightningModule",
-    "train/03_history": "Watch a run", "train/04_parallel": "Train in several processes",
-    "train/05_xla": "Train on a TPU with XLA", "train/06_checkpoints": "Resume to the same bits",
-    "train/07_model_directories": "Write models during a run", "train/08_stopping": "Stop in time, skip bad steps",
-    "train/09_monitors": "Monitor throughput and memory", "train/10_histograms": "See weights and gradients",
-    "train/11_previews": "Look into a model as it trains", "train/12_reports": "Report a run on a page",
-    "train/13_trainer": "Set up Lightning's Trainer", "train/14_distill": "Distill, or stay near a reference",
-    "train/15_stages": "Train in stages", "train/16_evaluators": "Evaluate while training",
-    "train/17_averages": "Average weights", "train/18_estimate": "Estimate memory before a run",
-    "train/19_model_cards": "Write a model card, push a model", "train/20_export": "Export to ONNX",
-    "train/21_web_page": "Put a model into a web page", "train/22_pipeline": "Split a model into a pipeline",
-    "finetuning/01_files": "Read labelled files", "finetuning/02_data": "Check and batch labelled rows",
-    "finetuning/03_tasks": "Make tasks without a download", "finetuning/04_task_models": "Give an encoder a new head",
-    "finetuning/05_metrics": "Count what is right", "finetuning/06_baselines": "Beat a baseline first",
-    "finetuning/07_module": "Fine-tune a checkpoint", "finetuning/08_runs": "Run seeds, stop early, keep the best",
-    "finetuning/09_evaluations": "See errors and calibration", "finetuning/10_predictions": "Label a file",
-    "embeddings/01_pooling": "Pool tokens to one vector", "embeddings/02_losses": "Train by contrast",
-    "embeddings/03_gradcache": "Use batches larger than memory", "embeddings/04_bi_encoder": "Build a bi-encoder",
-    "embeddings/05_pairs": "Collect pairs of texts", "embeddings/06_module": "Train embeddings",
-    "embeddings/07_retrieval": "Measure retrieval without a download", "embeddings/08_search": "Search a million texts",
-    "embeddings/09_late_interaction": "Match token by token", "embeddings/10_few_labels": "Classify with few labels",
-    "explorers/01_widgets": "Build an explorer", "explorers/02_packing": "Watch rows fill",
-    "explorers/03_schedules": "Design a schedule with sliders", "explorers/04_optimizers": "Replay optimizers",
-    "explorers/05_models": "Look inside a model", "explorers/06_fill_mask": "Compare two checkpoints by gaps",
-    "explorers/07_training_monitor": "Watch curves live", "explorers/08_profiling": "Find where a step's time goes",
-    "explorers/09_precision": "See what rounding costs", "explorers/10_stepper": "Step through unmasking",
-    "explorers/11_text_map": "See texts on a map", "course/checks/02_puzzles": "Check an answer, name the mistake",
-    "cli/01_options": "Make flags from source", "cli/02_pretrain": "Drive a run: bertlab pretrain",
-    "cli/03_demo": "Run the demo: bertlab demo", "cli/04_finetune": "Fine-tune: bertlab finetune, predict",
-    "cli/05_write": "Write in the terminal: bertlab write", "cli/06_embed": "Search in the terminal: bertlab embed",
-    "cli/08_vocabularies": "Train tokenizers: bertlab tokenizer",
-    "cli/09_adapt": "Average and lengthen models", "cli/10_tune": "Search settings: bertlab tune",
-    "cli/11_export": "Export: bertlab export", "cli/12_main": "How the program answers",
-    "cli/13_ray": "Train on a Ray cluster",
-    "overview": "Everything on one page", "training_path": "The path of a batch", "extending": "Add a part of your own",
-}  # fmt: skip
 # Between these two lines of nbs/parts.ipynb is the table of all parts.
 PARTS_BEGIN, PARTS_END = "<!-- parts: written by scripts/sync.py -->", "<!-- end of parts -->"
 
@@ -394,25 +316,13 @@ def sidebar(root: Path) -> str:
     lines = ["# Written by scripts/sync.py from the notebooks' names.", "website:", "  sidebar:"]
 
     def bar(identifier: str, title: str) -> None:
-        nonlocal lines
-        lines += [
-            f"    - id: {identifier}",
-            f"      title: {title}",
-            "      style: docked",
-            "      contents:",
-        ]
+        lines.extend([f"    - id: {identifier}", f"      title: {title}"])
+        lines.extend(["      style: docked", "      contents:"])
 
     def entries(members: list[str], depth: int = 8) -> None:
-        nonlocal lines
-        for name in members:
-            task = TASKS.get(name.removesuffix(".ipynb"))
-            if task is None:
-                lines.append(f"{' ' * depth}- {name}")
-            else:
-                lines += [f"{' ' * depth}- href: {name}", f'{" " * depth}  text: "{task}"']
+        lines.extend(f"{' ' * depth}- {name}" for name in members)
 
     def section(title: str, members: list[str]) -> None:
-        nonlocal lines
         index = members[0] if members[0].endswith("/index.ipynb") else None
         lines.append(f"        - section: {title}")
         if index:
@@ -520,69 +430,12 @@ def sync(root: Path) -> None:
     for name, content in files.items():
         write_whole(root / name, content)
     sync_urls(root, address)
+    guide = root / "CONTRIBUTING.md"
+    write_whole(guide, fill(guide.read_text(encoding="utf-8"), address, ""))
     write_whole(root / "nbs/sidebar.yml", sidebar(root))
     for name, text in package_files(root).items():
         write_whole(root / name, text)
 
 
-def copy_sources(root: Path, destination: Path) -> None:
-    "Copy what sync reads and writes."
-    ignore = shutil.ignore_patterns("__pycache__", ".ipynb_checkpoints", "*.tmp")
-    for name in SOURCES:
-        if (root / name).is_dir():
-            shutil.copytree(root / name, destination / name, ignore=ignore, symlinks=True)
-        elif (root / name).exists():
-            shutil.copy2(root / name, destination / name)
-
-
-def files_of(root: Path) -> set[str]:
-    found = [
-        path
-        for name in SOURCES
-        for path in ((root / name).rglob("*") if (root / name).is_dir() else [root / name])
-    ]
-    hidden = ("__pycache__", ".ipynb_checkpoints")
-    names = [path.relative_to(root) for path in found if path.is_file() and path.suffix != ".tmp"]
-    return {name.as_posix() for name in names if not any(part in hidden for part in name.parts)}
-
-
-def out_of_step(root: Path) -> list[str]:
-    "The files that a sync would change, add or remove; found on a copy, so nothing here changes."
-    with tempfile.TemporaryDirectory() as name:
-        # A name without a leading dot or underscore: nbdev passes those by.
-        copy = Path(name).resolve() / "copy"
-        copy.mkdir()
-        copy_sources(root, copy)
-        for path in modules_without_notebook(copy)[1]:  # sync would refuse to go on
-            path.unlink()
-        environment = {key: value for key, value in os.environ.items() if key != "IN_TEST"}
-        command = [sys.executable, str(copy / "scripts/sync.py")]
-        done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True)
-        if done.returncode:
-            sys.exit(f"sync failed on a copy:\n{done.stdout}{done.stderr}")
-        both = files_of(root) & files_of(copy)
-        changed = [
-            name for name in both if not filecmp.cmp(root / name, copy / name, shallow=False)
-        ]
-        return sorted({*changed, *(files_of(root) ^ files_of(copy))})
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--check", action="store_true", help="change nothing, fail if something would change"
-    )
-    root = Path(__file__).resolve().parent.parent
-    if not parser.parse_args().check:
-        sync(root)
-        return
-    names = out_of_step(root)
-    if names:
-        sys.exit("out of step, run `make sync`:\n" + "\n".join(f"  {name}" for name in names))
-    print("package, notebooks, README, links and sidebar are in step")
-
-
 if __name__ == "__main__":
-    main()
+    sync(Path(__file__).resolve().parent.parent)

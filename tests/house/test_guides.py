@@ -44,7 +44,7 @@ def frame(left_out: str = "", put: str = "") -> list[str]:
 
 
 def test_a_guide_has_a_recipe_s_frame():
-    assert lint.kind_of(ROOT / "nbs/guides/resume.ipynb") == "guide"
+    assert lint.page_type(ROOT / "nbs/guides/resume.ipynb") == "guide"
     assert frame() == []
     for part in ("> On it goes.", "**You have**", "**You get**", "**Takes**", "[Open in Colab](colab)", "# setup",
                  "bertlab pretrain", "## What goes wrong", "## Next"):  # fmt: skip

@@ -15,7 +15,6 @@ import reference
 import sync
 import yaml
 from conftest import ROOT
-from versions import tomllib
 
 pytestmark = pytest.mark.slow
 NOTEBOOKS = [docs.RENAMED.get(name, name) for name in
@@ -26,101 +25,25 @@ NOTEBOOKS = [docs.RENAMED.get(name, name) for name in
 def site(tmp_path_factory) -> Path:
     "A copy of the project in which `make docs` ran once, without Quarto."
     copy = tmp_path_factory.mktemp("site") / "copy"
+    names = ["settings.ini", "pyproject.toml", "README.md", "_quarto.yml", "CHANGELOG.md"]
+    names += ["nbs", "bertlab", "scripts", "benchmarks"]
     copy.mkdir()
-    sync.copy_sources(ROOT, copy)
+    for name in names:
+        if (ROOT / name).is_dir():
+            ignore = shutil.ignore_patterns("__pycache__", ".ipynb_checkpoints")
+            shutil.copytree(ROOT / name, copy / name, ignore=ignore, symlinks=True)
+        else:
+            shutil.copy2(ROOT / name, copy / name)
     done = make_docs(copy)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr[-2000:]}"
     assert "quarto.org" in done.stdout and "pip install quarto-cli" in done.stdout
     return copy
 
 
-def make_docs(copy: Path, python: Path | str = sys.executable) -> subprocess.CompletedProcess:
+def make_docs(copy: Path) -> subprocess.CompletedProcess:
     environment = {**os.environ, "PATH": ""}  # no Quarto, even where there is one
-    if python != sys.executable:  # what is beside this test must not be seen
-        environment.pop("PYTHONPATH", None)
-    command = [str(python), "scripts/docs.py"]
-    return subprocess.run(
-        command, cwd=copy, env=environment, capture_output=True, text=True, timeout=400
-    )
-
-
-def closure(names: list[str]) -> set[str]:  # of distributions
-    "What is installed of these, with all that they need here."
-    from importlib.metadata import PackageNotFoundError, distribution
-
-    from packaging.requirements import Requirement
-    from packaging.utils import canonicalize_name
-
-    found, waiting = set(), [Requirement(name) for name in names]
-    seen = set()
-    while waiting:
-        one = waiting.pop()
-        name, key = (
-            canonicalize_name(one.name),
-            (canonicalize_name(one.name), frozenset(one.extras)),
-        )
-        if key in seen:
-            continue
-        seen.add(key)
-        try:
-            needs = distribution(name).requires or []
-        except PackageNotFoundError:  # what a platform or the build of torch does not need
-            continue
-        found.add(name)
-        for need in map(Requirement, needs):
-            if need.marker is None or any(
-                need.marker.evaluate({"extra": extra}) for extra in ("", *one.extras)
-            ):
-                waiting.append(need)
-    return found
-
-
-def docs_alone(folder: Path) -> Path:  # its Python
-    "An environment that has bertlab's dependencies and the docs extra, as they are here, and nothing else."
-    import venv
-    from importlib.metadata import distribution
-
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    venv.create(folder, with_pip=False)
-    python = folder / "bin/python"
-    ask = "import sysconfig; print(sysconfig.get_path('purelib'))"
-    target = Path(
-        subprocess.run(
-            [python, "-c", ask], capture_output=True, text=True, check=True
-        ).stdout.strip()
-    )
-    for name in closure([*project["dependencies"], *project["optional-dependencies"]["docs"]]):
-        here = distribution(name)
-        for top in {
-            file.parts[0] for file in here.files or () if file.parts[0] not in ("..", "__pycache__")
-        }:
-            link = target / top
-            if not link.exists():
-                link.symlink_to(here.locate_file(top))
-    return python
-
-
-def test_the_site_is_staged_in_an_environment_with_the_docs_extra_alone(tmp_path):
-    "What a notebook imports while it is staged must be there where the site's workflow installs `.[docs]`."
-    python = docs_alone(tmp_path / "alone")
-    absent = "import importlib.util as u; print([n for n in {!r} if u.find_spec(n)])"
-    for names, there in (
-        (["nbdev", "torch", "lightning"], True),
-        (["pytest", "bitsandbytes", "hypothesis"], False),
-    ):
-        said = subprocess.run(
-            [python, "-c", absent.format(names)], capture_output=True, text=True, check=True
-        ).stdout
-        assert said.strip() == str(names if there else [])
-    copy = tmp_path / "copy"
-    copy.mkdir()
-    sync.copy_sources(ROOT, copy)
-    done = make_docs(copy, python)
-    assert done.returncode == 0, f"{done.stdout}\n{done.stderr[-2000:]}"
-    staged = {
-        path.relative_to(copy / "_proc").as_posix() for path in (copy / "_proc").rglob("*.ipynb")
-    }
-    assert staged == set(NOTEBOOKS)
+    command = [sys.executable, "scripts/docs.py"]
+    return subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True)
 
 
 def staged_text(site: Path, name: str) -> str:
@@ -171,26 +94,16 @@ def test_the_site_loads_nothing_from_elsewhere(site):
         )
 
 
-def test_the_configuration_is_one_file_at_the_top_and_no_setting_is_written_twice():
-    link = ROOT / "nbs/_quarto.yml"
-    assert link.is_symlink() and link.resolve() == ROOT / "_quarto.yml"
-    config = yaml.safe_load(link.read_text())
-    assert config["metadata-files"] == ["nbdev.yml", "sidebar.yml"]
-    assert not {"title", "site-url", "repo-url"} & config["website"].keys()  # from settings.ini
-
-
 def qmd(site: Path, name: str) -> str:
     return (site / "_proc" / name).read_text(encoding="utf-8")
 
 
 def test_the_reference_has_every_public_name_every_command_and_every_key(site):
-    for module, names in docs.public_symbols().items():
-        chapter = module.split(".")[1]
-        text = qmd(site, f"reference/api/{chapter}.qmd")
-        for name in names:
-            assert (
-                f"[`{name}`](../../{docs.notebook_of(module)}#{reference.anchor(name)})" in text
-            ), name
+    for module in reference.modules().values():
+        text = qmd(site, f"reference/api/{module.name.split('.')[1]}.qmd")
+        for name in module.public:
+            link = f"[`{name}`](../../{module.notebook}#{reference.anchor(name)})"
+            assert link in text, name
     for name, command in reference.commands().items():
         text = qmd(site, reference.command_file(name))
         for key in command.options():
@@ -265,84 +178,12 @@ def test_llms_txt_names_every_page(site):
             assert f"[{landing.head_of_page(path)['title']}](" in text, path
 
 
-QUESTIONS = {
-    "resume": "guides/resume.html", "save model": "guides/save_and_share.html", "gpu": "guides/devices.html",
-    "pack_best_fit": "data/packing.html", "own text": "guides/own_text.html", "csv": "guides/finetune_csv.html",
-    "fine-tune": "guides/finetune_csv.html", "masked diffusion": "data/diffusion.html", "tpu": "guides/devices.html",
-    "learning rate schedule": "optim/schedulers.html", "onnx": "train/export.html",
-    "train a tokenizer": "data/tokenizers.html", "long documents": "guides/long_documents.html",
-    "several machines": "guides/several_machines.html", "question answering": "walkthroughs/where_is_the_answer.html",
-    "lora": "model/adapters.html", "muon": "optim/muon.html", "loss does not fall": "guides/diagnose.html",
-    "transformers trainer": "guides/migrate.html", "several gpus": "guides/several_machines.html",
-    "document_mask": "model/attention.html",
-}  # fmt: skip
-ASK = """
-const fs = require("node:fs"), vm = require("node:vm");
-vm.runInThisContext(fs.readFileSync(process.argv[1], "utf8"));
-const { entries, questions } = JSON.parse(fs.readFileSync(0, "utf8")), finder = new globalThis.Fuse();
-for (const entry of entries) finder.add(entry);
-const pages = (question) => [...new Set(finder.search(question).map((found) => found.item.href.split("#")[0]))];
-console.log(JSON.stringify(questions.map((question) => pages(question).slice(0, 3))));
-"""
-
-
-@pytest.mark.skipif(
-    shutil.which("node") is None, reason="needs node, which runs the search outside of a browser"
-)
-def test_the_search_answers_twenty_questions(site):
-    asked = json.dumps(
-        {"entries": landing.search_entries(site / "_proc"), "questions": list(QUESTIONS)}
-    )
-    command = ["node", "-e", ASK, str(site / "_proc/site/find.js")]
-    done = subprocess.run(command, input=asked, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    found = dict(zip(QUESTIONS, json.loads(done.stdout), strict=True))
-    assert len(found) >= 20
-    assert {
-        question: pages for question, pages in found.items() if QUESTIONS[question] not in pages
-    } == {}
-
-
-def test_the_search_leaves_code_outputs_and_imports_out(site):
-    for entry in landing.search_entries(site / "_proc"):
-        assert "```" not in entry["text"] and "import numpy as np" not in entry["text"], entry[
-            "href"
-        ]
-
-
 def test_a_rendered_page_is_mended():
     text = """<script src="https://cdn.example/x.js" integrity="a"></script><main><pre><code>x</code></pre>
 <table class="caption-top table"><tr><td>1</td></tr></table></main>"""
     mended = landing.mend(text)
     assert "<script" not in mended and '<pre tabindex="0">' in mended
     assert '<div class="scrolls" tabindex="0" role="region" aria-label="Table"><table' in mended
-
-
-def test_a_heading_does_not_share_the_identifier_of_a_name():
-    text = "## Compare\n\n```python\n# compare\n```\n### compare {#compare .name}\n## Compare it"
-    wanted = "## Compare {#about-compare}\n\n```python\n# compare\n```\n### compare {#compare .name}\n## Compare it"
-    assert docs.part_headings(text, {"compare"}) == wanted
-    assert docs.part_headings(text, {"other"}) == text
-
-
-def test_a_figure_is_shown_at_the_size_it_says_or_at_its_own():
-    import base64
-    import io
-    from types import SimpleNamespace
-
-    from PIL import Image
-
-    Image.new("RGB", (30, 20)).save(drawn := io.BytesIO(), format="png")
-    png = base64.b64encode(drawn.getvalue()).decode()
-    outputs = [
-        {"data": {"image/png": png}, "metadata": said}
-        for said in ({}, {"image/png": {"width": 15, "height": 10}})
-    ]
-    docs.give_sizes(SimpleNamespace(cells=[{"outputs": outputs}]))
-    assert [one["metadata"]["image/png"] for one in outputs] == [
-        {"width": 30, "height": 20},
-        {"width": 15, "height": 10},
-    ]
 
 
 def broken(site: Path, change) -> list[str]:
@@ -386,31 +227,6 @@ def add_markdown(text: str):
     return change
 
 
-def add_output(kind: str):
-    def change(staged: Path) -> None:
-        path = staged / "overview.ipynb"
-        notebook = json.loads(path.read_text(encoding="utf-8"))
-        output = {"output_type": "display_data", "data": {kind: "AAAA"}, "metadata": {}}
-        cell = {
-            "cell_type": "code",
-            "metadata": {},
-            "id": "new",
-            "execution_count": None,
-            "source": "draw()",
-        }
-        notebook["cells"].append({**cell, "outputs": [output]})
-        path.write_text(json.dumps(notebook), encoding="utf-8")
-
-    return change
-
-
-def remove_show_doc(staged: Path) -> None:
-    path = staged / "model/01_config.ipynb"
-    notebook = json.loads(path.read_text(encoding="utf-8"))
-    notebook["cells"] = [cell for cell in notebook["cells"] if ".name}" not in sync.source_of(cell)]
-    path.write_text(json.dumps(notebook), encoding="utf-8")
-
-
 CHANGES = {
     "a link to no page": (
         add_markdown("[x](no_such_page.ipynb)"),
@@ -422,7 +238,7 @@ CHANGES = {
     ),
     "a link on the page itself": (add_markdown("[x](#nowhere)"), "no heading for #nowhere"),
     "a page that the sidebar misses": (
-        edit("sidebar.yml", "href: overview.ipynb", "href: api.qmd"),
+        edit("sidebar.yml", "- overview.ipynb", "- api.qmd"),
         "the sidebar lacks overview.ipynb",
     ),
     "a sidebar entry without a page": (
@@ -431,14 +247,6 @@ CHANGES = {
     ),
     "no badge": (edit("overview.ipynb", "[Open in Colab](", "[Open it]("), "no link to Colab"),
     "no title": (edit("overview.ipynb", "title: ", "headline: "), "the page has no title"),
-    "a figure without text": (add_output("image/png"), "no alternative text"),
-    "a widget alone": (add_output(docs.WIDGET), "a widget has no static form"),
-    "a picture without text": (add_markdown("![](x.png)"), "no alternative text"),
-    "a picture from elsewhere": (
-        add_markdown("![x](https://example.com/x.png)"),
-        "fetched from elsewhere",
-    ),
-    "a name without show_doc": (remove_show_doc, "no show_doc for bertlab.model.config."),
 }
 
 
@@ -464,31 +272,6 @@ def test_a_name_that_is_nowhere_is_named(site):
     done = subprocess.run(command, cwd=site, capture_output=True, text=True, timeout=120)
     assert done.returncode != 0 and "bad.ipynb cannot be staged" in done.stderr
     assert "no_such_name" in done.stderr
-
-
-def test_a_widget_leaves_its_static_form_on_the_page():
-    from execnb.nbio import dict2nb
-
-    data = {docs.WIDGET: {"model_id": "1"}, "text/html": "<p>static</p>", "text/plain": "Box()"}
-    cell = {
-        "cell_type": "code",
-        "metadata": {},
-        "id": "a",
-        "source": "box",
-        "execution_count": None,
-    }
-    output = {
-        "output_type": "execute_result",
-        "data": data,
-        "metadata": {},
-        "execution_count": None,
-    }
-    notebook = dict2nb(
-        {"cells": [{**cell, "outputs": [output]}], "metadata": {"widgets": {"state": {}}}}
-    )
-    docs.prefer_static(notebook)
-    assert set(notebook.cells[0].outputs[0].data) == {"text/html", "text/plain"}
-    assert "widgets" not in notebook.metadata
 
 
 CODE = """
@@ -530,18 +313,6 @@ def test_a_head_is_what_is_written(name, shown):
     assert reference.head_of(node, CODE.splitlines()) == shown
 
 
-def test_quarto_is_found_beside_python_where_pip_puts_it(tmp_path, monkeypatch):
-    beside = tmp_path / "environment/bin/quarto"
-    beside.parent.mkdir(parents=True)
-    beside.write_text("#!/bin/sh\n")
-    beside.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(docs.sys, "executable", str(beside.with_name("python")))
-    assert docs.find_quarto() == str(beside)
-    monkeypatch.setattr(docs.sys, "executable", str(tmp_path / "python"))
-    assert docs.find_quarto() is None
-
-
 QUARTO = """#!{python}
 import pathlib, sys
 assert sys.argv[1] == "render" and pathlib.Path("_quarto.yml").is_file()
@@ -580,47 +351,4 @@ def test_with_quarto_the_site_is_rendered_into_docs(
         assert {path.name for path in (tmp_path / "_docs").iterdir()} == {
             "index.html",
             "api.html",
-            "search.json",
         }
-
-
-@pytest.mark.parametrize("line, found", [
-    ("\x1b[33mWARN: The following string was found in the document: x\x1b[39m", True), ("WARNING (filters/main.lua:3) x", True),
-    ("[WARNING] Could not convert TeX math", True), ("  warning-free: true", False), ("[ 12/214] data/warnings.ipynb", False),
-])  # fmt: skip
-def test_a_warning_of_quarto_or_pandoc_is_found(line, found):
-    assert len(list(docs.find_warnings(["[ 1/214] index.qmd", line]))) == found
-
-
-def test_the_site_says_which_version_it_documents(tmp_path, monkeypatch):
-    git = lambda *words: subprocess.run(["git", "-c", "user.name=a", "-c", "user.email=a@b.c", *words], cwd=tmp_path,
-                                        check=True, capture_output=True, text=True).stdout.strip()  # fmt: skip
-    monkeypatch.setattr(docs, "ROOT", tmp_path)
-    described = lambda: docs.described_version("1.2.3", "https://example.com/r")
-    assert described() == "bertlab 1.2.3"  # an archive without a history
-    git("init", "--quiet")
-    (tmp_path / "file").write_text("a")
-    git("add", "file")
-    git("commit", "--quiet", "-m", "first")
-    commit = git("rev-parse", "HEAD")
-    at = f"[{commit[:7]}](https://example.com/r/commit/{commit})"
-    assert described() == f"bertlab 1.2.3 in development ({at})"
-    git("tag", "v1.2.3")
-    assert described() == f"bertlab 1.2.3 ({at})"
-    (tmp_path / "file").write_text("b")
-    assert described() == f"bertlab 1.2.3 in development ({at}, with changes)"
-
-
-def configured(key: str) -> str:
-    import configparser
-
-    settings = configparser.ConfigParser()
-    settings.read(ROOT / "settings.ini")
-    return settings["DEFAULT"][key]
-
-
-def test_every_page_names_its_version_and_the_others(site):
-    version = configured("version")
-    footer = yaml.safe_load((site / "_proc/nbdev.yml").read_text())["website"]["page-footer"]
-    assert footer["left"].startswith(f"bertlab {version}")
-    assert footer["right"][0]["href"] == f"{sync.Address.read(ROOT).git_url}/releases"
