@@ -78,7 +78,7 @@ def make_trainer(
     for name, value in counts.items():
         if value is not None and value < 1:
             raise ValueError(f"{name} must be 1 or more, got {value}")
-    device_type = check_device(accelerator, precision or "auto", devices)
+    device_type = check_device(accelerator, precision or "auto")
     if device_type == "cpu":  # keep freed memory, as other devices' allocators do
         retain_freed_memory()
     plugins = plugins if isinstance(plugins, (list, tuple)) else [plugins] * (plugins is not None)
