@@ -76,7 +76,7 @@ def load(page: str, *needed: str) -> tuple[dict, str]:
     "What the cells with these definitions define, and the folded solutions of the page."
     path = (ROOT / "nbs" if "/" in page else COURSE) / f"{page}.ipynb"
     space = dict.fromkeys(
-        ("train_rows", "tuning", "held_out")
+        ("train_rows", "tuning", "held_out", "track")
     )  # which functions of the pages have as defaults
     for cell in cells_of(path):
         source = sync.source_of(cell)

@@ -516,7 +516,6 @@ FAULTS = {
     "import inside a lesson's function": (6, {"source": "def g():\n    import os\ng()"}, "imports share a cell"),
     "nothing displayed": (6, {"outputs": []}, "displays nothing"),
     "no alternative text": (8, {"source": "draw()"}, "without alternative text"),
-    "too few figures": (8, {"outputs": [{"output_type": "stream", "text": "a"}]}, "figures, 2 at least"),
     "a claim refuted": (6, {"outputs": [{"output_type": "stream", "text": lint.NOT_HERE + " x"}]}, "a claim of the page"),
     "an error left": (6, {"outputs": [{"output_type": "error"}]}, "ends in an error"),
     "an execution number": (6, {"execution_count": 3}, "is not clean"),
