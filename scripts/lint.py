@@ -172,7 +172,7 @@ def lint_frame(cells: list[dict], kind: str) -> list[str]:
         != 1
     ):
         problems.append("there must be one heading of the first level")
-    if not re.search(r"\[Open in Colab\]\([^)]+\)", text):
+    if kind != "index" and not re.search(r"\[Open in Colab\]\([^)]+\)", text):
         problems.append("no [Open in Colab](colab)")
     if not any(map(is_setup, code)):
         problems.append(f"no hidden set-up cell (#| hide, #| eval: false, {SETUP_MARK})")

@@ -583,7 +583,7 @@ PACKAGE_OF = {
 }
 # In an extra; flash-attn is taken where somebody has built it; ipython comes with ipywidgets.
 ELSEWHERE = {"torch-xla", "pytorch-optimizer", "triton", "flash-attn", "ipython", "datatrove", "loguru", "streaming-community",
-             "mteb", "optuna", "peft", "ray", "sentence-transformers", "onnx", "onnxruntime", "protobuf", "trackio"}  # fmt: skip
+             "mteb", "optuna", "peft", "ray", "wandb", "sentence-transformers", "onnx", "onnxruntime", "protobuf", "trackio"}  # fmt: skip
 
 
 def test_declared_dependencies_are_those_that_the_package_imports():
