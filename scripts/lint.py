@@ -13,7 +13,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "scripts"))
 
-from sync import LESSONS, SETUP_MARK, directives, is_setup, notebooks, source_of  # noqa: E402
+from sync import CHAPTERS, LESSONS, SETUP_MARK, directives, is_setup, notebooks, source_of  # noqa: E402
 
 MAX_NOTEBOOK_BYTES = 1_000_000
 MIN_FIGURES, MIN_EXERCISES = {"library": 1, "walkthrough": 2}, 3
@@ -38,7 +38,9 @@ ADDRESS = re.compile(r" at 0x[0-9a-f]{6,}")
 
 
 def page_type(path: Path) -> str:
-    "library, walkthrough, guide or page."
+    "library, walkthrough, guide, index or page."
+    if path.name == "index.ipynb" and path.parent.name in CHAPTERS:
+        return "index"
     if path.parent.name == "guides":
         return "guide"
     if not re.match(r"\d\d_", path.name):
