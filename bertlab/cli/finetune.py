@@ -31,6 +31,7 @@ from bertlab.core.files import (
 )
 from ..core.names import look_up
 from ..core.serialization import dump_yaml, one_line, parse_yaml, load_json, load_yaml
+from ..data.tokenizers import save_tokenizer
 from ..data.sources import in_hub_form
 from ..data.tokenizers import resolve_tokenizer, train_tokenizer
 from ..finetuning.baselines import compute_baselines, describe_draw
@@ -409,7 +410,7 @@ class FinetuningRun:
         prepare_run_directory(self.output, self.resume, self.overwrite)
         with atomic_write(self.output / RUN_FILE) as temporary:
             temporary.write_text(self.text, encoding="utf-8")
-        self.tokenizer.save_pretrained(self.output / "tokenizer")
+        save_tokenizer(self.tokenizer, self.output / "tokenizer")
         print("\n".join(told), flush=True)
 
     def fit(

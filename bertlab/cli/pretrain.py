@@ -47,7 +47,7 @@ from ..core.serialization import dump_yaml, one_line, load_json, load_yaml
 from ..data.module import PretrainingDataModule, training_texts
 from ..data.sources import check_not_inside
 from ..data.tokenizers import TOKENIZER_TRAINERS, resolve_tokenizer, num_token_ids
-from ..data.tokenizers import load_tokenizer, train_tokenizer
+from ..data.tokenizers import load_tokenizer, save_tokenizer, train_tokenizer
 from ..model.adapters import add_adapter, freeze_weights
 from ..model.config import SPECIAL_TOKEN_IDS, BertLabConfig, bert_base, bert_large, bert_tiny
 from ..model.config import modernbert_base, modernbert_large, modernbert_tiny, neobert
@@ -689,7 +689,7 @@ class Run:
             prepare_run_directory(self.output, self.resume, self.overwrite)
             with atomic_write(self.output / RUN_FILE) as temporary:
                 temporary.write_text(self.text, encoding="utf-8")
-            self.tokenizer.save_pretrained(self.output / "tokenizer")
+            save_tokenizer(self.tokenizer, self.output / "tokenizer")
 
     def describe(self) -> str:
         "Say what will be done."

@@ -20,7 +20,7 @@ from ..data.corpus import embedded_corpus
 from ..data.sources import TextStream
 from ..data.tokenizer_measures import compare_tokenizers, measures_table
 from ..data.tokenizers import TOKENIZER_TRAINERS, load_tokenizer, normalization_note
-from ..data.tokenizers import train_tokenizer
+from ..data.tokenizers import save_tokenizer, train_tokenizer
 from ..data.vocabularies import extend_tokenizer, trim_tokenizer
 from ..model.heads import TokenPredictionModel
 from ..model.huggingface import save_model
@@ -78,7 +78,7 @@ def train(
         strip_accents=strip_accents,
     )
     with atomic_directory(output, new=True) as whole:
-        tokenizer.save_pretrained(whole)
+        save_tokenizer(tokenizer, whole)
     print(f"{len(tokenizer):,} entries, {kind}, in {output}", flush=True)
     return Path(output)
 
@@ -172,7 +172,7 @@ def _write(
     "Write a model with its tokenizer, or a tokenizer alone."
     with atomic_directory(output, new=True) as whole:
         if model is None:
-            tokenizer.save_pretrained(whole)
+            save_tokenizer(tokenizer, whole)
         else:
             save_model(model, tokenizer, whole)
             copy_sentence_transformers_files(source, whole)

@@ -29,7 +29,7 @@ from transformers.utils import can_return_tuple
 
 from ..core.files import atomic_directory, recover_directory
 from ..core.serialization import load_json
-from ..data.tokenizers import TOKENIZER_FILES, num_token_ids
+from ..data.tokenizers import TOKENIZER_FILES, num_token_ids, save_tokenizer
 from .config import SPECIAL_TOKEN_IDS, BertLabConfig
 from .encoder import BertLabModel, BertLabPreTrainedModel
 from .families import FAMILIES, key_table, second_names, their_names
@@ -518,7 +518,7 @@ def save_model(
         with written_weights(path, directory):
             written.save_pretrained(path)
         if tokenizer is not None:
-            tokenizer.save_pretrained(path)
+            save_tokenizer(tokenizer, path)
 
     # A directory with other things in it, such as a run, stays where it is.
     if (directory / "config.json").exists() or not directory.exists():

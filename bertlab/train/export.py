@@ -33,7 +33,7 @@ from ..core.files import atomic_directory
 from ..core.serialization import load_json, one_line
 from ..data.corpus import load_corpus
 from ..data.sources import iter_documents
-from ..data.tokenizers import load_tokenizer
+from ..data.tokenizers import load_tokenizer, save_tokenizer
 from ..model.mask_filling import encode_masked
 from ..model.heads import TokenPredictionModel
 from ..model.huggingface import check_tokenizer, merged_copy
@@ -532,7 +532,7 @@ def export_model(
         "files": {},
     }
     with atomic_directory(output, new=True) as target:
-        tokenizer.save_pretrained(target)
+        save_tokenizer(tokenizer, target)
         (target / "config.json").write_bytes((place / "config.json").read_bytes())
         export_onnx(model, target / FILES["fp32"], parts)
         if int8:

@@ -27,7 +27,7 @@ from ..model.heads import BertLabForMaskedLM
 from ..model.huggingface import to_bertlab_config, read_config, save_model
 from ..model.layers import resolve_layers
 from .model_directories import rebuild, full_state_dict
-from ..data.tokenizers import resolve_tokenizer, train_tokenizer
+from ..data.tokenizers import resolve_tokenizer, save_tokenizer, train_tokenizer
 from ..data.module import PretrainingDataModule, training_texts
 from ..data.sources import expand_sources, is_local, looks_like_hub_name
 from .distill import DistillationModule, check_penalty, check_whole_scores
@@ -383,7 +383,7 @@ def _shared_tokenizer(stages: Sequence[Stage], output: Path) -> Any:
         tokenizer = train_tokenizer(texts, size)
         if not rank_zero_only.rank:
             with atomic_directory(kept) as temporary:
-                tokenizer.save_pretrained(temporary)
+                save_tokenizer(tokenizer, temporary)
         return tokenizer
 
     model = first.module.get("pretrained_model_name_or_path") or first.reference
