@@ -149,12 +149,15 @@ def _add_parameters(found, module: str, name: str) -> None:
     if f"{module}.{name}" in _TOLD or not isinstance(found.__doc__, str):
         return
     _TOLD.add(f"{module}.{name}")
-    from bertlab.cli.options import read_options
+    import inspect
 
+    from bertlab.core.names import parameter_comments
+
+    comments = parameter_comments(found)
     lines = []
-    for option in read_options(f"{module.replace('.', '/')}.py", name):
-        default = "" if option.required else f" = {option.default!r}"
-        lines.append(f"{option.name}: {option.kind}{default}" + f"\n    {option.help}" * bool(option.help))
+    for parameter in inspect.signature(found).parameters.values():
+        comment = comments.get(parameter.name)
+        lines.append(f"{parameter}" + f"\n    {comment}" * bool(comment))
     if lines:
         found.__doc__ = "\n\n".join([found.__doc__.rstrip(), "Parameters:", *lines])
 

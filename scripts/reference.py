@@ -314,7 +314,7 @@ def api_index() -> str:
 
 
 def commands() -> dict:
-    from bertlab.cli.options import COMMANDS
+    from bertlab.cli.commands import COMMANDS
 
     return COMMANDS
 
@@ -364,13 +364,15 @@ def shown_default(value: object) -> str:
 
 def settings_page(name: str) -> str:
     "Every key that a configuration file of a command may hold: type, default and meaning."
+    from bertlab.cli.parser import type_name
+
     command = commands()[name]
     parts = front(f"Settings of bertlab {name}", f"Every key of a configuration file for bertlab {name}, "
                   "with its default and what it means.")  # fmt: skip
     parts += [f"A file for `bertlab {name} --config FILE` holds sections, and in each of them any of these keys. "
               "On the command line a key is a flag: `--section.key value`.", "", FILTER]  # fmt: skip
     section = None
-    for key, option in command.options().items():
+    for key, option in command.options.items():
         here, _, last = key.rpartition(".")
         if here != section:
             section = here
@@ -378,17 +380,13 @@ def settings_page(name: str) -> str:
             parts += ["| key | type | default | meaning |", "|:--|:--|:--|:-----|"]
         default = "required" if option.required else shown_default(option.default)
         meaning = cell(option.help)
-        if names := command.known_names(key):
-            meaning += (
-                ("; " if meaning else "") + "one of " + ", ".join(f"`{one}`" for one in names)
-            )
-        parts.append(f"| `{last}` | {code_in_table(option.kind)} | {default} | {meaning} |")
+        parts.append(f"| `{last}` | {code_in_table(type_name(option.type))} | {default} | {meaning} |")
     return "\n".join([*parts, ""])
 
 
 def configured() -> list[str]:
     "The commands that read configuration files."
-    return [name for name, command in commands().items() if command.configured]
+    return [name for name, command in commands().items() if set(command.sections) - {""}]
 
 
 def settings_file(name: str) -> str:

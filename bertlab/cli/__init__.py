@@ -4,7 +4,8 @@
 from .. import _lazy_parts
 
 __getattr__, __dir__ = _lazy_parts(__name__, (
-    "options",
+    "parser",
+    "commands",
     "pretrain",
     "demo",
     "finetune",

@@ -1,6 +1,7 @@
 # Written by scripts/sync.py from the notebooks' names.
 
-from . import options as options
+from . import parser as parser
+from . import commands as commands
 from . import pretrain as pretrain
 from . import demo as demo
 from . import finetune as finetune

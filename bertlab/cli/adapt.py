@@ -12,7 +12,8 @@ from typing import Any
 from torch import Tensor
 
 from .finetune import FinetuningRun, write_json
-from .options import COMMANDS
+from .commands import COMMANDS
+from .parser import configuration
 from .pretrain import find_model_directory
 from .vocabularies import copy_sentence_transformers_files
 from ..core.serialization import load_json, load_yaml
@@ -65,9 +66,9 @@ def _average_seeds(directory: Path, output: Path, how: str) -> str:
     "The mean of a fine-tuning run's seeds, scored on its validation rows."
     paths, unfinished = _find_seeds(directory)
     command = COMMANDS["finetune"]
-    config = command.parse([], load_yaml(directory / RUN_FILE)).config
+    config = configuration(command, [], load_yaml(directory / RUN_FILE))
     config["run"]["output"] = str(directory)  # where it is now, which need not be where it was
-    config["trainer"] = command.parse([]).config["trainer"]  # nothing is trained, on no device
+    config["trainer"] = configuration(command)["trainer"]  # nothing is trained, on no device
     run = FinetuningRun(config, resume=True)
     run.build()
     run.check_same()  # other rows would be held out now, among them what the seeds have learned

@@ -18,9 +18,8 @@ import torch
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities import rank_zero_only
 
-from .main import silence_libraries
-from .options import Asked
-from .pretrain import Run, ask_for_run, build_objects, provenance
+from .main import parse_command, silence_libraries
+from .pretrain import Run, build_objects, provenance
 from ..core.files import RUN_FILE, check_run_directory
 from ..core.serialization import load_yaml
 from ..train.parallel import STRATEGIES, FullyShardedStrategy, LaunchInfo, get_strategy
@@ -226,7 +225,7 @@ def _check_places(ray: Any, num_workers: int, per_worker: Mapping[str, float]) -
 
 
 def train_on_ray(
-    words: Sequence[str] | Asked = (),  # of `bertlab pretrain`
+    words: Sequence[str] = (),  # of `bertlab pretrain`
     num_workers: int = 2,  # processes, each with a device of its own
     resume: bool | str = False,  # True, or the directory of the run
     overwrite: bool = False,
@@ -245,15 +244,14 @@ def train_on_ray(
         cpus_per_worker=(cpus_per_worker, 1),
         max_failures=(max_failures, -1),
     )
-    asked = ask_for_run("pretrain", words, resume)
-    if asked.estimate:
-        raise ValueError(
-            "--estimate reads and trains nothing, so it needs no cluster: ask bertlab pretrain"
-        )
-    overwrite = overwrite or asked.overwrite
-    output = os.path.abspath(asked.config["run"]["output"])
-    config = {**asked.config, "run": {**asked.config["run"], "output": output}}
-    check_run_directory(output, bool(asked.resume), overwrite, option="--run.output")
+    flags = ["--resume", resume] if isinstance(resume, str) else ["--resume"] * resume
+    config = parse_command("pretrain", [*words, *flags]).config
+    resume, overwrite = bool(config.pop("resume")), overwrite or config.pop("overwrite")
+    if config.pop("estimate"):
+        raise ValueError("--estimate trains nothing and needs no cluster: use bertlab pretrain")
+    output = os.path.abspath(config["run"]["output"])
+    config = {**config, "run": {**config["run"], "output": output}}
+    check_run_directory(output, resume, overwrite, option="--run.output")
     kind = config["trainer"]["accelerator"]
     if kind not in ("auto", "cpu", "gpu", "cuda"):
         raise ValueError(
@@ -270,7 +268,7 @@ def train_on_ray(
     _check_places(ray, num_workers, per_worker)
     settings = {
         "config": config,
-        "resume": bool(asked.resume),
+        "resume": resume,
         "overwrite": overwrite,
         "directory": os.getcwd(),
         "job": token_hex(8),

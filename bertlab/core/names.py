@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['did_you_mean', 'look_up', 'import_object', 'resolve', 'check_choice', 'check_range', 'check_minimum', 'check_options',
-           'parameter_comments']
+           'source_comments', 'parameter_comments']
 
 # %% ../../nbs/core/04_names.ipynb #ed65bfbb
 import ast
@@ -187,8 +187,11 @@ def _parameter_lines(node: ast.AST) -> list[tuple[str, int, int]]:
     return [(p.arg, p.lineno, (default or p).end_lineno) for p, default in pairs if p]
 
 
-def _own_comments(obj: Callable) -> dict[str, str]:
-    source = textwrap.dedent(inspect.getsource(obj))
+def source_comments(
+    source: str,  # of a function, or of a class with annotated fields
+) -> dict[str, str]:  # parameter: its comment, empty if it has none
+    "Read the comments at the parameters of a function or the fields of a class from its source."
+    source = textwrap.dedent(source)
     comments, code_lines = {}, set()
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT:
@@ -210,8 +213,8 @@ def parameter_comments(
 ) -> dict[str, str]:  # parameter: its comment, empty if it has none
     "Read the comments at the parameters of a function or the fields of a dataclass."
     if not isinstance(obj, type):
-        return _own_comments(obj)
+        return source_comments(inspect.getsource(obj))
     if not dataclasses.is_dataclass(obj):
-        return _own_comments(obj.__init__)
+        return source_comments(inspect.getsource(obj.__init__))
     bases = [base for base in reversed(obj.__mro__) if dataclasses.is_dataclass(base)]
-    return {name: comment for base in bases for name, comment in _own_comments(base).items()}
+    return {name: comment for base in bases for name, comment in source_comments(inspect.getsource(base)).items()}

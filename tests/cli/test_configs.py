@@ -8,7 +8,8 @@ import yaml
 from test_training import word_tokenizer
 
 from bertlab.model.huggingface import saved_as, save_model
-from bertlab.cli.pretrain import Run, ask_for_run, find_model_directory, pretrain, settle_shape
+from bertlab.cli.pretrain import Run, find_model_directory, settle_shape
+from called import pretrain, resumed_config  # noqa: E402
 from bertlab.model.config import BertLabConfig, bert_base, modernbert_base, modernbert_large
 from bertlab.data.module import PretrainingDataModule
 from bertlab.train.modules import PretrainingModule
@@ -40,7 +41,7 @@ def test_every_configuration_is_read_whole_and_can_be_built(path, tmp_path):
         "--trainer.accelerator",
         "cpu",
     ]  # wherever this runs
-    run = Run(ask_for_run("pretrain", words).config)
+    run = Run(resumed_config("pretrain", words))
     data, model = run.config["data"], run.config["model"]
     options = {**run.data_options, "pretrained_tokenizer_name_or_path": word_tokenizer(WORDS)}
     PretrainingDataModule(**options).collator_cls.from_tokenizer(  # the names inside the *_kwargs

@@ -241,11 +241,6 @@ def test_validate_measures_the_demos_directory_as_the_demo_did(finished):
     )
 
 
-def test_flags_and_recipe_cannot_contradict_a_resumed_run(finished):
-    result = demo("--resume", "--output", finished[0], "--steps", "9")
-    assert result.returncode == 2 and "--steps" in result.stderr
-
-
 @pytest.mark.parametrize("kind", ["wordpiece", "bpe", "unigram"])
 def test_a_word_whose_token_holds_the_space_before_it_can_be_hidden(kind):
     from bertlab.cli.demo import gaps_in

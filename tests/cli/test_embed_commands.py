@@ -12,7 +12,7 @@ from embedding_cases import WORDS, draw_pairs, small_config, small_tokenizer
 
 from bertlab.cli.embed import load_bi_encoder
 from bertlab.cli.main import main
-from bertlab.cli.options import COMMANDS
+from bertlab.cli.commands import COMMANDS
 from bertlab.embeddings.bi_encoder import BiEncoder
 
 

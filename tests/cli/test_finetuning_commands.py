@@ -18,9 +18,8 @@ from transformers import pipeline
 from bertlab.finetuning.evaluations import evaluate
 from bertlab.finetuning.module import FinetuningModule
 from bertlab.cli.finetune import GLUE, FinetuningRun
-from bertlab.cli.main import answer, main
-from bertlab.cli.options import COMMANDS
-from bertlab.cli.pretrain import ask_for_run
+from bertlab.cli.main import main, run_command
+from called import config_of, resumed_config  # noqa: E402
 from bertlab.finetuning.runs import finetune
 from bertlab.finetuning.predictions import load_predictor, predict_rows
 from bertlab.model.loading import read_state_dict
@@ -307,9 +306,7 @@ def test_a_glue_task_may_lie_in_plain_files(tok, tmp_path, name):
             "\n".join(["\t".join([*columns, *["label"] * (split != "test")]), *lines])
         )
     run = FinetuningRun(
-        COMMANDS["finetune"]
-        .parse(words_for(tok, tmp_path, tmp_path / "run", "--run.glue", name))
-        .config
+        config_of("finetune", words_for(tok, tmp_path, tmp_path / "run", "--run.glue", name))
     )
     run.build()
     assert {split: len(rows) for split, rows in run.data.records.items()} == {
@@ -324,10 +321,8 @@ def test_a_glue_task_may_lie_in_plain_files(tok, tmp_path, name):
     "path", sorted(CONFIGS.glob("finetune-*.yaml")), ids=lambda path: path.stem
 )
 def test_each_configuration_parses_and_names_what_exists(path, tmp_path):
-    asked = COMMANDS["finetune"].parse(
-        ["--config", str(path), "--run.output", str(tmp_path / "run")]
-    )
-    run = FinetuningRun(asked.config)
+    words = ["--config", str(path), "--run.output", str(tmp_path / "run")]
+    run = FinetuningRun(config_of("finetune", words))
     written = yaml.safe_load(path.read_text())
     for part, values in written.items():
         for name, value in values.items():
@@ -357,7 +352,7 @@ def test_whole_numbers_are_regressed_where_the_model_is_asked_to(tok, tmp_path):
     words = words_for(
         tok, tmp_path / "prices.csv", tmp_path / "run", "--model.problem_type", "regression"
     )
-    run = FinetuningRun(COMMANDS["finetune"].parse(words).config)
+    run = FinetuningRun(config_of("finetune", words))
     run.build()
     assert run.data.collator.problem_type == "regression" and run.monitor == "val_spearman"
     assert len(run.data.records["validation"]) == 4
@@ -646,7 +641,7 @@ def test_predict_never_writes_over_a_file(tok, tmp_path, capsys):
 
 def test_a_defect_is_not_taken_for_a_mistake():
     with pytest.raises(KeyError):
-        answer("devices", lambda: {}["a"])
+        run_command("devices", lambda: {}["a"])
 
 
 def test_a_resume_with_other_settings_is_refused_where_a_seed_is_finished(tok, tmp_path, capsys):
@@ -675,8 +670,7 @@ def test_a_resume_may_change_what_no_result_follows_from_and_a_named_precision_i
     assert by_words(words_for(tok, source, output, "--run.baselines", "false")) == 0
 
     def refusal(*more):
-        asked = ask_for_run("finetune", more, str(output))
-        run = FinetuningRun(asked.config, resume=True)
+        run = FinetuningRun(resumed_config("finetune", more, str(output)), resume=True)
         run.monitor = "val_accuracy"
         try:
             run._check_finished()

@@ -17,8 +17,9 @@ import yaml
 from conftest import ROOT
 from ranks import run_on_ranks
 
-from bertlab.cli.options import COMMANDS
-from bertlab.cli.pretrain import pretrain
+from bertlab.cli.commands import COMMANDS
+from bertlab.cli.parser import parse
+from called import pretrain  # noqa: E402
 from bertlab.cli.ray import check_shared, count_places, launch_of, ray_strategy, train_on_ray
 from bertlab.train.parallel import FullyShardedStrategy
 
@@ -324,8 +325,8 @@ def test_a_launcher_s_file_starts_a_run_and_goes_on_with_one_that_is_there(
         output.mkdir()
         (output / "run.yaml").write_text("{}\n")
     words = run_script(script, tmp_path, **environment)
-    asked = COMMANDS["pretrain"].parse(words[words.index("pretrain") + 1 :])
-    assert asked.config["run"]["output"] == str(output) and bool(asked.resume) == resume
+    asked = parse(COMMANDS["pretrain"], words[words.index("pretrain") + 1 :])
+    assert asked.config["run"]["output"] == str(output) and bool(asked.config["resume"]) == resume
     assert (
         asked.config["trainer"]["num_nodes"] == 2 and asked.config["trainer"]["strategy"] == "fsdp"
     )

@@ -366,11 +366,12 @@ def test_pairs_that_somebody_has_judged_are_not_all_right_answers(name, tmp_path
 
 
 def test_a_flag_that_may_be_a_list_is_not_said_twice():
-    from bertlab.cli.options import COMMANDS
+    from bertlab.cli.commands import COMMANDS
+    from bertlab.cli.parser import parse
 
     for name in ("dataset_name_or_path", "negative_column"):
-        with pytest.raises(ValueError, match="said twice"):
-            COMMANDS["embed finetune"].parse([f"--data.{name}", "a", f"--data.{name}", "b"])
+        with pytest.raises(ValueError, match="given twice"):
+            parse(COMMANDS["embed finetune"], [f"--data.{name}", "a", f"--data.{name}", "b"])
 
 
 def test_what_is_said_of_reading_holds_for_rows_that_are_brought(tmp_path):

@@ -171,13 +171,15 @@ def test_the_command_says_what_a_run_needs_and_writes_nothing(tmp_path):
 def test_an_estimate_says_what_a_strategy_that_divides_weights_will_divide(
     strategy, devices, shares
 ):
-    from bertlab.cli.pretrain import ask_for_run, estimate_run
+    from called import config_of
+
+    from bertlab.cli.pretrain import estimate_run
 
     words = ["text.txt", "--trainer.accelerator", "cpu", "--trainer.precision", "32-true", "--data.train_batch_size", "2",
              "--data.max_sequence_length", "64", "--trainer.strategy", strategy, "--trainer.devices", str(devices),
              "--model.model_config_kwargs",
              json.dumps({k: v for k, v in SHAPE.items() if k != "vocab_size"})]  # fmt: skip
-    found = estimate_run(ask_for_run("pretrain", words))
+    found = estimate_run(config_of("pretrain", words))
     step = found.step
     said = f"{shares} will divide the {(step.weights + step.gradients + step.states) / 2**20:,.0f} MiB of weights"
     assert found.shares == shares and (said in found.describe()) == (shares > 1)
@@ -185,16 +187,18 @@ def test_an_estimate_says_what_a_strategy_that_divides_weights_will_divide(
 
 @pytest.mark.parametrize("objective", ["mlm", "diffusion"])
 def test_the_command_estimates_the_model_that_a_bare_run_would_build(objective):
-    from bertlab.cli.pretrain import Run, ask_for_run, estimate_run
+    from called import config_of
+
+    from bertlab.cli.pretrain import Run, estimate_run
 
     words = ["text.txt", "--model.objective", objective, "--trainer.accelerator", "cpu",
              "--data.train_batch_size", "2", "--data.max_sequence_length", "64"]  # fmt: skip
-    run = Run(ask_for_run("pretrain", words).config)
+    run = Run(config_of("pretrain", words))
     built = PretrainingModule(
         run.config["model"]["model_config_kwargs"] | {"vocab_size": run.choices.vocab_size}
     )
     built.configure_model()
-    said = estimate_run(ask_for_run("pretrain", words))
+    said = estimate_run(config_of("pretrain", words))
     assert said.step.weights == 4 * sum(p.numel() for p in built.parameters()) < 80e6
 
 

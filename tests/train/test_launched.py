@@ -201,7 +201,9 @@ def test_stages_for_other_processes_than_a_launcher_has_started_are_refused(monk
 def test_a_process_that_the_first_one_starts_takes_the_tokenizer_that_is_written(
     tmp_path, monkeypatch
 ):
-    from bertlab.cli.pretrain import Run, ask_for_run, pretrain
+    from called import config_of, pretrain
+
+    from bertlab.cli.pretrain import Run
 
     launched(monkeypatch, "SLURM", 1)
     monkeypatch.chdir(tmp_path)
@@ -212,7 +214,7 @@ def test_a_process_that_the_first_one_starts_takes_the_tokenizer_that_is_written
         "bertlab.cli.pretrain.train_tokenizer", lambda *a, **k: pytest.fail("it was trained again")
     )
     monkeypatch.setenv("LOCAL_RANK", "1")
-    run = Run(ask_for_run("pretrain", words).config, overwrite=True)
+    run = Run(config_of("pretrain", words), overwrite=True)
     run.build()
     assert len(run.tokenizer) == len(load_tokenizer("run/tokenizer"))
     monkeypatch.setenv("RANK", "1")
@@ -253,7 +255,7 @@ def test_processes_that_share_rows_have_the_losses_of_one(place, strategy):
 def test_a_run_that_processes_cannot_share_is_refused_before_it_begins(
     tmp_path, monkeypatch, more, words
 ):
-    from bertlab.cli.pretrain import pretrain
+    from called import pretrain
 
     monkeypatch.chdir(tmp_path)
     Path("text.txt").write_text("some words\n" * 50)

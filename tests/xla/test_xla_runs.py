@@ -11,7 +11,7 @@ pytest.importorskip(
 from host_device import stand_in
 
 from bertlab.train.history import History
-from bertlab.cli.pretrain import pretrain, validate
+from called import pretrain, validate
 from bertlab.model.config import modernbert_tiny
 from bertlab.data.tokenizers import train_tokenizer
 from bertlab.finetuning.module import FinetuningModule
