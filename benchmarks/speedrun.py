@@ -195,11 +195,11 @@ def run_seed(
     run.fit()
     with run.module.evaluation_weights():
         save_model(run.module.model, run.tokenizer, output)
-    judge, rows = Judge(track, corpus, run.tokenizer), run.history.record.rows
+    judge, rows = Judge(track, corpus, run.tokenizer), run.history.rows
     run.trainer.limit_val_batches = 1.0
     metrics = run.trainer.validate(run.module, judge.data, verbose=False)[0]
     tokens, seconds = run.history.totals()
-    curve = [(int(row[0]), round(row[5], 3), round(row[1], 4)) for row in rows]
+    curve = [(int(r["step"]), round(r["seconds"], 3), round(r["train_loss"], 4)) for r in rows]
     (Path(output) / "metrics.json").write_text(json.dumps({"train_seconds": seconds}))
     return Attempt(seed, metrics["val_loss"], metrics["val_accuracy"], metrics["val_bits_per_byte"], seconds, curve[-1][0],
                    tokens, curve), judge.sha256()  # fmt: skip

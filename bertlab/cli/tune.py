@@ -143,7 +143,7 @@ class PruningCallback(Callback):
         if trainer.state.fn != "fit" or trainer.sanity_checking:
             return
         history = next(c for c in trainer.callbacks if isinstance(c, History))
-        validations = [row for row in history.record.validation if row["step"] > 0]
+        validations = [row for row in history.validation if row["step"] > 0]
         for number in range(self._reported, len(validations)):  # a resumed trial reports all again
             value = metric_of(validations[number], self.metric)
             # A metric that is undefined for now is no reason to end a model whose loss is a number.

@@ -76,7 +76,7 @@ WRONG = [
     ({"ranges": {"data.collator_kwargs.mlm_probability": [0.15, 0.3]}}, "mlm_probability"),
     ({"ranges": {"run.output": ["a", "b"]}}, "run.output"),
     ({"ranges": {"resume": ["a", "b"]}}, "resume"),
-    ({"trials": 0}, "trials=0"), ({"trials": "many"}, "many"), ({"prune": "yes"}, "prune"),
+    ({"trials": 0}, "trials=0"), ({"trials": "many"}, "many"),
     ({"seed": -1}, "seed=-1"), ({"command": "distill"}, "distill"), ({"metrics": "val_loss"}, "metric"),
 ]
 
