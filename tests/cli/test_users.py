@@ -109,7 +109,7 @@ WRONG = [  # words, and parts of the answer: what it is about, and what to do
     (["pretrain", "own.txt", "--model.pretrained_model_name_or_path", "run"], ["run"]),
     (["pretrain", "own.txt", "--run.output", "own.txt"], ["own.txt is a file", "name a directory"]),
     (["pretrain", "own.txt", "--run.output", "own.txt/x"], ["own.txt is a file"]),
-    (["finetune", "--data.dataset_name_or_path", "nowhere.csv"], ["'nowhere.csv' does not exist"]),
+    (["finetune", "--data.dataset_name_or_path", "nowhere.csv"], ["nowhere.csv"]),
     (["finetune", "--model.pretrained_model_name_or_path", "run"], ["run"]),
     (["predict", "empty", "own.csv"], ["empty"]),
     (["predict", "run", "nowhere.csv"], ["nowhere.csv"]),
