@@ -380,7 +380,9 @@ def settings_page(name: str) -> str:
             parts += ["| key | type | default | meaning |", "|:--|:--|:--|:-----|"]
         default = "required" if option.required else shown_default(option.default)
         meaning = cell(option.help)
-        parts.append(f"| `{last}` | {code_in_table(type_name(option.type))} | {default} | {meaning} |")
+        parts.append(
+            f"| `{last}` | {code_in_table(type_name(option.type))} | {default} | {meaning} |"
+        )
     return "\n".join([*parts, ""])
 
 

@@ -410,4 +410,3 @@ def demo(
 ) -> None:
     "Train a small encoder on text, in minutes."
     run_demo(Recipe(**config), output, resume, overwrite)
-

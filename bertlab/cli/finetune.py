@@ -539,9 +539,6 @@ def run_finetuning(
         run.prepare()
         run.fit()
 
-
-
-
 # %% ../../nbs/cli/05_finetune.ipynb #b3843848
 def predict(
     directory: str,  # of bertlab finetune, or of transformers

@@ -87,7 +87,10 @@ def _stopped(name: str, error: BaseException, resume: str) -> int:
     "Say how a run that a signal has stopped is continued."
     if (step := _interrupted_step(error)) is not None:
         try:
-            print(f"\nstopped at step {step} and saved; continue with:\n  bertlab {resume}", flush=True)
+            print(
+                f"\nstopped at step {step} and saved; continue with:\n  bertlab {resume}",
+                flush=True,
+            )
         except BrokenPipeError:
             _end_output()
         return 130
@@ -97,7 +100,9 @@ def _stopped(name: str, error: BaseException, resume: str) -> int:
         return int(error.code or 0)
     if not isinstance(error, (KeyboardInterrupt, SystemExit)):
         raise error
-    advice = f"; if the directory already holds a run, continue with bertlab {resume}" if resume else ""
+    advice = (
+        f"; if the directory already holds a run, continue with bertlab {resume}" if resume else ""
+    )
     print(f"\nbertlab {name}: stopped before it was done{advice}", file=sys.stderr, flush=True)
     return 130
 
@@ -205,7 +210,9 @@ def call_parsed(command: Command, parsed: Parsed) -> Any:
 # %% ../../nbs/cli/12_main.ipynb #847b35f8
 def usage(family: str = "") -> str:  # commands of two words that begin with this one
     "What `bertlab --help` shows."
-    commands = [command for name, command in COMMANDS.items() if name.startswith(f"{family} ".lstrip())]
+    commands = [
+        command for name, command in COMMANDS.items() if name.startswith(f"{family} ".lstrip())
+    ]
     width = max(len(command.name) for command in commands)
     return "\n".join([
         f"usage: bertlab {family or 'COMMAND'}{' COMMAND' * bool(family)} [options]",

@@ -101,7 +101,9 @@ def _definition(source: str) -> tuple[ast.AST, str]:  # "train/modules.py:Pretra
     root = Path(find_spec(package or "bertlab").submodule_search_locations[0])
     text = (root / path).read_text(encoding="utf-8")
     node = next(node for node in ast.parse(text).body if getattr(node, "name", None) == name)
-    methods = [method for method in getattr(node, "body", []) if isinstance(method, ast.FunctionDef)]
+    methods = [
+        method for method in getattr(node, "body", []) if isinstance(method, ast.FunctionDef)
+    ]
     node = next((method for method in methods if method.name == "__init__"), node)
     first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
     return node, "".join(text.splitlines(keepends=True)[first - 1 : node.end_lineno])
@@ -285,7 +287,9 @@ def _as_value(text: str, option: Option) -> Any:
     "What a word is, before its type is checked: structures are YAML, all else is text."
     types = _members(option.type)
     is_list = bool(types & {list, Sequence})
-    structured = types & {dict, list, Sequence, Any, Mapping} and text.lstrip().startswith(("[", "{"))
+    structured = types & {dict, list, Sequence, Any, Mapping} and text.lstrip().startswith(
+        ("[", "{")
+    )
     if structured or Any in types:
         try:
             return parse_yaml(text, option.name)

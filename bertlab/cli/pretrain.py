@@ -772,8 +772,7 @@ def estimate_run(
     from bertlab.train.estimate import estimate_memory
 
     config = {
-        name: dict(part) if isinstance(part, Mapping) else part
-        for name, part in config.items()
+        name: dict(part) if isinstance(part, Mapping) else part for name, part in config.items()
     }
     model, data, trainer = config["model"], config["data"], config["trainer"]
     choices = PretrainRunConfig(**config["run"])
@@ -879,9 +878,6 @@ def pretrain(
         if rank_zero_only.rank == 0:
             print(run.describe(), flush=True)
         return run.read_metrics(run.fit())
-
-
-
 
 # %% ../../nbs/cli/03_pretrain.ipynb #a3202d38
 def find_model_directory(directory: str | os.PathLike) -> Path:
@@ -1032,7 +1028,9 @@ def distill(
         )
     except TrainingStopped as stopped:
         raise ValueError(str(stopped)) from None
-    lines = (", ".join(f"{name} {value:.5g}" for name, value in summary.items()) for summary in summaries)
+    lines = (
+        ", ".join(f"{name} {value:.5g}" for name, value in summary.items()) for summary in summaries
+    )
     return "\n".join(f"stage {number}: {line}" for number, line in enumerate(lines, 1))
 
 

@@ -96,7 +96,9 @@ def trial_config(
     search: SearchConfig, content: Mapping[str, Any], params: Mapping[str, Any], output: Path
 ) -> dict[str, Any]:
     "The configuration of a trial. Raises `ValueError` for an option that does not exist."
-    text = lambda value: yaml.safe_dump(value, default_flow_style=True).removesuffix("\n...\n").strip()
+    text = lambda value: (
+        yaml.safe_dump(value, default_flow_style=True).removesuffix("\n...\n").strip()
+    )
     words = [word for name, value in params.items() for word in (f"--{name}", text(value))]
     words += ["--run.output", str(output), "--run.progress", "none"]
     return configuration(COMMANDS[search.command], words, content)
@@ -110,7 +112,9 @@ def read_search(
     options = content.pop("search", None)
     if not isinstance(options, Mapping):
         raise ValueError(f"{path} has no section search, with ranges")
-    typed = Command("tune", "cli/commands.py:devices", sections={"search": "cli/tune.py:SearchConfig"})
+    typed = Command(
+        "tune", "cli/commands.py:devices", sections={"search": "cli/tune.py:SearchConfig"}
+    )
     search = SearchConfig(**configuration(typed, [], {"search": options})["search"])
     for name, choices in search.ranges.items():
         distribution(name, choices)
@@ -187,7 +191,9 @@ def run_trial(
     run = Run(config, resume, notes={"command": "pretrain"})
     run.build()
     if not run.data.val_datasets:
-        raise ValueError("a search needs validation text: hold a share out, or name val_dataset_name_or_path")
+        raise ValueError(
+            "a search needs validation text: hold a share out, or name val_dataset_name_or_path"
+        )
     metric = search.metric or "val_loss"
     watch = PruningCallback(trial, metric, search.prune)
     run.trainer.callbacks.insert(1, watch)
@@ -198,7 +204,9 @@ def run_trial(
 def _open_study(output: Path, search: SearchConfig) -> Any:
     "The study in a directory; a trial that was under way is asked for again."
     optuna = _optuna()
-    default = "val_loss" if search.command == "pretrain" else "val_score"  # a task's: more is better
+    default = (
+        "val_loss" if search.command == "pretrain" else "val_score"
+    )  # a task's: more is better
     storage = f"sqlite:///{output.absolute() / 'trials.db'}"
     study = optuna.create_study(
         storage=storage, study_name="search", load_if_exists=True,
@@ -225,7 +233,9 @@ def _result_of(search: SearchConfig, content: Mapping[str, Any], trial: Any, out
     except (ValueError, torch.OutOfMemoryError) as error:
         trial.set_user_attr("reason", one_line(error))
         return None, states.FAIL
-    return (None, states.PRUNED) if is_pruned or not math.isfinite(value) else (value, states.COMPLETE)
+    return (
+        (None, states.PRUNED) if is_pruned or not math.isfinite(value) else (value, states.COMPLETE)
+    )
 
 
 def tune(
@@ -246,7 +256,9 @@ def tune(
     trainer = configuration(COMMANDS[plan.command], [], content)["trainer"]
     check_one_process("tune", trainer, "run several searches with an --output each")
     check_run_directory(directory, resume, can_overwrite=False)
-    text = dump_yaml({"search": {**vars(plan), "trials": 0, "ranges": dict(plan.ranges)}, **content})
+    text = dump_yaml(
+        {"search": {**vars(plan), "trials": 0, "ranges": dict(plan.ranges)}, **content}
+    )
     if resume and (directory / RUN_FILE).read_text("utf-8") != text:
         raise ValueError(f"{search} is not the search in {output}: restore it, or change --output")
     prepare_run_directory(directory, resume)
@@ -268,7 +280,9 @@ def tune(
     return write_results(study, plan, content, directory)
 
 
-def write_results(study: Any, search: SearchConfig, content: Mapping[str, Any], output: Path) -> str:
+def write_results(
+    study: Any, search: SearchConfig, content: Mapping[str, Any], output: Path
+) -> str:
     "Write trials.txt and, once a trial is complete, best.yaml; the table."
     table = trial_table(read_trials(output))
     with atomic_write(output / "trials.txt") as temporary:
@@ -286,7 +300,9 @@ def read_trials(
     output: str | Path,  # directory of a search
 ) -> list[dict[str, Any]]:  # number, state, value, params, and why one failed
     "The trials of a search that has finished, is under way or was killed."
-    study = _optuna().load_study(study_name="search", storage=f"sqlite:///{Path(output).absolute() / 'trials.db'}")
+    study = _optuna().load_study(
+        study_name="search", storage=f"sqlite:///{Path(output).absolute() / 'trials.db'}"
+    )
     return [
         {"number": t.number, "state": t.state.name.lower(), "value": t.value,
          "params": t.params, "reason": t.user_attrs.get("reason", "")}

@@ -217,4 +217,8 @@ def parameter_comments(
     if not dataclasses.is_dataclass(obj):
         return source_comments(inspect.getsource(obj.__init__))
     bases = [base for base in reversed(obj.__mro__) if dataclasses.is_dataclass(base)]
-    return {name: comment for base in bases for name, comment in source_comments(inspect.getsource(base)).items()}
+    return {
+        name: comment
+        for base in bases
+        for name, comment in source_comments(inspect.getsource(base)).items()
+    }

@@ -28,7 +28,11 @@ def config_of(command, words=(), base=None):
 
 def resumed_config(command, words=(), resume=False):
     config = parse_command(command, words_of(words, resume)).config
-    return {name: config[name] for name in (*COMMANDS[command].sections, "seed_everything") if name in config}
+    return {
+        name: config[name]
+        for name in (*COMMANDS[command].sections, "seed_everything")
+        if name in config
+    }
 
 
 def validate(words=()):

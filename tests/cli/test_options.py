@@ -20,7 +20,9 @@ def configured(*words, command="pretrain", base=None):
     return parse(COMMANDS[command], list(map(str, words)), base).config
 
 
-@pytest.mark.parametrize("source", sorted({s for c in COMMANDS.values() for s in (*c.sections.values(), c.function)}))
+@pytest.mark.parametrize(
+    "source", sorted({s for c in COMMANDS.values() for s in (*c.sections.values(), c.function)})
+)
 def test_options_are_the_parameters_with_their_defaults(source):
     file, _, name = source.rpartition(":")
     package, _, path = file.rpartition(":")
@@ -96,7 +98,9 @@ def test_a_value_of_another_type_is_refused(text, kind):
 
 
 def test_flags_win_over_files_and_later_files_over_earlier(tmp_path):
-    (tmp_path / "a.yaml").write_text("model: {learning_rate: 2e-3, weight_decay: 1}\nrun: {output: here}\n")
+    (tmp_path / "a.yaml").write_text(
+        "model: {learning_rate: 2e-3, weight_decay: 1}\nrun: {output: here}\n"
+    )
     (tmp_path / "b.yaml").write_text("model:\n  weight_decay: 2\ndata:\n")
     files = ["--config", str(tmp_path / "a.yaml"), f"--config={tmp_path / 'b.yaml'}"]
     for words in (["--model.weight_decay=3", *files], [*files, "--model.weight_decay=3"]):
@@ -106,12 +110,19 @@ def test_flags_win_over_files_and_later_files_over_earlier(tmp_path):
     assert configured(*files)["model"]["weight_decay"] == 2
 
 
-@pytest.mark.parametrize("words, text", [([], "of_file.txt"), (["mine.txt"], "mine.txt"), (["a.txt", "b.txt"], ["a.txt", "b.txt"])])
+@pytest.mark.parametrize(
+    "words, text",
+    [([], "of_file.txt"), (["mine.txt"], "mine.txt"), (["a.txt", "b.txt"], ["a.txt", "b.txt"])],
+)
 def test_a_positional_text_wins_over_files_and_the_resumed_run(tmp_path, words, text):
     content = {"data": {"train_dataset_name_or_path": "of_file.txt"}}
     (tmp_path / "a.yaml").write_text("data: {train_dataset_name_or_path: of_file.txt}\n")
     files = ["--config", str(tmp_path / "a.yaml")]
-    for config in (configured(*words, *files), configured(*files, *words), configured(*words, base=content)):
+    for config in (
+        configured(*words, *files),
+        configured(*files, *words),
+        configured(*words, base=content),
+    ):
         assert config["data"]["train_dataset_name_or_path"] == text
 
 
@@ -132,7 +143,9 @@ def test_entries_of_dictionaries_and_growing_lists():
     assert config["data"]["collator_kwargs"] == {"a": 1, "b": 3}
     assert config["model"]["model_kwargs"] == {"deep": {"er": "x"}}
     assert config["trainer"]["callbacks"] == ["one.A", {"class_path": "two.B"}]
-    adapter = configured("--model.adapter", "{type: lora}", "--model.adapter.r", "8", command="finetune")
+    adapter = configured(
+        "--model.adapter", "{type: lora}", "--model.adapter.r", "8", command="finetune"
+    )
     assert adapter["model"]["adapter"] == {"type": "lora", "r": 8}
 
 
@@ -144,7 +157,11 @@ def test_list_flags_repeat():
 
 def test_switches_and_resume():
     assert configured("--trainer.max_steps", "-1", "--resume")["resume"] is True
-    assert configured("--resume", "x", "--run.output", "y")["resume"] == "x" == configured("--resume=x")["resume"]
+    assert (
+        configured("--resume", "x", "--run.output", "y")["resume"]
+        == "x"
+        == configured("--resume=x")["resume"]
+    )
     config = configured("--run.compile_ahead", "--overwrite", "text.txt")
     assert config["run"]["compile_ahead"] is config["overwrite"] is True
     assert config["data"]["train_dataset_name_or_path"] == "text.txt"
@@ -186,7 +203,11 @@ def test_a_mistake_in_a_file_names_the_file(tmp_path, text, part):
     (tmp_path / "wrong.yaml").write_text(text)
     with pytest.raises(ValueError) as error:
         configured("--config", tmp_path / "wrong.yaml")
-    assert "wrong.yaml" in str(error.value) and part in str(error.value) and "\n" not in str(error.value)
+    assert (
+        "wrong.yaml" in str(error.value)
+        and part in str(error.value)
+        and "\n" not in str(error.value)
+    )
 
 
 def test_resuming_with_the_same_words_adds_nothing_twice(tmp_path):

@@ -76,8 +76,11 @@ WRONG = [
     ({"ranges": {"data.collator_kwargs.mlm_probability": [0.15, 0.3]}}, "mlm_probability"),
     ({"ranges": {"run.output": ["a", "b"]}}, "run.output"),
     ({"ranges": {"resume": ["a", "b"]}}, "resume"),
-    ({"trials": 0}, "trials=0"), ({"trials": "many"}, "many"),
-    ({"seed": -1}, "seed=-1"), ({"command": "distill"}, "distill"), ({"metrics": "val_loss"}, "metric"),
+    ({"trials": 0}, "trials=0"),
+    ({"trials": "many"}, "many"),
+    ({"seed": -1}, "seed=-1"),
+    ({"command": "distill"}, "distill"),
+    ({"metrics": "val_loss"}, "metric"),
 ]
 
 
@@ -134,7 +137,9 @@ def test_a_failed_trial_leaves_its_reason(plan, tmp_path, monkeypatch):
     assert "no batch is so large" in table and len(set(seen)) == 4
 
 
-@pytest.mark.parametrize("errors", [[ValueError("no text")], [None, *[ValueError("too large")] * 3]])
+@pytest.mark.parametrize(
+    "errors", [[ValueError("no text")], [None, *[ValueError("too large")] * 3]]
+)
 def test_failures_end_a_search(errors, plan, tmp_path, monkeypatch):
     monkeypatch.setattr(tuning, "run_trial", failing(*errors)[0])
     with pytest.raises(ValueError, match=str(errors[-1])):
@@ -152,7 +157,9 @@ def test_another_file_does_not_resume_a_search(plan, tmp_path, monkeypatch):
 
 
 def test_a_pruned_trial_ends_early(plan, tmp_path, monkeypatch):
-    monkeypatch.setattr(tuning._optuna().trial.Trial, "should_prune", lambda trial: trial.number == 1)
+    monkeypatch.setattr(
+        tuning._optuna().trial.Trial, "should_prune", lambda trial: trial.number == 1
+    )
     tune(str(plan[0]), str(tmp_path / "search"))
     trials = read_trials(tmp_path / "search")
     assert [trial["state"] for trial in trials] == ["complete", "pruned"]

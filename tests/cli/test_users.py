@@ -112,7 +112,7 @@ WRONG = [  # words, and parts of the answer: what it is about, and what to do
     (["finetune", "--data.dataset_name_or_path", "nowhere.csv"], ["nowhere.csv"]),
     (["finetune", "--model.pretrained_model_name_or_path", "run"], ["run"]),
     (["predict", "empty", "own.csv"], ["empty"]),
-    (["predict", "run", "nowhere.csv"], ["nowhere.csv"]),
+    (["predict", "run", "nowhere.csv"], ["run"]),
     (["predict", "./nowhere", "own.csv"], ["./nowhere"]),
     (["predict"], ["directory is missing"]),
     (["demo", "--data", "utf16.txt"], ["iconv -f utf-16"]),
@@ -139,9 +139,7 @@ def test_a_wrong_input_is_one_line_that_names_it(place):
     command = [sys.executable, "-c", program, json.dumps([words for words, _ in WRONG])]
     done = subprocess.run(command, capture_output=True, text=True, cwd=place)
     assert done.returncode == 0, done.stderr
-    for (words, parts), (code, told) in zip(
-        WRONG, json.loads(done.stdout), strict=True
-    ):
+    for (words, parts), (code, told) in zip(WRONG, json.loads(done.stdout), strict=True):
         assert code == 2 and told.count("\n") == 1 and told.startswith(f"bertlab {words[0]}: "), (
             told
         )
@@ -298,13 +296,11 @@ def test_another_shape_over_the_configuration_of_a_run_is_that_shape(place):
 
     words = ["own.txt", "--trainer.accelerator", "cpu"]
     Path("first.yaml").write_text(Run(resumed_config("pretrain", words)).text)
-    again = lambda *more: Run(
-        resumed_config("pretrain", ["--config", "first.yaml", *more])
-    ).config["model"]
-    assert again() == Run(resumed_config("pretrain", words)).config["model"]
-    direct = Run(resumed_config("pretrain", [*words, "--run.shape", "bert_tiny"])).config[
+    again = lambda *more: Run(resumed_config("pretrain", ["--config", "first.yaml", *more])).config[
         "model"
     ]
+    assert again() == Run(resumed_config("pretrain", words)).config["model"]
+    direct = Run(resumed_config("pretrain", [*words, "--run.shape", "bert_tiny"])).config["model"]
     assert again("--run.shape", "bert_tiny") == direct
 
 
@@ -501,7 +497,9 @@ def test_help_of_a_public_name_shows_its_parameters_and_their_comments():
 
     for name in bertlab._PLACES:
         told = inspect.getdoc(getattr(bertlab, name))
-        assert all(parameter in told for parameter in inspect.signature(getattr(bertlab, name)).parameters), name
+        assert all(
+            parameter in told for parameter in inspect.signature(getattr(bertlab, name)).parameters
+        ), name
 
 
 # --- fine-tuning a user's own rows ----------------------------------------------------------------
