@@ -24,7 +24,7 @@ from ..data.tokenizers import save_tokenizer, train_tokenizer
 from ..data.vocabularies import extend_tokenizer, trim_tokenizer
 from ..model.heads import TokenPredictionModel
 from ..model.huggingface import save_model
-from ..model.vocabulary import TRANSPLANTS, ModelAndTokenizer, extend_vocabulary
+from ..model.vocabulary import ModelAndTokenizer, extend_vocabulary
 from ..model.vocabulary import masked_bits_per_byte, transplant_vocabulary, trim_vocabulary
 from bertlab.train.model_directories import (
     SENTENCE_TRANSFORMERS_FILES,
@@ -230,12 +230,10 @@ def transplant(
     directory: str,  # of a model with its tokenizer, or of a run
     tokenizer: str,  # the new one: a directory or hub name
     output: str,  # directory for the model with the new tokenizer
-    method: str = "parts",  # how entries begin that only the new tokenizer has
-    text: str | list[str] | None = None,  # it will read; null: embedded corpus where one is needed
+    text: str | list[str] | None = None,  # it will read, to match its guesses to; null: none
     text_column: str = "text",  # of tables and datasets, by name or number
 ) -> Path:  # the directory
     "Give a model another tokenizer: `bertlab tokenizer transplant`."
-    look_up(method, TRANSPLANTS, "method")
     check_run_directory(output, can_resume=False, can_overwrite=False)
     old, model, place = _open(directory)
     if model is None:
@@ -244,9 +242,6 @@ def transplant(
             "another tokenizer to"
         )
     new = load_tokenizer(tokenizer)
-    asked = text is not None or method in ("nearest", "linear")
-    texts = read_text(text, text_column) if asked else None
-    found = transplant_vocabulary(model, old, new, method, texts)
-    return _write(
-        *found, place, output, f"{len(old):,} entries gave way to {len(new):,} ({method})"
-    )
+    texts = None if text is None else read_text(text, text_column)
+    result = transplant_vocabulary(model, old, new, texts)
+    return _write(*result, place, output, f"{len(old):,} entries replaced by {len(new):,}")

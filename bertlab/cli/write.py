@@ -130,7 +130,6 @@ def write_texts(
     guidance: float = 0.0,  # how far to go beyond the model, away from not having read the prompt
     block_size: int | None = None,  # gaps that are finished before those to their right
     # Read a block's gaps alone again, the rest once a block: faster, and not the same text.
-    cache_blocks: bool = False,
     remask: float = 0.2,  # of samplers that take back: share of the most that they could
     schedule: str = "linear",  # how the share of gaps falls with the steps
     max_gap: int = 6,  # tokens of a [GAP], at most
@@ -157,7 +156,6 @@ def write_texts(
         repetition_penalty=repetition_penalty,
         guidance=guidance,
         block_size=block_size,
-        cache_blocks=cache_blocks,
         remask=remask,
         schedule=schedule,
         max_gap=max_gap,

@@ -3,22 +3,17 @@
 import copy
 import math
 
-import numpy as np
 import pytest
 import torch
 import transformers
 
-from bertlab.data.packing import TokenizedDocuments
-from bertlab.data.tokenizers import train_tokenizer
 from bertlab.model.config import BertLabConfig, bert_tiny, modernbert_tiny, roberta_base
 from bertlab.model.context import (
     CONTEXT_METHODS,
     context_config,
     extend_context,
-    loss_by_position,
-    needle_test,
 )
-from bertlab.model.heads import BertLabForMaskedLM, TokenPredictionOutput
+from bertlab.model.heads import BertLabForMaskedLM
 from bertlab.model.huggingface import from_huggingface, save_model
 from bertlab.model.layers import rope_frequencies
 
@@ -119,70 +114,3 @@ def test_an_adapter_is_to_be_merged_first():
 def test_a_stretch_that_cannot_be_is_refused(stretch):
     with pytest.raises(ValueError, match="rope_scaling"):
         BertLabConfig(rope_scaling=stretch)
-
-
-def test_loss_by_position_counts_positions_and_lengths_within_documents():
-    model = build("modernbert")
-    mask = torch.tensor([[1, 1, 1, 2, 2, 0]])
-    labels = torch.tensor([[7, -100, 8, 9, 10, -100]])
-    ids = torch.tensor([[7, 11, 8, 9, 10, 0]])
-    found = loss_by_position(model, [{"input_ids": ids, "attention_mask": mask, "labels": labels}])
-    logits = model(ids, attention_mask=mask).logits[0]
-    loss = (
-        torch.nn.functional.cross_entropy(logits, labels[0], reduction="none")
-        .double()
-        .detach()
-        .numpy()
-    )
-    assert found["position_count"][:4].tolist() == [2, 1, 1, 0] and found["length_count"][
-        :4
-    ].tolist() == [0, 0, 2, 2]
-    np.testing.assert_allclose(
-        found["position_loss"][:3], [loss[0] + loss[3], loss[4], loss[2]], rtol=1e-5
-    )
-    np.testing.assert_allclose(
-        found["length_loss"][2:4], [loss[3] + loss[4], loss[0] + loss[2]], rtol=1e-5
-    )
-
-
-HAY = ["apple banana cherry orange stone river house garden"] * 20
-READER = train_tokenizer(["the secret word is apple ."] + HAY, vocab_size=120)
-
-
-def reader(on="cpu"):
-    config = modernbert_tiny(**{**SIZE, "vocab_size": len(READER)}, max_position_embeddings=64)
-    return BertLabForMaskedLM(config).to(on).train()
-
-
-def test_a_model_that_reads_the_needle_gains_by_it_and_trains_on_afterwards(monkeypatch):
-    model, named, sides = (
-        reader(),
-        READER.encode("the secret word is", add_special_tokens=False),
-        [],
-    )
-
-    def read(ids_BL, label_positions):  # 5 for what stands behind the first "the secret word is"
-        assert not model.training and label_positions.shape == (3, 1)
-        assert (ids_BL.gather(1, label_positions) == READER.mask_token_id).all()
-        places = ids_BL.unfold(1, len(named), 1).eq(torch.tensor(named)).all(-1).int().argmax(1)
-        words_B1 = ids_BL.gather(1, places[:, None] + len(named))
-        sides.append(words_B1)
-        return TokenPredictionOutput(logits=5 * torch.eye(len(READER))[words_B1])
-
-    monkeypatch.setattr(model, "forward", read)
-    lines = needle_test(model, READER, HAY, [32, 40], [0.0, 1.0], num_rows=3, seed=1)
-    for line, right_B1, other_B1 in zip(lines, sides[::2], sides[1::2], strict=True):
-        share = (right_B1 != other_B1).float().mean().item()
-        assert line["hits"] == 1 and line["gain"] == pytest.approx(5 * share)
-    assert model.training
-
-
-def test_needles_are_sent_to_the_model_s_device(monkeypatch):
-    model = reader("meta")  # which stands for any other than the CPU
-
-    def blind(ids_BL, label_positions):
-        assert ids_BL.device == label_positions.device == model.device
-        return TokenPredictionOutput(logits=torch.zeros(len(ids_BL), 1, len(READER)))
-
-    monkeypatch.setattr(model, "forward", blind)
-    assert needle_test(model, READER, HAY, [32], [0.5], num_rows=2)[0]["gain"] == 0

@@ -9,16 +9,15 @@ from bertlab.data.tokenizers import train_tokenizer
 from bertlab.data.vocabularies import tokenizer_state, with_tokenizer_state
 from bertlab.model.causal import BertLabForCausalLM
 from bertlab.model.config import modernbert_tiny
-from bertlab.model.context import loss_by_position
+from bertlab.model.generation import GAP, generate, generate_with_steps, vocabulary_of
 from bertlab.model.heads import (
     BertLabForEnhancedMaskedLM,
     BertLabForMaskedDiffusion,
     BertLabForMaskedLM,
 )
-from bertlab.model.sampling import SAMPLERS
 from bertlab.model.likelihood import causal_nll, diffusion_nll_bound
+from bertlab.model.sampling import SAMPLERS
 from bertlab.model.vocabulary import match_token_frequencies
-from bertlab.model.generation import GAP, generate, vocabulary_of, generate_with_steps
 
 torch.set_num_threads(1)
 TEXTS = ["the cat sat on the mat", "the dog sat on the log", "a bird sang in a tree"] * 20
@@ -88,7 +87,6 @@ BATCH = {"input_ids": IDS, "labels": IDS}
 @pytest.mark.parametrize("work", [
     lambda: generate_with_steps(MODEL, TOKENIZER, PROMPTS[:1], sampler="left_to_right", max_new_tokens=3),
     lambda: generate_with_steps(MODEL, TOKENIZER, [PROMPTS[2]], max_gap=2),
-    lambda: loss_by_position(MODEL, [BATCH]),
     lambda: match_token_frequencies(made(BertLabForMaskedLM), TOKENIZER, TEXTS, rounds=1),
     lambda: diffusion_nll_bound(MODEL, IDS, vocabulary_of(TOKENIZER), num_draws=4),
     lambda: causal_nll(made(BertLabForCausalLM), IDS, vocabulary_of(TOKENIZER)),

@@ -8,18 +8,17 @@ import numpy as np
 import pytest
 import torch
 
-from bertlab.data.diffusion import DiffusionConfig, NOISE_SCHEDULES, mask_probability, elbo_weight
+from bertlab.data.diffusion import NOISE_SCHEDULES, DiffusionConfig, elbo_weight, mask_probability
 from bertlab.data.rows import Vocabulary
 from bertlab.data.tokenizers import train_tokenizer
 from bertlab.model.causal import BertLabForCausalLM
 from bertlab.model.config import modernbert_tiny
 from bertlab.model.likelihood import (
     causal_nll,
-    repetition_stats,
     diffusion_nll_bound,
     generative_perplexity,
+    repetition_stats,
 )
-from bertlab.model.likelihood import hide_share, is_expression, library_expressions
 
 torch.set_num_threads(1)
 TABLE = torch.from_numpy(np.random.default_rng(3).normal(size=(5**5, 5, 9))).float() * 1.5
@@ -166,48 +165,3 @@ def test_repeats_by_hand():
     assert math.isnan(repetition_stats([[1]])["distinct_2"])
     with pytest.raises(ValueError, match="no token"):
         repetition_stats([[], []])
-
-
-def test_expressions_parse_and_statements_do_not():
-    assert is_expression(" f ( x , 1 ) [ 2 ] ") and is_expression("not a")
-    assert (
-        not is_expression("x = 1")
-        and not is_expression("f(")
-        and not is_expression("")
-        and not is_expression("\0")
-    )
-
-
-def test_expressions_of_the_library_survive_the_tokenizer_and_half_is_hidden():
-    tokenizer = train_tokenizer(["f ( x , y ) [ 1 ] + self . name - 2 * 3 == is not none abcdefghijklmnopqrstuvwxyz _ '"] * 9,
-                                vocab_size=300)  # fmt: skip
-    found = library_expressions(tokenizer, 20, max_files=12)
-    assert (
-        len(set(found)) == 20 and all(map(is_expression, found)) and "[UNK]" not in "".join(found)
-    )
-    gapped, whole = hide_share(tokenizer, found, 0.5, seed=1)
-    for shown, ids, text in zip(gapped, whole, found):
-        assert tokenizer.decode(ids) == text and len(shown) == len(ids)
-        hidden = [i for i, t in enumerate(shown) if t == tokenizer.mask_token_id]
-        words = [t for t in ids if t not in tokenizer.all_special_ids]
-        assert len(hidden) == max(1, round(len(words) / 2)) and all(
-            a == b for a, b in zip(shown, ids) if a != tokenizer.mask_token_id
-        )
-    assert hide_share(tokenizer, found, seed=2)[0] != gapped
-    with pytest.raises(ValueError, match="count=100000"):
-        library_expressions(tokenizer, 100_000, max_files=2)
-    with pytest.raises(ValueError, match="share must be"):
-        hide_share(tokenizer, found, 0)
-
-
-def test_an_unknown_word_is_never_hidden_because_nobody_may_write_it():
-    tokenizer = train_tokenizer(["the cat sat on the mat"] * 9, vocab_size=60)
-    for seed in range(9):
-        gapped, whole = hide_share(tokenizer, ["the \u2603 cat \u2603 \u2603 sat"], 1.0, seed)
-        unknown = [i for i, token in enumerate(whole[0]) if token == tokenizer.unk_token_id]
-        assert (
-            len(unknown) == 3
-            and [i for i, t in enumerate(gapped[0]) if t != tokenizer.mask_token_id] == unknown
-        )
-    with pytest.raises(ValueError, match="text 1, .* has no token to hide"):
-        hide_share(tokenizer, ["the cat", "\u2603"])

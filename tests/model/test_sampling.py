@@ -3,7 +3,6 @@
 import itertools
 import math
 from collections import defaultdict
-from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,17 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bertlab.data.rows import Vocabulary
-from bertlab.model.causal import BertLabForCausalLM
-from bertlab.model.config import BertLabConfig
-from bertlab.model.encoder import make_layer_context
-from bertlab.model.heads import BertLabForMaskedDiffusion, BertLabForMaskedLM
 from bertlab.model.sampling import (
     SAMPLERS,
-    BlockCache,
     SamplingConfig,
+    iterate_unmasking,
     schedule_steps,
     unmask,
-    iterate_unmasking,
 )
 
 torch.set_num_threads(1)
@@ -350,105 +344,15 @@ def test_padding_and_packed_documents_reach_the_model():
     assert torch.equal(seen[0], documents[:1])  # a row without a gap costs nothing
 
 
-def small(layers: int = 1, kind: type = BertLabForMaskedLM, **changes):
-    "An encoder of random weights that are large enough for words to depend on each other."
-    torch.manual_seed(layers)
-    config = BertLabConfig(vocab_size=8, hidden_size=16, num_hidden_layers=layers, num_attention_heads=2,
-                           intermediate_size=24, max_position_embeddings=48, initializer_range=0.4,
-                           pad_token_id=0, mask_token_id=MASK, **changes)  # fmt: skip
-    return kind(config)
-
-
-# Rows whose gaps, and so whose blocks, lie in other places, with padding and packed documents.
-GAPPED = torch.tensor([[1, *[MASK] * 9, 5, 6, 7, 2, 5, 6], [1, 5, MASK, 6, *[MASK] * 4, 7, MASK, 2, *[0] * 5],
-                       [1, MASK, 2, 1, 5, 5, *[MASK] * 9, 2]])  # fmt: skip
-DOCUMENTS = torch.tensor([[1] * 16, [1] * 11 + [0] * 5, [1] * 3 + [2] * 13])
-
-
-@pytest.mark.parametrize("sampler", SAMPLERS)
-@pytest.mark.parametrize("changes", [
-    {}, dict(num_key_value_heads=1, qk_norm=True), dict(attention_positions="alibi"),
-    dict(norm_position="post", output_gate="head"),
-], ids=["plain", "shared heads", "alibi", "gate"])  # fmt: skip
-def test_a_model_of_one_layer_writes_the_same_with_a_cache_of_blocks(sampler, changes):
-    for options in (
-        dict(block_size=3),
-        dict(block_size=4, guidance=0.7),
-        dict(block_size=9, remask=1.0),
-    ):
-        rule = SamplingConfig(sampler, num_steps=10, seed=3, **options)
-        plain, cached = (unmask(small(**changes), GAPPED, TOY, replace(rule, cache_blocks=on), attention_mask=DOCUMENTS)
-                         for on in (False, True))  # fmt: skip
-        assert torch.equal(plain, cached), options
-
-
-def test_with_a_cache_of_blocks_no_text_depends_on_its_company_and_fewer_places_are_read():
-    rule = SamplingConfig("confidence", num_steps=9, block_size=3, cache_blocks=True)
-    model, places = small(4, BertLabForMaskedDiffusion), []
-    model.encoder.blocks[0].register_forward_pre_hook(
-        lambda _, args: places.append(args[0].shape[:2].numel())
-    )
-    together = unmask(model, GAPPED, TOY, rule, attention_mask=DOCUMENTS)
-    places.clear()
-    for number in range(3):
-        alone = unmask(model, GAPPED[number : number + 1], TOY, rule, prompt_numbers=[number],
-                           attention_mask=DOCUMENTS[number : number + 1])  # fmt: skip
-        assert torch.equal(alone[0], together[number])
-    assert sum(places) < 0.7 * 3 * 9 * 16
-
-
-@pytest.mark.parametrize("layers", [1, 4])
-def test_what_is_read_at_the_start_of_a_block_is_what_the_block_looks_at(layers):
-    "Against the layers by hand: keys and values of places outside the block stay those of its first step."
-    model = small(layers, global_attention_every_n_layers=2, local_attention=6)
-    cache, first = BlockCache(model), GAPPED[:1]
-    block = torch.zeros_like(first, dtype=torch.bool)
-    block[:, 2:5] = True
-    later = first.clone()
-    later[0, 2], later[0, 8] = 6, 7  # 8 is outside: its change must not be seen
-    with torch.no_grad():
-        places = torch.arange(16)[None]
-        whole = cache.asking(block, [0])(first, None, places).logits
-        part = cache.asking(block, [0])(later, None, places[:, 2:5]).logits
-        assert torch.allclose(whole, model(first).logits, atol=1e-5)
-        seen = later.clone()
-        seen[0, 8] = first[0, 8]
-        x = model.encoder.embeddings(first, places)
-        fresh = model.encoder.embeddings(seen, places)
-        for layer, kind in zip(model.encoder.blocks, model.config.layer_types):
-            context = make_layer_context(
-                model.config, kind, torch.ones_like(first), places, "eager", 16
-            )
-            # The block's places go on with their own vectors, all others with those of the first step.
-            mixed = torch.where(block[..., None], fresh, x)
-            fresh, x = layer(mixed, context)[0], layer(x, context)[0]
-        expected = model.head(model.encoder.final_norm(fresh), model.get_input_embeddings().weight)
-    assert part.shape == (1, 3, 8) and torch.allclose(part, expected[:, 2:5], atol=1e-5)
-
-
-@pytest.mark.parametrize(
-    "model", [Tables(), small(1, BertLabForCausalLM)], ids=["another's", "causal"]
-)
-def test_blocks_are_cached_of_models_that_can(model):
-    with pytest.raises(ValueError, match="cache_blocks needs an encoder of bertlab's"):
-        unmask(
-            model,
-            torch.full((1, 3), MASK),
-            TOY,
-            SamplingConfig(num_steps=3, block_size=2, cache_blocks=True),
-        )
-
-
 @pytest.mark.parametrize("changes, said", [
     (dict(sampler="confidense"), "did you mean 'confidence'"), (dict(num_steps=0), "num_steps must be"),
-    (dict(num_steps=True), "num_steps must be"), (dict(temperature=-1), "temperature must be finite"),
+    (dict(num_steps=True), "num_steps must be"), (dict(temperature=-1), "temperature"),
     (dict(temperature=None), "temperature"), (dict(guidance="1"), "guidance"), (dict(top_p="1"), "top_p"),
     (dict(remask=None), "remask"),
-    (dict(temperature=float("nan")), "temperature"), (dict(top_p=0), "top_p must be above 0"),
+    (dict(temperature=float("nan")), "temperature"), (dict(top_p=0), "top_p"),
     (dict(repetition_penalty=0.5), "repetition_penalty must be"), (dict(guidance=-1), "guidance"),
     (dict(block_size=0), "block_size must be"), (dict(remask=1.1), "remask must be"),
     (dict(schedule="sine"), "schedule='sine' is unknown"), (dict(seed=-1), "seed must be"),
-    (dict(cache_blocks=True), "cache_blocks needs a block_size"),
 ])  # fmt: skip
 def test_a_rule_that_cannot_be_is_refused(changes, said):
     with pytest.raises(ValueError, match=said):
@@ -458,8 +362,8 @@ def test_a_rule_that_cannot_be_is_refused(changes, said):
 @pytest.mark.parametrize("changes, said", [
     ({"input_ids": torch.tensor([MASK])}, r"input_ids must be \(B, L\)"),
     ({"input_ids": torch.tensor([[5, 6, 7]])}, r"no \[MASK\]"),
-    ({"attention_mask": torch.tensor([[1, 1, 0]])}, "padding is never filled"),
-    ({"prompt_numbers": [1, 2]}, "prompt_numbers must be one for each"),
+    ({"attention_mask": torch.tensor([[1, 1, 0]])}, "padding"),
+    ({"prompt_numbers": [1, 2]}, "prompt_numbers"),
     ({"vocabulary": Vocabulary(30, 0, MASK)}, "the model scores only 8"),
 ])  # fmt: skip
 def test_what_cannot_be_filled_is_refused(changes, said):
