@@ -95,7 +95,8 @@ def finetune_embeddings(
     check_not_inside(output, expand_sources(names) if names else (), "run.output")
     data.setup()
     module.check_pairs(data.datasets)
-    module.check_parts(data)
+    module.build_model()
+    data.fit_rows(module.model)
     given = {
         k: v
         for k, v in trainer_options(config["trainer"]).items()

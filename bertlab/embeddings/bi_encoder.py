@@ -28,8 +28,7 @@ from .gradcache import chunk_batch, encode_with_gradcache
 from .pooling import POOLINGS, document_index, pack_for_encoder
 from ..model.encoder import BertLabModel
 from ..model.mask_filling import eval_mode
-from ..model.huggingface import END_OF_MODEL, check_tokenizer, save_model
-from ..train.modules import load_encoder
+from ..model.huggingface import END_OF_MODEL, check_tokenizer, load_model, save_model
 
 # %% ../../nbs/embeddings/04_bi_encoder.ipynb #f1309f11
 def length_batches(
@@ -255,7 +254,7 @@ class BiEncoder(nn.Module):
         **options: Any,  # pooling, normalize, max_sequence_length: instead of the model's own
     ) -> "BiEncoder":  # on the CPU, in evaluation mode
         "Load a bi-encoder of ours or of sentence-transformers, or build one from an encoder."
-        encoder, tokenizer = load_encoder(source).base_model, load_tokenizer(source)
+        encoder, tokenizer = load_model(source, "Model").model, load_tokenizer(source)
         config = read_st_config(source)
         length = max_text_length(encoder, tokenizer, config.get("max_sequence_length"))
         options = config | {"max_sequence_length": length} | options
@@ -264,13 +263,13 @@ class BiEncoder(nn.Module):
     def save(
         self,
         directory: str | os.PathLike,
-        kind: str | None = None,  # bert, roberta, modernbert; None: whichever fits, else ours
+        family: str | None = None,  # a key of FAMILIES; None: whichever fits, else ours
     ) -> Path:  # the directory
         "Write a directory for transformers and sentence-transformers."
         tokenizer = copy.deepcopy(self.tokenizer)
         tokenizer.model_max_length = self.max_sequence_length
         tokenizer.init_kwargs.pop(END_OF_MODEL, None)  # the length here is a choice
-        directory = save_model(self.encoder, tokenizer, directory, kind)
+        directory = save_model(self.encoder, tokenizer, directory, family)
         for name, content in st_config_files(self).items():  # modules.json last
             with atomic_write(directory / name) as temporary:
                 temporary.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

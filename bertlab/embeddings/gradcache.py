@@ -18,52 +18,52 @@ from torch.utils.checkpoint import checkpoint
 # %% ../../nbs/embeddings/03_gradcache.ipynb #cfdaa1e5
 def chunk_batch(
     batch: Mapping[str, Tensor],  # (B, ...) each
-    gradcache_rows: int,  # rows that are encoded at once
+    gradcache_rows: int,  # rows of a chunk
 ) -> list[dict[str, Tensor]]:
-    "Cut a batch into chunks of rows. No text is cut, because each lies in one row."
+    "Split a batch into chunks of rows; no text is split, because each is in one row."
     if gradcache_rows < 1:
         raise ValueError(f"gradcache_rows must be 1 or more, got {gradcache_rows}")
     sizes = {len(value) for value in batch.values()}
     if len(sizes) != 1:
-        raise ValueError(f"all tensors of a batch must have as many rows, got {sorted(sizes)}")
-    parts = {name: value.split(gradcache_rows) for name, value in batch.items()}
-    return [dict(zip(parts, values)) for values in zip(*parts.values())]
+        raise ValueError(f"the tensors of a batch must have equally many rows, got {sorted(sizes)}")
+    chunks = {name: value.split(gradcache_rows) for name, value in batch.items()}
+    return [dict(zip(chunks, values)) for values in zip(*chunks.values())]
 
 
 def encode_with_gradcache(
     encode: Callable[[Any], Tensor],  # a chunk -> vectors of its texts
     chunks: Sequence[Any],
-    cached: bool = True,  # forget activations, and compute them again in the backward pass
-    replay: bool = True,  # dropout, too: False is for lessons, and wrong
+    cached: bool = True,  # recompute activations in the backward pass
+    replay: bool = True,  # with the same dropout; False is wrong, for lessons
 ) -> Tensor:  # vectors of all chunks, (N, D)
-    "Encode chunk by chunk in the memory of one, with the gradient of all (Gao et al. 2021)."
+    "Encode in the memory of one chunk, with the gradient of the batch (Gao et al. 2021)."
     if cached and torch.is_grad_enabled():
         encode = partial(checkpoint, encode, use_reentrant=False, preserve_rng_state=replay)
     return torch.cat([encode(chunk) for chunk in chunks])
 
 # %% ../../nbs/embeddings/03_gradcache.ipynb #8a290319
-def rank_and_world_size() -> tuple[int, int]:  # rank, and number of processes
-    "Which process this is, of how many that train together."
-    running = dist.is_available() and dist.is_initialized()
-    return (dist.get_rank(), dist.get_world_size()) if running else (0, 1)
+def rank_and_world_size() -> tuple[int, int]:
+    "Return the rank of this process, and the number of processes."
+    is_running = dist.is_available() and dist.is_initialized()
+    return (dist.get_rank(), dist.get_world_size()) if is_running else (0, 1)
 
 
 def all_gather_with_grad(
-    vectors_ND: Tensor,  # of this process; all processes have as many
-) -> Tensor:  # (W N, D), by rank; each process gets its part of the gradient, from all losses
-    "Gather vectors over processes so that gradients find their way back."
+    vectors_ND: Tensor,  # of this process; all processes have equally many
+) -> Tensor:  # (W N, D), by rank
+    "Gather vectors over processes; each process gets the gradient of its own from all losses."
     if rank_and_world_size()[1] == 1:
         return vectors_ND
     from torch.distributed._functional_collectives import all_gather_tensor_autograd
 
-    found = all_gather_tensor_autograd(vectors_ND.contiguous(), 0, dist.group.WORLD)
-    return found.wait() if hasattr(found, "wait") else found
+    gathered = all_gather_tensor_autograd(vectors_ND.contiguous(), 0, dist.group.WORLD)
+    return gathered.wait() if hasattr(gathered, "wait") else gathered
 
 
 def all_gather(
-    values: Tensor,  # of this process; all processes have as many
+    values: Tensor,  # of this process; all processes have equally many
 ) -> Tensor:  # by rank
-    "Gather what needs no gradient over processes."
+    "Gather values over processes without a gradient."
     if rank_and_world_size()[1] == 1:
         return values
     parts = [torch.empty_like(values) for _ in range(rank_and_world_size()[1])]

@@ -321,7 +321,7 @@ def positions_differ(
     "Whether a family that counts positions from padding would count them from another id."
     return (
         tokenizer is not None
-        and config.embedding_positions == "learned"
+        and getattr(config, "embedding_positions", None) == "learned"
         and config.position_offset > 0
         and tokenizer.pad_token_id != config.position_offset - 1
     )

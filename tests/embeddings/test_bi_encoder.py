@@ -216,7 +216,7 @@ def test_a_tokenizer_whose_ids_are_higher_than_the_encoder_has_rows_is_refused()
     )
     with pytest.raises(
         ValueError,
-        match=f"ids up to {len(gapped) + 2}, and the model's vocab_size is {len(gapped)}",
+        match=f"ids up to {len(gapped) + 2} and the model's vocab_size is {len(gapped)}",
     ):
         BiEncoder(encoder, gapped)
 

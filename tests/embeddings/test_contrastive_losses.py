@@ -4,7 +4,6 @@ import math
 
 import pytest
 import torch
-from torch.nn import functional as F
 
 from bertlab.embeddings.losses import (
     ContrastiveLoss,
@@ -134,7 +133,7 @@ def test_two_processes_add_up_to_the_one_batch():
     for rank in range(2):
         own = torch.arange(3) + 3 * rank
         mine = EmbeddedTexts(q.vectors_ND[own], q.groups_N[own])
-        halves.append(rule(mine, d, own, 0.1, every_query=q, own_Q=own))
+        halves.append(rule(mine, d, own, 0.1, all_queries=q, first_query=3 * rank))
     assert sum(h.loss_sum for h in halves).item() == pytest.approx(whole.loss_sum.item(), rel=1e-9)
     grads = [torch.autograd.grad(loss, (q.vectors_ND, d.vectors_ND), retain_graph=True)
              for loss in (whole.loss_sum, sum(h.loss_sum for h in halves))]  # fmt: skip
@@ -217,6 +216,6 @@ def test_a_prefix_as_wide_as_the_vectors_is_refused():
     with pytest.raises(ValueError, match="8"):
         ContrastiveLoss(matryoshka_dims=(8,))(*make_batch(), 0.1)
     with pytest.raises(ValueError, match="unknown"):
-        distillation_loss(torch.zeros(1, 2), torch.zeros(1, 2), kind="mse")
+        distillation_loss(torch.zeros(1, 2), torch.zeros(1, 2), distillation="mse")
     with pytest.raises(ValueError, match="candidates"):
         distillation_loss(torch.zeros(1, 1), torch.zeros(1, 1))

@@ -135,7 +135,7 @@ def test_only_one_chunk_s_activations_live_at_a_time():
 def test_a_batch_of_unequal_tensors_and_no_rows_are_refused():
     with pytest.raises(ValueError, match="gradcache_rows"):
         chunk_batch({"a": torch.zeros(2, 1)}, 0)
-    with pytest.raises(ValueError, match="as many rows"):
+    with pytest.raises(ValueError, match="equally many rows"):
         chunk_batch({"a": torch.zeros(2, 1), "b": torch.zeros(3)}, 1)
     assert [len(c["a"]) for c in chunk_batch({"a": torch.zeros(5, 1)}, 2)] == [2, 2, 1]
     one = torch.ones(2, 3)
