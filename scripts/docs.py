@@ -396,7 +396,12 @@ def check(staged: Path) -> list[str]:
         if output in outputs:
             problems.append(f"{name} and {outputs[output]} both render to {output}")
         outputs[output] = name
-        if name.endswith(".ipynb") and "[Open in Colab](https:" not in page.text:
+        is_index = re.fullmatch(r"\w+/index\.ipynb", name)  # a list of modules, not a lesson
+        if (
+            name.endswith(".ipynb")
+            and not is_index
+            and "[Open in Colab](https:" not in page.text
+        ):
             problems.append(
                 f"{name}: no link to Colab; write [Open in Colab](colab) and run `make sync`"
             )
