@@ -397,11 +397,7 @@ def check(staged: Path) -> list[str]:
             problems.append(f"{name} and {outputs[output]} both render to {output}")
         outputs[output] = name
         is_index = re.fullmatch(r"\w+/index\.ipynb", name)  # a list of modules, not a lesson
-        if (
-            name.endswith(".ipynb")
-            and not is_index
-            and "[Open in Colab](https:" not in page.text
-        ):
+        if name.endswith(".ipynb") and not is_index and "[Open in Colab](https:" not in page.text:
             problems.append(
                 f"{name}: no link to Colab; write [Open in Colab](colab) and run `make sync`"
             )
