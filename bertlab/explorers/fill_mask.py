@@ -64,19 +64,18 @@ def guesses_html(
     top_k: int = 5,
 ) -> str:  # HTML
     "Draw what each checkpoint believes, side by side. Raises `ValueError` for nonsense."
-    columns, left = [], 'style="text-align:left;white-space:nowrap;font-weight:600"'
+    columns, style = [], 'style="text-align:left;white-space:nowrap;font-weight:600"'
     for name, gaps in ask_checkpoints(checkpoints, text, top_k).items():
         heads = [
-            f"{html.escape(name)}, gap {number} of {len(gaps)}"
-            for number in range(1, len(gaps) + 1)
+            f"{html.escape(name)}, gap {gap} of {len(gaps)}" for gap in range(1, len(gaps) + 1)
         ]
         tables = [
-            f"<table><caption {left}>{head}</caption>{guess_rows(guesses)}</table>"
+            f"<table><caption {style}>{head}</caption>{guess_rows(guesses)}</table>"
             for head, guesses in zip(heads, gaps)
         ]
         columns.append("".join(tables))
-    shown = html.escape(text).replace(GAP, f"<bdi>{GAP}</bdi>")  # no part of an Arabic sentence
-    return f'<p dir="auto">{shown}</p>{flex_row(columns)}'
+    sentence = html.escape(text).replace(GAP, f"<bdi>{GAP}</bdi>")  # no part of an Arabic sentence
+    return f'<p dir="auto">{sentence}</p>{flex_row(columns)}'
 
 # %% ../../nbs/explorers/06_fill_mask.ipynb #82a6ccbb
 def compare_guesses(
@@ -98,7 +97,7 @@ def compare_guesses(
             top_k, min=1, max=max(10, top_k), description="guesses", **CONTROL_LOOK
         ),
     }
-    steps = {f"sentence {number}": {"text": text} for number, text in enumerate(texts, start=1)}
+    steps = {f"sentence {n}": {"text": text} for n, text in enumerate(texts, start=1)}
     return explore(
         controls,
         partial(guesses_html, checkpoints),

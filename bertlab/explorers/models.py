@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['MAX_TOKENS', 'CONTROLS', 'MAX_FRAMES', 'MAP_DOTS', 'untrained_twin', 'shuffle_words', 'forward_with_attentions',
            'attention_maps', 'shade_image', 'map_figure', 'attention_html', 'attention_panels', 'attention_browser',
-           'project_table', 'nearest_tokens', 'find_token', 'map_dots', 'spread_labels', 'neighbours_html',
+           'Plane', 'pca_plane', 'nearest_tokens', 'find_token', 'map_dots', 'spread_labels', 'neighbours_html',
            'embedding_map']
 
 # %% ../../nbs/explorers/05_models.ipynb #583440be
@@ -15,7 +15,7 @@ import html
 import io
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import ipywidgets
 import numpy as np
@@ -92,12 +92,12 @@ def attention_maps(
     if int(batch["input_ids"].max()) >= (size := len(model.get_input_embeddings().weight)):
         check_tokenizer(tokenizer, size, needs_mask=False)  # which says what to do
     config, device = model.base_model.config, next(model.parameters()).device
-    asked = config._attn_implementation
+    implementation = config._attn_implementation
     try:
         config._attn_implementation = "eager"
         out = forward_with_attentions(model, batch.to(device))
     finally:
-        config._attn_implementation = asked
+        config._attn_implementation = implementation
     if any(layer.shape[2:] != (num_tokens, num_tokens) for layer in out.attentions):
         raise ValueError(
             f"{type(model).__name__} gives no weight to each pair of {num_tokens} "
@@ -128,14 +128,14 @@ def map_figure(
     alt: str,
 ) -> str:  # HTML
     "Draw an attention map with the names of its rows."
-    cell, left, length = 18, 110, len(tokens)
-    image = (f'<image href="{shade_image(weights_LL / full)}" x="{left}" y="0" '
+    cell, margin, length = 18, 110, len(tokens)
+    image = (f'<image href="{shade_image(weights_LL / full)}" x="{margin}" y="0" '
              f'width="{cell * length}" height="{cell * length}" '
              'style="image-rendering:pixelated"/>')  # fmt: skip
-    names = [svg_text(left - 6, cell * i + 14, name[:12], "end", 13)
+    names = [svg_text(margin - 6, cell * i + 14, name[:12], "end", 13)
              for i, name in enumerate(tokens)]  # fmt: skip
-    frame = svg_box(left, cell * token, cell * length, cell, ORANGE, 0)
-    return svg_figure([image, *names, frame], left + cell * length + 4, cell * length + 4, alt)
+    frame = svg_box(margin, cell * token, cell * length, cell, ORANGE, 0)
+    return svg_figure([image, *names, frame], margin + cell * length + 4, cell * length + 4, alt)
 
 # %% ../../nbs/explorers/05_models.ipynb #9d24b3e2
 def attention_html(
@@ -153,11 +153,11 @@ def attention_html(
         spans.append(
             f'<span style="{look}{shade}{ring}" title="{share:.1%}">{html.escape(name)}</span>'
         )
-    named = [f"<bdi>{html.escape(name)}</bdi>" for name in tokens]
-    first = ", ".join(f"{named[j]} {shares[j]:.0%}" for j in np.argsort(-shares)[:3])
+    names = [f"<bdi>{html.escape(name)}</bdi>" for name in tokens]
+    first = ", ".join(f"{names[j]} {shares[j]:.0%}" for j in np.argsort(-shares)[:3])
     spread = np.exp(-(shares * np.log(np.maximum(shares, 1e-12))).sum())
-    said = f"{named[token]} (position {token}) looks at {first}; "
-    return f"<p>{''.join(spans)}</p><p>{said}as if at {spread:.1f} of {len(tokens)} tokens</p>"
+    summary = f"{names[token]} (position {token}) looks at {first}; "
+    return f"<p>{''.join(spans)}</p><p>{summary}as if at {spread:.1f} of {len(tokens)} tokens</p>"
 
 # %% ../../nbs/explorers/05_models.ipynb #a8060cf1
 CONTROLS = ("untrained twin", "shuffled words")
@@ -175,10 +175,10 @@ def attention_panels(
     control: str = CONTROLS[0],
 ) -> str:
     "Draw a head of a model beside its control. Raises `ValueError` for nonsense."
-    other = (model, shuffle_words(text)) if control == CONTROLS[1] else (twin, text)
+    control_model = (model, shuffle_words(text)) if control == CONTROLS[1] else (twin, text)
     seen = {
         "this model": attention_maps(model, tokenizer, text),
-        control: attention_maps(other[0], tokenizer, other[1]),
+        control: attention_maps(control_model[0], tokenizer, control_model[1]),
     }
     full, panels = max(maps[layer, head].max() for _, maps in seen.values()), []
     for name, (tokens, maps) in seen.items():
@@ -222,14 +222,29 @@ def attention_browser(
     return explore(controls, draw, steps, "Who looks at whom")
 
 # %% ../../nbs/explorers/05_models.ipynb #dd14b4dc
-def project_table(
-    table_VD: np.ndarray,
-) -> tuple[np.ndarray, float]:  # (V, 2) places; share of the variance that they show
-    "Lay vectors out along the two directions in which they differ most."
-    centred_VD = table_VD - table_VD.mean(0)
-    values_D, axes_DD = np.linalg.eigh((centred_VD.T @ centred_VD).astype(float))  # rising
-    share = values_D[-2:].sum() / max(values_D.sum(), 1e-12)
-    return centred_VD @ axes_DD[:, :-3:-1], float(share)
+class Plane(NamedTuple):
+    "The plane in which vectors differ most (Pearson 1901)."
+
+    positions_N2: np.ndarray  # of the vectors
+    variance_share: float
+    mean_D: np.ndarray
+    axes_D2: np.ndarray
+
+    def project(self, vector_D: np.ndarray) -> np.ndarray:  # (2,)
+        "Return the position of another vector."
+        return (vector_D - self.mean_D) @ self.axes_D2
+
+
+def pca_plane(vectors_ND: np.ndarray) -> Plane:
+    "Project vectors to the two directions of largest variance. Raises `ValueError` below 3."
+    if len(vectors_ND) < 3:
+        raise ValueError(f"a map needs 3 vectors or more, got {len(vectors_ND)}")
+    mean_D = vectors_ND.mean(0)
+    centered_ND = (vectors_ND - mean_D).astype(float)
+    variances_D, axes_DD = np.linalg.eigh(centered_ND.T @ centered_ND)  # ascending
+    axes_D2 = axes_DD[:, :-3:-1]
+    share = float(variances_D[-2:].sum() / max(variances_D.sum(), 1e-12))
+    return Plane(centered_ND @ axes_D2, share, mean_D, axes_D2)
 
 
 def nearest_tokens(
@@ -290,7 +305,7 @@ def spread_labels(
 
 # %% ../../nbs/explorers/05_models.ipynb #b6af446e
 def neighbours_html(
-    laid_out: tuple,  # ids of the entries, their rows; places and share of `project_table`
+    laid_out: tuple,  # ids of the entries, their rows; places and share of `pca_plane`
     tokenizer: Any,
     word: str,
     count: int,  # of neighbours
@@ -305,20 +320,20 @@ def neighbours_html(
     names = tokenizer.convert_ids_to_tokens([int(ids_V[i]) for i, _ in near])
     parts = [dots]
     near_xy = xy[[i for i, _ in near]]
-    for dot, place, label in zip(near_xy, spread_labels(near_xy + [6, -4]), names):
+    for dot, position, label in zip(near_xy, spread_labels(near_xy + [6, -4]), names):
         parts += [
             svg_line(*zip(xy[chosen], dot), GREY, width=1),
             svg_box(*(dot - 3), 6, 6, BLUE, 1),
-            svg_text(*place, label[:12], size=12),
+            svg_text(*position, label[:12], size=12),
         ]
     parts.append(svg_box(*(xy[chosen] - 4), 8, 8, ORANGE, 1))
-    said = ", ".join(
+    neighbours = ", ".join(
         f"<bdi>{html.escape(name)}</bdi> {cosine:.2f}" for (_, cosine), name in zip(near, names)
     )
     figure = svg_figure(parts, 500, 330, f"{title}: the embedding table, {word} and its neighbours")
     return (
         f"<p><b>{html.escape(title)}</b>, {share:.0%} of the variance</p>{figure}"
-        f"<p>nearest to <bdi>{html.escape(word.strip())}</bdi>: {said}</p>"
+        f"<p>nearest to <bdi>{html.escape(word.strip())}</bdi>: {neighbours}</p>"
     )
 
 # %% ../../nbs/explorers/05_models.ipynb #941a1035
@@ -333,10 +348,10 @@ def embedding_map(
     _check_kind(model)
     check_tokenizer(tokenizer, len(model.get_input_embeddings().weight), needs_mask=False)
     ids_V, laid_out = np.unique([*tokenizer.get_vocab().values()]), {}
-    for name, one in (("this model", model), ("untrained twin", untrained_twin(model))):
-        table = one.get_input_embeddings().weight.detach().float().cpu().numpy()
+    for name, network in (("this model", model), ("untrained twin", untrained_twin(model))):
+        table = network.get_input_embeddings().weight.detach().float().cpu().numpy()
         table = table[ids_V]  # some models pad it, and ids may leave gaps
-        laid_out[name] = ids_V, table, *project_table(table)
+        laid_out[name] = ids_V, table, *pca_plane(table)[:2]
 
     def draw(word: str, count: int = 5) -> str:
         panels = [neighbours_html(laid, tokenizer, word, count, name)

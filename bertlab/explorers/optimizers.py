@@ -152,10 +152,10 @@ def _race_charts(
     log = {rule: (x, np.log10(np.where(y > 0, y, np.nan))) for rule, (x, y) in size.items()}
     loss = {rule: mean_curve(runs, "losses", points) for rule, runs in by_rule.items()}
     values = {rule: last_spectrum(runs, _reached(runs, update)) for rule, runs in by_rule.items()}
-    kept = {rule: downsample(len(v), points) for rule, v in values.items() if v}
+    indices = {rule: downsample(len(v), points) for rule, v in values.items() if v}
     spectra = {
         _named(rule, by_rule[rule], update): (at + 1, np.array(values[rule])[at])
-        for rule, at in kept.items()
+        for rule, at in indices.items()
     }
     charts = [
         svg_chart(loss, "update", "loss (nats per label)", "Loss of each rule", update),
@@ -208,7 +208,7 @@ def race_html(
     if not rules:
         raise ValueError("choose a rule: there is nobody in the race")
     by_rule = {rule: [run for run in runs if run.optimizer == rule] for rule in rules}
-    if absent := [rule for rule, own in by_rule.items() if not own]:
+    if absent := [rule for rule, rule_runs in by_rule.items() if not rule_runs]:
         raise ValueError(f"no run is of {absent[0]!r}; choose rules that have runs")
     return _race_table(by_rule, update) + _race_charts(by_rule, update, points)
 

@@ -52,12 +52,12 @@ def place_padded(lengths: Sequence[int], capacity: int) -> list[Placement]:
 
 def place_next_fit(lengths: Sequence[int], capacity: int) -> list[Placement]:
     "Put each document into the last row, or into a new one (Johnson 1973)."
-    deals, row, left = [], -1, 0
+    deals, row, space = [], -1, 0
     for document, length in enumerate(lengths):
-        if row < 0 or length > left:
-            row, left = row + 1, capacity
+        if row < 0 or length > space:
+            row, space = row + 1, capacity
         deals.append((document, row))
-        left -= length
+        space -= length
     return deals
 
 
@@ -85,9 +85,9 @@ def deal_documents(
     if packer not in PACKERS:
         raise ValueError(f"packer must be one of {list(PACKERS)}, got {packer!r}")
     pack_best_fit(lengths, capacity)  # refuses lengths and capacities that no packer can use
-    kept = [document for document, length in enumerate(lengths) if length]
-    deals = PACKERS[packer]([lengths[document] for document in kept], capacity)
-    return [(kept[document], row) for document, row in deals]
+    filled = [document for document, length in enumerate(lengths) if length]
+    deals = PACKERS[packer]([lengths[document] for document in filled], capacity)
+    return [(filled[document], row) for document, row in deals]
 
 # %% ../../nbs/explorers/02_packing.ipynb #50cd0123
 _ROW_WIDTH, _ROW_HEIGHT = 480, 26  # of a drawn row, user units
@@ -102,16 +102,16 @@ def draw_deals(
     scale, used, parts = _ROW_WIDTH / capacity, {}, []
     for step, (document, row) in enumerate(deals, start=1):
         start, length, new = used.get(row, 0), lengths[document], step == len(deals)
-        place = start * scale, row * _ROW_HEIGHT, length * scale, _ROW_HEIGHT - 5
+        box = start * scale, row * _ROW_HEIGHT, length * scale, _ROW_HEIGHT - 5
         label = str(length) if length * scale > 10 * len(str(length)) else ""
         tip = f"document {document}: {length} tokens"
-        parts.append(svg_box(*place, BLUE, 0.7 if new else 0.25, label, tip))
+        parts.append(svg_box(*box, BLUE, 0.7 if new else 0.25, label, tip))
         used[row] = start + length
     for row, filled in used.items():
         if wasted := capacity - filled:
-            place = filled * scale, row * _ROW_HEIGHT, wasted * scale, _ROW_HEIGHT - 5
+            box = filled * scale, row * _ROW_HEIGHT, wasted * scale, _ROW_HEIGHT - 5
             label = f"{wasted} wasted" if wasted * scale > 80 else ""
-            parts.append(svg_box(*place, RED, 0.85, label, f"{wasted} positions wasted"))
+            parts.append(svg_box(*box, RED, 0.85, label, f"{wasted} positions wasted"))
     bottom = len(used) * _ROW_HEIGHT + 4
     parts += [
         svg_line([0, _ROW_WIDTH], [bottom] * 2, width=1),
@@ -195,18 +195,18 @@ LAYER_KINDS = ("global", "window")
 def visible_positions(
     documents_L: np.ndarray,  # 0 for padding, 1, 2, ... for the document a token belongs to
     token: int,  # a place in the row, from 0
-    kind: str = "global",  # of LAYER_KINDS
+    layer_type: str = "global",  # of LAYER_KINDS
     window: int = 4,  # places to each side; read by "window" alone
 ) -> np.ndarray:  # places in the row that the token sees
     "Say whom a token may look at, by the mask that attention uses."
-    if kind not in LAYER_KINDS:
-        raise ValueError(f"kind must be one of {LAYER_KINDS}, got {kind!r}")
-    if kind == "window" and window < 0:
+    if layer_type not in LAYER_KINDS:
+        raise ValueError(f"layer_type must be one of {LAYER_KINDS}, got {layer_type!r}")
+    if layer_type == "window" and window < 0:
         raise ValueError(f"window must be 0 or more places to each side, got {window}")
     if not 0 <= token < len(documents_L):
         raise ValueError(f"token must be a place from 0 to {len(documents_L) - 1}, got {token}")
     documents_1L = torch.as_tensor(np.array(documents_L))[None]
-    mask_B1LL = document_mask(documents_1L, window if kind == "window" else None)
+    mask_B1LL = document_mask(documents_1L, window if layer_type == "window" else None)
     return mask_B1LL[0, 0, token].nonzero()[:, 0].numpy()
 
 # %% ../../nbs/explorers/02_packing.ipynb #ff52caab
@@ -241,27 +241,27 @@ def visible_html(
     row: Mapping[str, Any],  # of `build_rows`: attention_mask and position_ids; (L,) each
     tokens: Sequence[str],  # the row as words
     token: int,
-    kind: str = "global",
+    layer_type: str = "global",
     window: int = 4,
 ) -> str:  # HTML
     "Draw whom one token of a packed row sees. Raises `ValueError` for nonsense."
     documents_L, positions_L = map(np.asarray, (row["attention_mask"], row["position_ids"]))
-    seen = visible_positions(documents_L, token, kind, window)
-    reached = {int(place): "reached" for place in seen} | {token: "chosen"}
+    visible = visible_positions(documents_L, token, layer_type, window)
+    reached = {int(position): "reached" for position in visible} | {token: "chosen"}
     states = [
-        (int(number), reached.get(place, "unreached" if number else "padding"))
-        for place, number in enumerate(documents_L)
+        (int(document), reached.get(position, "unreached" if document else "padding"))
+        for position, document in enumerate(documents_L)
     ]
-    name, number = html.escape(tokens[token]), documents_L[token]
-    if number:
-        first, last = positions_L[seen[[0, -1]]]
-        said = (
-            f"<b>{name}</b>, position {positions_L[token]} of document {number}, reaches "
-            f"<b>{len(seen)} tokens</b>: positions {first} to {last} of its document"
+    name, document = html.escape(tokens[token]), documents_L[token]
+    if document:
+        first, last = positions_L[visible[[0, -1]]]
+        summary = (
+            f"<b>{name}</b>, position {positions_L[token]} of document {document}, reaches "
+            f"<b>{len(visible)} tokens</b>: positions {first} to {last} of its document"
         )
     else:
-        said = f"<b>{name}</b> is padding: it reaches <b>0 tokens</b>, and no token reaches it"
-    return f"<p>{kind} layer: {said}.</p>{_draw_stretches(tokens, positions_L, states)}"
+        summary = f"<b>{name}</b> is padding: it reaches <b>0 tokens</b>, and no token reaches it"
+    return f"<p>{layer_type} layer: {summary}.</p>{_draw_stretches(tokens, positions_L, states)}"
 
 # %% ../../nbs/explorers/02_packing.ipynb #0336a30a
 def document_mask_viewer(
@@ -275,20 +275,25 @@ def document_mask_viewer(
         "token": ipywidgets.IntSlider(
             0, min=0, max=len(tokens) - 1, description="token", **CONTROL_LOOK
         ),
-        "kind": ipywidgets.ToggleButtons(options=LAYER_KINDS, description="layer", **CONTROL_LOOK),
+        "layer_type": ipywidgets.ToggleButtons(
+            options=LAYER_KINDS, description="layer", **CONTROL_LOOK
+        ),
         "window": ipywidgets.IntText(window, description="window", **CONTROL_LOOK),
     }
     starts = np.flatnonzero(np.diff(documents_L, prepend=0) * documents_L)[:3]  # a few documents
     middles = [
         int(places[len(places) // 2])
-        for number in documents_L[starts]
-        for places in [np.flatnonzero(documents_L == number)]
+        for document in documents_L[starts]
+        for places in [np.flatnonzero(documents_L == document)]
     ]
-    shown = {
-        f"{tokens[place]} ({place}), {kind}": {"token": place, "kind": kind}
-        for place in middles
-        for kind in LAYER_KINDS
+    steps = {
+        f"{tokens[position]} ({position}), {layer_type}": {
+            "token": position,
+            "layer_type": layer_type,
+        }
+        for position in middles
+        for layer_type in LAYER_KINDS
     }
     return explore(
-        controls, partial(visible_html, row, tokens), shown, "Whom does this token reach?"
+        controls, partial(visible_html, row, tokens), steps, "Whom does this token reach?"
     )

@@ -96,7 +96,7 @@ def schedule_html(
     steps, factors = sample_curve(schedule, num_steps)
     area = full_rate_steps(schedule, num_steps)
     flat = learning_rate * area / num_steps
-    said = f"{area:,.1f} updates at the full rate ({area / num_steps:.0%} of {num_steps:,})"
+    summary = f"{area:,.1f} updates at the full rate ({area / num_steps:.0%} of {num_steps:,})"
     curves = {
         "learning rate": (steps, [learning_rate * factor for factor in factors]),
         f"flat rate of the same area, {flat:.3g}": ([0, num_steps - 1], [flat, flat]),
@@ -105,13 +105,13 @@ def schedule_html(
         curves,
         "update",
         "learning rate",
-        f"The rate over the run: worth {said}",
+        f"The rate over the run: worth {summary}",
         y_range=(0, learning_rate),
     )
     warmup, training, cooldown = schedule.lengths
-    rest = ", the rest (-1)" if schedule.training_steps == -1 else ""
-    lengths = f"{warmup:,} of warmup, {training:,} of training{rest}, {cooldown:,} of cooldown"
-    return f"{chart}<p>area: <b>{said}</b><br>updates: {lengths}</p>"
+    remainder = ", the rest (-1)" if schedule.training_steps == -1 else ""
+    lengths = f"{warmup:,} of warmup, {training:,} of training{remainder}, {cooldown:,} of cooldown"
+    return f"{chart}<p>area: <b>{summary}</b><br>updates: {lengths}</p>"
 
 # %% ../../nbs/explorers/03_schedules.ipynb #f4e63e39
 def design_schedule(
@@ -122,9 +122,9 @@ def design_schedule(
     "Build a schedule as a run would. Raises `ValueError` that names the argument."
     if not 0 < learning_rate < math.inf:
         raise ValueError(f"learning_rate must be a number above 0, got {learning_rate}")
-    known = {one.name for one in fields(Schedule)} - {"total_steps"}
-    if unknown := sorted(phases.keys() - known):
-        raise ValueError(f"unknown argument {unknown[0]!r}; known are {', '.join(sorted(known))}")
+    options = {option.name for option in fields(Schedule)} - {"total_steps"}
+    if unknown := sorted(phases.keys() - options):
+        raise ValueError(f"unknown argument {unknown[0]!r}; known are {', '.join(sorted(options))}")
     return Schedule(**phases, total_steps=num_steps)
 
 # %% ../../nbs/explorers/03_schedules.ipynb #65016229
@@ -139,13 +139,13 @@ _KNOWN_DESIGNS = {  # label -> share of the run for a phase, kinds
 
 def _phase_controls(phase: str, schedule: Schedule, num_steps: int) -> dict[str, ipywidgets.Widget]:
     "The three controls of a phase, by the names of `get_scheduler`: kind, steps, decay."
-    kind, steps, decay = (f"{phase}_{part}" for part in ("kind", "steps", "decay"))
+    shape, steps, decay = (f"{phase}_{part}" for part in ("kind", "steps", "decay"))
     start = phase_options(schedule)
     # A label has two words, and a control is as wide as its column.
     look = {"style": {"description_width": "10em"}, "layout": {"width": "auto"}}
     least = -1 if phase == "training" else 0  # -1: what the others leave
     return {
-        kind: ipywidgets.Dropdown(options=SCHEDULE_KINDS[phase], value=start[kind],
+        shape: ipywidgets.Dropdown(options=SCHEDULE_KINDS[phase], value=start[shape],
                                   description=phase, **look),
         steps: ipywidgets.IntSlider(start[steps], min=least, max=num_steps,
                                     description=f"{phase} updates", **look),

@@ -74,8 +74,8 @@ def cells_html(cells: Sequence[TokenCell]) -> str:
         if cell.fate == "written" and not math.isnan(cell.confidence):
             look += f";border-bottom-color:{BLUE}{round(40 + 215 * cell.confidence):02x}"
         sure = "" if math.isnan(cell.confidence) else f", probability {cell.confidence:.1%}"
-        shown = html.escape(cell.token) or "&nbsp;"
-        spans.append(f'<span style="{look}" title="{cell.fate}{sure}">{shown}</span>')
+        token = html.escape(cell.token) or "&nbsp;"
+        spans.append(f'<span style="{look}" title="{cell.fate}{sure}">{token}</span>')
     return f'<p dir="auto" style="line-height:2.4">{" ".join(spans)}</p>'
 
 

@@ -61,8 +61,8 @@ class WidgetMail:
         content: bool,  # unpack it, too? Then this counts as read
     ) -> tuple[list, dict]:  # addresses, message
         "Read a message. Raises `ValueError` for one that is forged, or was read before."
-        addresses, rest = self.kernel.session.feed_identities(parts, copy=False)
-        return addresses, self.kernel.session.deserialize(rest, content=content, copy=False)
+        addresses, frames = self.kernel.session.feed_identities(parts, copy=False)
+        return addresses, self.kernel.session.deserialize(frames, content=content, copy=False)
 
     def is_for_widgets(self, parts: list) -> bool:
         "Look at the header alone. A forged message is for nobody: the kernel will say so."
@@ -140,13 +140,13 @@ def monitor_html(
     curves, last = monitor_curves(rows), [rows[-1][name] for name in History.COLUMNS]
     goal = f" of {max_steps:,}" if max_steps > 0 else ""
     speed = curves["tokens per second"][1]
-    said = f"step {int(last[0]):,}{goal}: loss {last[1]:.3f}, rate {last[2]:.2e}"
-    said += f", {speed[-1]:,.0f} tokens per second" if speed[-1] > 0 else ""
+    summary = f"step {int(last[0]):,}{goal}: loss {last[1]:.3f}, rate {last[2]:.2e}"
+    summary += f", {speed[-1]:,.0f} tokens per second" if speed[-1] > 0 else ""
     charts = [
         answer(lambda: svg_chart({name: xy}, "step", name, f"{name} over the steps"))
         for name, xy in curves.items()
     ]
-    return f"<p><b>{said}</b></p>{flex_row(charts, gap='.5em')}"
+    return f"<p><b>{summary}</b></p>{flex_row(charts, gap='.5em')}"
 
 # %% ../../nbs/explorers/07_training_monitor.ipynb #f7dbe6f2
 class MonitorPanel:
@@ -173,9 +173,9 @@ class MonitorPanel:
 
         self._handle = display(self.explorer, display_id=True)
 
-    def close(self, said: str) -> None:
+    def close(self, description: str) -> None:
         "Leave the last drawing on the page, for readers without a kernel as well."
-        self.button.disabled, self.button.description = True, said
+        self.button.disabled, self.button.description = True, description
         self.explorer.static_html = check_size(self.drawing.value)
         if self._handle is not None:
             self._handle.update(self.explorer)

@@ -120,14 +120,14 @@ RATE_COLOURS = {"chosen": GREY, "hidden": ORANGE, "replaced": RED, "kept": BLUE}
 
 def rates_html(
     counts: dict[str, tuple[int, int]],  # a key of RATE_COLOURS -> how many, of how many
-    asked: dict[str, float],  # the same keys -> requested share
+    expected: dict[str, float],  # the same keys -> requested share
 ) -> str:
     "Tell observed and requested rates, in words and as bars with a mark."
     words, parts, bottom = [], [], 26 * len(counts) + 2  # user units
-    for row, (name, (count, whole)) in enumerate(counts.items()):
-        share, rate, y = count / (whole or 1), asked[name], 26 * row + 2
+    for row, (name, (count, total)) in enumerate(counts.items()):
+        share, rate, y = count / (total or 1), expected[name], 26 * row + 2
         sign = f'<span style="{TOKEN_STYLES.get(name, "")}">{name}</span>'
-        words.append(f"{sign} {count} of {whole}: {share:.0%}, asked {rate:.0%}")
+        words.append(f"{sign} {count} of {total}: {share:.0%}, asked {rate:.0%}")
         parts += [
             svg_text(0, y + 15, name),
             svg_box(80, y + 2, 300 * share, 16, RATE_COLOURS[name], 0.7),
@@ -169,9 +169,9 @@ def masked_html(
     vocabulary = _dial_collator(tokenizer, objective, probability, unit).vocabulary
     counts = {"chosen": (chosen, int(maskable_tokens(row, vocabulary).sum()))}  # without [UNK]
     counts |= {fate: (fates.count(fate), chosen) for fate in ("hidden", "replaced", "kept")}
-    asked = expected_rates(tokenizer, probability, draw, objective)
-    shown = f'<p dir="auto" style="line-height:2">{" ".join(words)}</p>'
-    return shown + rates_html(counts, asked)
+    expected = expected_rates(tokenizer, probability, draw, objective)
+    sentence = f'<p dir="auto" style="line-height:2">{" ".join(words)}</p>'
+    return sentence + rates_html(counts, expected)
 
 # %% ../../nbs/explorers/01_widgets.ipynb #b2a9dce6
 class Explorer(ipywidgets.VBox):
@@ -295,18 +295,20 @@ def static_frames(
 # %% ../../nbs/explorers/01_widgets.ipynb #6ccfa641
 def _steps_that_fit(frames: Sequence[str], title: str, labels: Sequence[str]) -> str:  # HTML
     "Lay frames behind each other as `static_frames` does; where all are too large, fewer."
-    kept, said = range(len(frames)), title
+    indices, heading = range(len(frames)), title
     while True:
         try:
-            return static_frames([frames[i] for i in kept], said, [labels[i] for i in kept])
+            return static_frames(
+                [frames[i] for i in indices], heading, [labels[i] for i in indices]
+            )
         except ValueError as mistake:
             if not frames:
                 raise
-            if len(kept) == 1:
+            if len(indices) == 1:
                 return alert(f"{title}: {mistake}")
-        kept = downsample(len(frames), len(kept) - 1)
-        said = (
-            f"{title} ({len(kept)} of {len(frames)} steps: all of them are too large for a "
+        indices = downsample(len(frames), len(indices) - 1)
+        heading = (
+            f"{title} ({len(indices)} of {len(frames)} steps: all of them are too large for a "
             "page without a kernel)"
         )
 
@@ -331,21 +333,21 @@ def explore(
     the controls have now, but for what it turns. The controls belong to the explorer: its `close`
     closes them.
     """
-    shown = ipywidgets.HTML()
+    drawing = ipywidgets.HTML()
     values = lambda: {name: control.value for name, control in controls.items()}
 
     def redraw(change: Any = None) -> None:
         try:
-            shown.value = answer(draw, **values())
+            drawing.value = answer(draw, **values())
         except Exception as bug:  # nobody reads the log of a kernel: show it, then fail as usual
-            shown.value = alert(f"a bug in this explorer: {type(bug).__name__}: {bug}")
+            drawing.value = alert(f"a bug in this explorer: {type(bug).__name__}: {bug}")
             raise
 
     frames = [answer(draw, **(values() | dict(turned))) for turned in steps.values()]
     for control in controls.values():
         control.observe(redraw, names="value")
     redraw()
-    children = [*(controls.values() if rows is None else rows), shown]
+    children = [*(controls.values() if rows is None else rows), drawing]
     # A control that somebody keeps in a variable must not keep the model as well.
     forget = [partial(control.unobserve, redraw, names="value") for control in controls.values()]
     on_close = [*forget, *(link.close for link in links)]
@@ -376,20 +378,20 @@ def svg_chart(
     pairs = np.concatenate([np.array(xy, dtype=float).T for xy in curves.values()])
     if not (finite := np.isfinite(pairs).all(axis=1)).any():
         raise ValueError("there is no finite point to draw")
-    (left, low), (right, high) = pairs[finite].min(axis=0), pairs[finite].max(axis=0)
-    low, high = y_range or (low, high)
-    to_x = lambda x: 64 + 430 * (np.asarray(x, float) - left) / ((right - left) or 1)
-    to_y = lambda y: 216 - 180 * (np.asarray(y, float) - low) / ((high - low) or 1)
+    (x_min, y_min), (x_max, y_max) = pairs[finite].min(axis=0), pairs[finite].max(axis=0)
+    y_min, y_max = y_range or (y_min, y_max)
+    to_x = lambda x: 64 + 430 * (np.asarray(x, float) - x_min) / ((x_max - x_min) or 1)
+    to_y = lambda y: 216 - 180 * (np.asarray(y, float) - y_min) / ((y_max - y_min) or 1)
     parts = [
         svg_text(4, 18, y_label),
         svg_text(494, 254, x_label, "end"),
         svg_line([64, 64, 494], [36, 216, 216], width=1),
     ]
     for share in (0, 0.5, 1):  # numbers at the ends and middles of both axes
-        x, y = left + share * (right - left), low + share * (high - low)
+        x, y = x_min + share * (x_max - x_min), y_min + share * (y_max - y_min)
         x, y = (
             0.0 if abs(z) < 1e-9 * span else z  # what rounding left of zero
-            for z, span in ((x, right - left), (y, high - low))
+            for z, span in ((x, x_max - x_min), (y, y_max - y_min))
         )
         parts += [
             svg_text(64 + 430 * share, 234, f"{x:.4g}", "middle", 12),

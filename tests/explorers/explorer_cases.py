@@ -320,7 +320,7 @@ explorer = rate_designer(num_steps=1000, learning_rate=1e-3)
         (
             ("peak rate", 0.0, "learning_rate must be a number above 0"),
             ("peak rate", float("nan"), "learning_rate must be a number above 0"),
-            ("run (updates)", 0, "total_steps must be a whole number of updates from 1 on"),
+            ("run (updates)", 0, "total_steps=0"),
             ("run (updates)", 100, "do not fit into"),
             ("cooldown updates", 1000, "do not fit into"),
             ("cooldown", "exponential", "cannot be reached exponentially"),

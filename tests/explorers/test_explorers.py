@@ -36,7 +36,7 @@ from bertlab.explorers.models import (
     embedding_map,
     find_token,
     nearest_tokens,
-    project_table,
+    pca_plane,
     shuffle_words,
     spread_labels,
     untrained_twin,
@@ -413,7 +413,7 @@ def test_a_model_that_cannot_be_browsed_is_answered_with_what_to_give(room):
     larger = copy.deepcopy(tokenizer)
     larger.add_tokens(["zebra"])
     attention_maps(model, larger, "the name of")
-    with pytest.raises(ValueError, match=f"tokenizer has {len(larger)} entries"):
+    with pytest.raises(ValueError, match=f"tokenizer has ids up to {len(larger) - 1}"):
         attention_browser(model, larger, "the zebra")
     inside = BiEncoder(model.base_model, tokenizer)
     for explorer, text in ((attention_browser, "the name of"), (embedding_map, ["the"])):
@@ -458,7 +458,7 @@ def test_neighbours_and_places_agree_with_another_way_to_compute_them():
     assert [i for i, _ in got] == wanted
     np.testing.assert_allclose([c for _, c in got], [cosines[i] for i in wanted])
     left, values, _ = np.linalg.svd(centred, full_matrices=False)
-    places, share = project_table(table)
+    places, share = pca_plane(table)[:2]
     for k in (0, 1):
         by_hand = left[:, k] * values[k]
         assert (
