@@ -79,16 +79,6 @@ def imports_only(cell: dict) -> bool:
     return all(isinstance(node, (ast.Import, ast.ImportFrom)) for node in statements(cell))
 
 
-def mixes_imports(cell: dict) -> bool:
-    "Whether imports share the cell with other code. Staging for the site runs every cell with an import."
-    body = statements(cell)
-    # An exported function may import inside: export cells are run for the site in any case.
-    nodes = body if exported(cell) else [node for statement in body for node in ast.walk(statement)]
-    return any(
-        isinstance(node, (ast.Import, ast.ImportFrom)) for node in nodes
-    ) and not imports_only(cell)
-
-
 def output_text(cell: dict) -> str:
     "Everything in the outputs that is text."
     parts = []
@@ -136,8 +126,6 @@ def lint_cells(cells: list[dict]) -> list[str]:
         if is_setup(source):
             continue
         marks = directives(source)
-        if marks.get("eval") != "false" and mixes_imports(cell):
-            problems.append(f"{head}: imports share a cell with other code")
         if any(output["output_type"] == "error" for output in cell["outputs"]):
             problems.append(f"{head}: ends in an error; catch it and show the message")
         if cell.get("execution_count") is not None or ADDRESS.search(output_text(cell)):

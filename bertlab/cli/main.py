@@ -249,7 +249,7 @@ def main(argv: Sequence[str] | None = None) -> int:  # the exit status
     if is_family and words[1:2] in ([], ["--help"], ["-h"]):
         print(usage(words[0]))
         return 0 if words[1:] else 2
-    length = 1 + (words[0] in families and not words[0] in COMMANDS)
+    length = 1 + (words[0] in families and words[0] not in COMMANDS)
     name, words = " ".join(words[:length]), words[length:]
     if name not in COMMANDS:
         hint = did_you_mean(name, COMMANDS) or f"; choose one of {', '.join(COMMANDS)}"

@@ -6,7 +6,6 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import torch
 import yaml
 from embedding_cases import WORDS, draw_pairs, small_config, small_tokenizer
 

@@ -17,8 +17,6 @@ from bertlab.data.supervised import (
     TokenClassificationCollator,
     align_labels,
     continue_entities,
-    read_spans,
-    read_texts,
     whole_letters,
 )
 from bertlab.data.tokenizers import train_tokenizer

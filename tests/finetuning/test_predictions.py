@@ -722,9 +722,9 @@ def test_a_model_of_pairs_refuses_single_texts(trained, tmp_path):
     data.set_datasets(train=rows, val=rows[:6])
     run = finetune(module_for(), data, tmp_path / "run", num_epochs=1, **PLAIN)
     predictor = load_predictor(run.save_predictor(tmp_path / "model"))
-    for given, columns in ((["the apple"], None), ([{"a": "the apple"}], None), (rows, "a")):
+    for rows_given, columns in ((["the apple"], None), ([{"a": "the apple"}], None), (rows, "a")):
         with pytest.raises(ValueError, match="pairs of texts, from the columns"):
-            predict_rows(predictor, given, columns)
+            predict_rows(predictor, rows_given, columns)
     told = predict_rows(predictor, rows[:4]).rows
     assert (
         told

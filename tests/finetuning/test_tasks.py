@@ -36,14 +36,12 @@ from bertlab.data.documents import (
 )
 from bertlab.finetuning.data import FinetuningDataModule
 from bertlab.data.supervised import read_answers
-from bertlab.finetuning.metrics import get_metrics_for_task
 from bertlab.finetuning.tasks import (
     AREAS,
     SHARES,
     BUILTIN_DATASETS,
     BuiltinDataset,
     area_rows,
-    class_of,
     describe_dataset,
     divide_rows,
     load_builtin_dataset,

@@ -512,8 +512,6 @@ def test_the_lint_accepts_a_good_notebook(tmp_path):
 
 HEAD = "#| export\n"
 FAULTS = {
-    "import among code": (6, {"source": "import os\nos.sep"}, "imports share a cell"),
-    "import inside a lesson's function": (6, {"source": "def g():\n    import os\ng()"}, "imports share a cell"),
     "nothing displayed": (6, {"outputs": []}, "displays nothing"),
     "no alternative text": (8, {"source": "draw()"}, "without alternative text"),
     "a claim refuted": (6, {"outputs": [{"output_type": "stream", "text": lint.NOT_HERE + " x"}]}, "a claim of the page"),

@@ -3,17 +3,12 @@
 What trains for long is run shorter: a line that ends in `# quick: steps=20` takes that value here (`SIZES = (2, 4)`, with
 spaces, for a whole statement), one that ends in `# quick: pass` (a claim about the long run) is left out. `make test-all`
 runs these notebooks at full length too.
-
-A notebook whose cells, imports (modules of the package, what they import, files that the cells name) and locked
-versions have passed on this machine before is not run again; BERTLAB_RUN_ALL=1 runs every one.
 """
 
 import ast
-import hashlib
 import json
 import multiprocessing
 import os
-import platform
 import re
 import signal
 import sys
@@ -144,83 +139,15 @@ def run(path: Path, notebook: dict, flags: str = "", timeout: float = TIMEOUT) -
     return process.exitcode, printed
 
 
-PASSED = (
-    Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    / "bertlab"
-    / "notebooks-passed"
-)
-
-
-def modules_of(source: str, chapter: str = "") -> set[Path]:
-    "The files of the package that a source imports; `chapter` is where a module of the package stands."
-    found = set()
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.ImportFrom):
-            above = {0: "", 1: f"bertlab.{chapter}".rstrip("."), 2: "bertlab"}[node.level]
-            base = ".".join(filter(None, (above, node.module)))
-            names = [base, *(f"{base}.{alias.name}" for alias in node.names)]
-        elif isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        else:
-            continue
-        for name in names:
-            path = ROOT / f"{name.replace('.', '/')}.py"
-            if name.split(".")[0] == "bertlab" and path.is_file():
-                found.add(path)
-            elif name == "bertlab" and not chapter:  # the public face: anything
-                found |= set((ROOT / "bertlab").rglob("*.py"))
-    return found
-
-
-def everything_imported(sources: list[str]) -> set[Path]:
-    "The files of the package that sources import, and those that these import."
-    found: set[Path] = set()
-    new = set().union(*(modules_of(source) for source in sources))
-    while new:
-        found |= new
-        below = [modules_of(path.read_text(encoding="utf-8"), path.parent.name) for path in new]
-        new = set().union(*below) - found
-    return found
-
-
-def key_of(notebook: dict, named: Path) -> str:
-    "A hash of all that decides whether a notebook passes: its code, what it imports and reads, the versions."
-    cells = [sync.source_of(cell) for cell in notebook["cells"] if cell["cell_type"] == "code"]
-    digest = hashlib.sha256(f"{named} {platform.python_version()} {platform.machine()}".encode())
-    parsed = []
-    for cell in cells:
-        plain = "\n".join(line for line in cell.splitlines() if not line.lstrip().startswith("%"))
-        try:
-            ast.parse(plain)
-            parsed.append(plain)
-        except SyntaxError:  # a cell with other magics: its text is hashed all the same
-            pass
-    files = everything_imported(parsed) | {ROOT / "constraints.txt", Path(__file__)}
-    if any("benchmarks" in cell for cell in cells):
-        files |= {
-            path for path in (ROOT / "benchmarks").rglob("*") if path.suffix in (".json", ".yaml")
-        } | {ROOT / "benchmarks" / "speedrun.py"}
-    if any("configs" in cell for cell in cells):
-        files |= set((ROOT / "configs").rglob("*.yaml"))
-    for text in (*cells, *(path.read_text(encoding="utf-8") for path in sorted(files))):
-        digest.update(hashlib.sha256(text.encode()).digest())
-    return digest.hexdigest()
-
-
 def check_notebook(
     path: Path, tmp_path: Path, change=lambda notebook: notebook, timeout: float = TIMEOUT
 ) -> None:
     notebook, unsolved = with_solutions(json.loads(path.read_text(encoding="utf-8")))
     assert unsolved == set(), "no folded solution defines the function that these checks are for"
     notebook = change(notebook)
-    passed = PASSED / key_of(notebook, path.relative_to(ROOT))
-    if passed.exists() and not os.environ.get("BERTLAB_RUN_ALL"):
-        return
     status, printed = run(tmp_path / path.name, notebook, timeout=timeout)
     assert status == 0, printed[-8000:]
     assert "Success." in printed, "nbdev found nothing to run"
-    PASSED.mkdir(parents=True, exist_ok=True)
-    passed.touch()
 
 
 def name_of(path: Path) -> str:
@@ -314,26 +241,3 @@ def test_a_check_without_a_solution_is_found():
         small(("code", EXERCISE), ("markdown", "<details>think</details>"))
     )
     assert unsolved == {"check_double"}
-
-
-def test_a_notebook_runs_again_when_its_code_or_what_it_imports_has_changed(tmp_path, monkeypatch):
-    monkeypatch.setattr("test_notebooks.ROOT", tmp_path)
-    (tmp_path / "bertlab/data").mkdir(parents=True)
-    (tmp_path / "constraints.txt").write_text("torch==1\n")
-    for name, text in {"a": "from .b import x", "b": "x = 1", "c": "y = 1"}.items():
-        (tmp_path / f"bertlab/data/{name}.py").write_text(text)
-
-    def key(
-        code: str = "%matplotlib inline\nfrom bertlab.data.a import x", words: str = "words"
-    ) -> str:
-        return key_of(small(("code", code), ("markdown", words)), Path("x.ipynb"))
-
-    first = key()
-    (tmp_path / "bertlab/data/c.py").write_text("y = 2")
-    assert key() == key(words="other words") == first
-    assert key("from bertlab.data.a import x\nx") != first
-    (tmp_path / "bertlab/data/b.py").write_text("x = 2")
-    second = key()
-    assert second != first
-    (tmp_path / "constraints.txt").write_text("torch==2\n")
-    assert key() not in (first, second)

@@ -35,7 +35,6 @@ from bertlab.model.huggingface import (
     ARCHITECTURES,
     BertLabModelWithPooler,
     from_huggingface,
-    load_model,
     merged_copy,
     save_model,
     saved_as,

@@ -1,6 +1,5 @@
 "Filling masks: each alone, padded, in models of ours and of transformers, and what is refused."
 
-import numpy as np
 import pytest
 import torch
 

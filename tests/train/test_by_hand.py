@@ -28,7 +28,6 @@ from bertlab.train.checkpoints import (
     run_fingerprint,
     validates_after_batch,
 )
-from bertlab.train.history import History
 from bertlab.train.model_directories import ModelDirectories, ModelShelf
 from bertlab.train.modules import PretrainingModule
 from bertlab.train.steps import plain_options

@@ -16,7 +16,6 @@ from test_parallel import (
     Losses,
     assert_same_step,
     batch_of,
-    probe,
 )
 
 from bertlab.data.corpus import embedded_corpus
