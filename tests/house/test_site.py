@@ -101,7 +101,10 @@ def qmd(site: Path, name: str) -> str:
 
 def test_the_reference_has_every_public_name_every_command_and_every_key(site):
     for module in reference.modules().values():
-        text = qmd(site, f"reference/api/{module.name.split('.')[1]}.qmd")
+        chapter = module.name.split(".")[1]
+        if chapter not in sync.CHAPTERS:  # the checks of the course are no reference
+            continue
+        text = qmd(site, f"reference/api/{chapter}.qmd")
         for name in module.public:
             link = f"[`{name}`](../../{module.notebook}#{reference.anchor(name)})"
             assert link in text, name
