@@ -16,29 +16,25 @@ from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import islice
 
-from bertlab.data.documents import (
-    INSTALLED,
-    Document,
-    deduplicate,
-    train_validation_split,
-    installed_documents,
-)
+from ..core.names import check_choice, check_range
+from .documents import INSTALLED, Document, deduplicate, installed_documents
 from .documents import module_documents, ngram_overlap, python_files
+from .documents import train_validation_split
 from .readers import check_lines
 from .sources import iter_documents, refuse_hub_options
 
 # %% ../../nbs/data/04_corpus.ipynb #cf051bc3
 @dataclass
 class Corpus:
-    "Documents to train on and documents held out, with the story of how they came about."
+    "Documents for training and validation, and how they were chosen."
 
     name: str  # of the source, for reports
     train: list[Document]  # documents to train on
     validation: list[Document]  # documents held out, by whole groups
-    split_rule: str  # what was kept together when documents were held out
+    split_rule: str  # how documents were held out
     python_version: str | None = None  # whose documentation this is; None for other text
     num_dropped: Counter = field(default_factory=Counter)  # documents left out, by reason
-    notes: Counter = field(default_factory=Counter)  # what else reading met
+    notes: Counter = field(default_factory=Counter)  # problems met while reading
 
     @property
     def train_texts(self) -> list[str]:
@@ -50,11 +46,11 @@ class Corpus:
 
     @cached_property
     def sha256(self) -> str:
-        "Changes with any document's text, its place, and the side it is on."
+        "A hash of all texts, their order, and the part that they are in."
         return _digest(self.train_texts, self.validation_texts)
 
     def describe(self) -> str:
-        "A summary to print."
+        "Return a summary to print."
         return "\n".join(f"{label:<11}{value}" for label, value in _summary(self))
 
 # %% ../../nbs/data/04_corpus.ipynb #493c8a1c
@@ -88,47 +84,51 @@ def make_corpus(
     documents: Iterable[Document],
     validation_fraction: float = 0.1,  # of the characters, to hold out; 0 holds nothing out
     min_chars: int = 1,  # documents with fewer are left out
-    max_documents: int | None = None,  # read only the first so many
+    max_documents: int | None = None,  # read at most this many
     group_of: Callable[[Document], str | None] = lambda document: document.group,
     group_name: str = "file",  # what group_of returns, for the description
-    notes: Counter | None = None,  # what reading the documents met, as they are read
+    notes: Counter | None = None,  # problems met while reading, counted as documents are read
     python_version: str | None = None,
 ) -> Corpus:
-    "Deduplicate, hold out whole groups, drop near twins. Raises `ValueError` for too little text."
+    "Deduplicate, hold out whole groups, drop near duplicates."
     check_sizes(validation_fraction, min_chars, max_documents)
     dropped, notes = Counter(), Counter() if notes is None else notes
-    kept = deduplicate(islice(documents, max_documents), min_chars, dropped)
-    if not kept:
-        found = f"has no document of min_chars={min_chars} or more characters"
-        raise ValueError(f"source {name} {found} ({dropped['too short']} shorter); give more text")
-    train, apart, grouped = train_validation_split(kept, validation_fraction, group_of)
-    if validation_fraction and not apart:
+    unique = deduplicate(islice(documents, max_documents), min_chars, dropped)
+    if not unique:
         raise ValueError(
-            f"source {name} has too few different documents ({len(kept)}) to hold out "
+            f"source {name} has no document of min_chars={min_chars} or more characters "
+            f"({dropped['too short']} are shorter); give more text"
+        )
+    train, held_out, is_grouped = train_validation_split(unique, validation_fraction, group_of)
+    if validation_fraction and not held_out:
+        raise ValueError(
+            f"source {name} has too few different documents ({len(unique)}) to hold out "
             f"validation_fraction={validation_fraction}; give more, or another fraction"
         )
-    validation = drop_near_duplicates(apart, train, dropped, notes)
-    rule = f"by {group_name if grouped else 'document'}, in the order of a stable hash"
-    rule = rule if validation_fraction else "nothing is held out"
-    return Corpus(name, train, validation, rule, python_version, dropped, notes)
+    validation = drop_near_duplicates(held_out, train, dropped, notes)
+    split_rule = f"by {group_name if is_grouped else 'document'}, in the order of a stable hash"
+    split_rule = split_rule if validation_fraction else "nothing is held out"
+    return Corpus(name, train, validation, split_rule, python_version, dropped, notes)
 
 # %% ../../nbs/data/04_corpus.ipynb #41b4c898
 def drop_near_duplicates(
-    apart: list[Document],  # held out
+    held_out: list[Document],
     train: list[Document],
-    num_dropped: Counter,  # gets the number of twins dropped
-    notes: Counter,  # or of twins kept
-) -> list[Document]:  # to validate on
-    "Drop held-out texts half of whose word runs stand in training, unless most of them are such."
-    shares = ngram_overlap(apart, train)
-    alone = [document for document, share in zip(apart, shares) if share < 0.5]
-    num_twins = len(apart) - len(alone)
-    if num_twins > len(apart) / 2:
-        notes["held-out documents with a near twin in training (repetitive text)"] += num_twins
-        return apart
-    if num_twins:
-        num_dropped["held out, but half or more stands in training"] += num_twins
-    return alone
+    num_dropped: Counter,  # gets the number of near duplicates dropped
+    notes: Counter,  # or kept
+) -> list[Document]:  # for validation
+    "Drop held-out texts that share half of their n-grams with training, unless most of them do."
+    overlaps = ngram_overlap(held_out, train)
+    distinct = [document for document, share in zip(held_out, overlaps) if share < 0.5]
+    num_duplicates = len(held_out) - len(distinct)
+    if num_duplicates > len(held_out) / 2:
+        notes["held-out documents with a near duplicate in training (repetitive text)"] += (
+            num_duplicates
+        )
+        return held_out
+    if num_duplicates:
+        num_dropped["held out, but half or more is in training"] += num_duplicates
+    return distinct
 
 
 def check_sizes(
@@ -136,20 +136,16 @@ def check_sizes(
     min_chars: int,  # in a document
     max_documents: int | None,  # None: all
 ) -> None:
-    "Raise `ValueError` for a number that no corpus can have."
-    if not 0 <= validation_fraction < 1:
-        allowed = "must be 0 or more and below 1"
-        raise ValueError(f"validation_fraction {allowed}, got {validation_fraction}")
-    if min_chars < 1:
-        raise ValueError(f"min_chars must be 1 or more, got {min_chars}")
-    if max_documents is not None and max_documents < 2:
-        raise ValueError(f"max_documents must be 2 or more (None: all), got {max_documents}")
+    "Raise `ValueError` for sizes that a corpus cannot have."
+    check_range("validation_fraction", validation_fraction, 0, 1, exclude_high=True)
+    check_range("min_chars", min_chars, 1)
+    check_range("max_documents", max_documents, 2)
 
 # %% ../../nbs/data/04_corpus.ipynb #e9ddd3b5
-@lru_cache(maxsize=1)  # parsing a thousand files takes seconds, and one session asks often
+@lru_cache(maxsize=1)  # parsing a thousand files takes seconds
 def _library_documents(
     root: str,  # directory of the standard library
-) -> tuple[list[Document], Counter]:  # and what reading them met; both to be copied
+) -> tuple[list[Document], Counter]:  # and problems; copy both
     notes = Counter()
     return list(module_documents(python_files(root), notes)), notes
 
@@ -158,18 +154,17 @@ def embedded_corpus(
     level: str = "stdlib",  # "stdlib", or "installed": the docstrings of dependencies as well
     validation_fraction: float = 0.1,  # of the standard library's characters, to hold out
     min_chars: int = 20,  # documents with fewer are left out
-    max_documents: int | None = None,  # read only the first so many
+    max_documents: int | None = None,  # read at most this many
 ) -> Corpus:
-    "The documentation that comes with this Python, split by top-level module."
-    if level not in ("stdlib", "installed"):
-        raise ValueError(f'level must be "stdlib" or "installed", got {level!r}')
+    "Load the documentation that comes with this Python, split by top-level module."
+    check_choice("level", level, ("stdlib", "installed"))
     check_sizes(validation_fraction, min_chars, max_documents)
     root = sysconfig.get_paths()["stdlib"]
-    documents, notes = (found.copy() for found in _library_documents(root))
+    documents, notes = (part.copy() for part in _library_documents(root))
     if len(documents) < 1000:
         raise ValueError(
-            f"only {len(documents)} docstrings in the standard library's source at {root}: this "
-            "Python is stripped or zipped; use a full one, or pass a file of your own as source"
+            f"the standard library at {root} has only {len(documents)} docstrings: this Python is "
+            "stripped or zipped; use a full one, or pass your own text as source"
         )
     if level == "installed":
         documents += installed_documents(notes)
@@ -199,7 +194,7 @@ def load_corpus(
     lines: str = "auto",  # of texts: lines are "documents", or make up "paragraphs"
     validation_fraction: float = 0.1,  # of the characters, to hold out; 0 holds nothing out
     min_chars: int | None = None,  # shorter ones are left out; None: 20 where embedded, else 1
-    max_documents: int | None = None,  # read only the first so many
+    max_documents: int | None = None,  # read at most this many
     split: str = "train",  # of a dataset, or a slice, as train[:10%]; some of it is held out
     config_name: str | None = None,  # of a hub dataset that has several
     streaming: bool = False,  # read a hub dataset without storing it; needs max_documents
@@ -207,19 +202,19 @@ def load_corpus(
     on_error: str = "raise",  # or "skip": leave malformed rows out and count them
     header: bool = True,  # of .csv and .tsv; False: text_column is a number
 ) -> Corpus:
-    "Text to train on. Raises `ValueError`, in one line, for a source that cannot make a corpus."
+    "Load text to train on from files, folders, patterns, hub datasets or this Python."
     check_lines(lines)
     if source is None:
         refuse_hub_options("the embedded corpus", split, config_name, streaming)
         if file_format is not None:
-            raise ValueError(f"file_format={file_format!r} is for files of your own: leave it out")
+            raise ValueError(f"file_format={file_format!r} is for your own files; leave it out")
         min_chars = 20 if min_chars is None else min_chars
         return embedded_corpus(level, validation_fraction, min_chars, max_documents)
-    several = [source] if isinstance(source, (str, os.PathLike)) else list(source)
-    name, notes = ", ".join(map(os.fspath, several)), Counter()
+    sources = [source] if isinstance(source, (str, os.PathLike)) else list(source)
+    name, notes = ", ".join(map(os.fspath, sources)), Counter()
     if streaming and max_documents is None:
-        raise ValueError(f"streaming needs max_documents, for {name} may have no end")
+        raise ValueError(f"streaming needs max_documents, because {name} may have no end")
     options = split, config_name, streaming, file_format, on_error, header
-    documents = iter_documents(several, text_column, lines, notes, *options)
+    documents = iter_documents(sources, text_column, lines, notes, *options)
     sizes = validation_fraction, 1 if min_chars is None else min_chars, max_documents
     return make_corpus(name, documents, *sizes, notes=notes)

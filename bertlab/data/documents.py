@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['BLOCKS', 'DOCUMENTED', 'RULE', 'SKIPPED', 'INSTALLED', 'UNSPACED', 'SLICE', 'CONTENT_VERSION', 'Document',
            'parse_docstrings', 'sections', 'drop_rules', 'python_files', 'module_documents', 'installed_documents',
-           'marks_in', 'normalized_words', 'stable_hash', 'deduplicate', 'has_unspaced', 'word_pattern', 'split_words',
+           'normalized_words', 'stable_hash', 'deduplicate', 'has_unspaced', 'word_pattern', 'split_words',
            'word_ngrams', 'ngram_overlap', 'choose_held_out', 'train_validation_split', 'parse_split', 'slice_bounds',
            'sliced', 'hash_files']
 
@@ -15,29 +15,31 @@ import hashlib
 import json
 import os
 import re
+import sys
 import unicodedata
 import warnings
-from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
-from itertools import accumulate, groupby, islice
+from itertools import islice
 from pathlib import Path
 from typing import Any
+
+import regex
 
 # %% ../../nbs/data/01_documents.ipynb #938f38e6
 @dataclass(frozen=True)
 class Document:
-    "One coherent text, and where it was found: `module:Class.method` or `file:line`."
+    "One coherent text, and where it comes from: `module:Class.method` or `file:line`."
 
     text: str
     source: str
 
     @property
     def group(self) -> str:
-        "The module or the file; what stands there together is held out together."
+        "The module or the file; documents of one group are held out together."
         return self.source.rpartition(":")[0]
 
 
@@ -49,19 +51,19 @@ def parse_docstrings(
     code: bytes,  # a Python file, as it is stored
     module: str,  # its dotted name
 ) -> Iterator[Document]:
-    "Every docstring of a file, in its order. Raises `SyntaxError` for what is not Python."
+    "Yield the docstrings of a file in order. Raises `SyntaxError` for other files than Python."
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # a stranger's invalid escapes do not concern our user
+        warnings.simplefilter("ignore")  # about invalid escapes in other people's files
         stack = [("", ast.parse(code))]
     while stack:
         name, node = stack.pop()
         if isinstance(node, DOCUMENTED) and (text := ast.get_docstring(node)):
-            # Half a surrogate pair is legal in a string and cannot be written as UTF-8.
+            # Half a surrogate pair is legal in a Python string and cannot be encoded as UTF-8.
             yield Document(text.encode(errors="ignore").decode(), f"{module}:{name}")
         inner = [child for block in BLOCKS for child in getattr(node, block, ())]
         for child in reversed(inner):
-            named = isinstance(child, DOCUMENTED)
-            stack.append((f"{name}.{child.name}".lstrip(".") if named else name, child))
+            is_named = isinstance(child, DOCUMENTED)
+            stack.append((f"{name}.{child.name}".lstrip(".") if is_named else name, child))
 
 # %% ../../nbs/data/01_documents.ipynb #e071de63
 def sections(
@@ -86,8 +88,8 @@ RULE = re.compile(r"^[ \t]*[+|]?([^\w\s])(?:\1|[ \t+|]){3,}$\n?", re.MULTILINE)
 
 def drop_rules(
     text: str,  # reST
-) -> str:  # without lines such as ======= and +-----+-----+; all else as it was
-    "Take out the lines that are drawn with punctuation, and blank lines at both ends."
+) -> str:  # without lines such as ======= and +-----+-----+
+    "Remove lines that are drawn with punctuation, and blank lines at both ends."
     return RULE.sub("", text).strip("\n")
 
 # %% ../../nbs/data/01_documents.ipynb #032aa4d8
@@ -98,9 +100,9 @@ def python_files(
     root: str | os.PathLike,  # the directory of a package, or of the standard library
     package: str = "",  # its dotted name; empty for the standard library
 ) -> Iterator[tuple[str, Path]]:  # dotted name and file of each module
-    "Walk the modules below a directory, without tests and without what is no module."
+    "Yield the modules below a directory, without tests."
     for directory, folders, files in os.walk(root):
-        # `site-packages` and `config-3.11-x86_64` are no identifiers, so they are left out too.
+        # `site-packages` and `config-3.11-x86_64` are not identifiers, so they are skipped, too.
         folders[:] = sorted(f for f in folders if f.isidentifier() and f not in SKIPPED)
         for file in sorted(files):
             path = Path(directory, file)
@@ -113,19 +115,23 @@ def module_documents(
     files: Iterable[tuple[str, Path]],  # dotted name and file, as from `python_files`
     notes: Counter,  # gets the count of files that do not parse
 ) -> Iterator[Document]:
-    "The docstrings of modules, and the pages of `pydoc_data.topics` cut into sections."
+    "Yield the docstrings of modules, and the pages of `pydoc_data.topics` in sections."
     for module, path in files:
         code = path.read_bytes()
         try:
             if module == "pydoc_data.topics":
                 pages = ast.literal_eval(ast.parse(code).body[-1].value)
-                found = [Document(s, f"{module}:{k}") for k in pages for s in sections(pages[k])]
+                documents = [
+                    Document(section, f"{module}:{topic}")
+                    for topic, page in pages.items()
+                    for section in sections(page)
+                ]
             else:
-                found = list(parse_docstrings(code, module))
+                documents = list(parse_docstrings(code, module))
         except (SyntaxError, ValueError, RecursionError):
             notes["Python files that do not parse"] += 1
             continue
-        for document in found:
+        for document in documents:
             yield Document(drop_rules(document.text), document.source)
 
 # %% ../../nbs/data/01_documents.ipynb #5f2a0cac
@@ -140,41 +146,34 @@ def installed_documents(
     max_chars: int = 2_000_000,  # from one package
     packages: Iterable[str] = INSTALLED,
 ) -> Iterator[Document]:
-    "Docstrings of installed packages, which are found and parsed and never imported."
+    "Yield docstrings of installed packages, which are parsed and never imported."
     for package in packages:
         spec = find_spec(package)
         if spec is None or not spec.submodule_search_locations:
             notes["packages of the larger level are not installed"] += 1
             continue
         files = python_files(spec.submodule_search_locations[0], package)
-        taken = 0
+        num_chars = 0
         for document in module_documents(sorted(files, key=lambda f: f[0].count(".")), notes):
-            taken += len(document.text)
-            if taken > max_chars:
+            num_chars += len(document.text)
+            if num_chars > max_chars:
                 notes[f"packages gave their first {max_chars:,} characters only"] += 1
                 break
             yield document
 
 # %% ../../nbs/data/01_documents.ipynb #69519f11
-def marks_in(
-    text: str,
-) -> str:  # each mark once
-    r"The combining marks of a text, such as accents and vowel signs, which `\w` does not match."
-    return "".join(sorted(c for c in set(text) if unicodedata.category(c).startswith("M")))
-
-
 def normalized_words(
     text: str,
-) -> str:  # its words in lower case, with one space between them
-    "What is left of a text when layout, case and punctuation are not looked at."
-    folded = unicodedata.normalize("NFC", text.casefold())
-    return " ".join(re.findall(rf"\w[\w{marks_in(folded)}]*", folded)) or text
+) -> str:  # its words in lower case, joined by spaces; the text itself if it has none
+    "Ignore layout, case and punctuation of a text."
+    lowered = unicodedata.normalize("NFC", text.casefold())
+    return " ".join(regex.findall(r"[^\W\p{M}]\w*", lowered)) or text
 
 
 def stable_hash(
     text: str,
 ) -> bytes:  # 16 bytes
-    "A hash that is the same on every machine and in every run, unlike Python's own `hash`."
+    "Hash a text to the same bytes on every machine and in every run, unlike Python's `hash`."
     return hashlib.blake2b(text.encode(), digest_size=16).digest()
 
 # %% ../../nbs/data/01_documents.ipynb #461b0d75
@@ -182,16 +181,14 @@ def deduplicate(
     documents: Iterable[Document],
     min_chars: int,  # a document with fewer is too short
     num_dropped: Counter,  # gets the number of documents left out, by reason
-) -> list[Document]:  # the first of each kind, in the order given
-    "Leave out what is too short, and each text whose words came before in the same order."
+) -> list[Document]:  # the first of each, in order
+    "Drop short documents, and documents with the same words in the same order as an earlier one."
     unique = {}
     for document in documents:
+        key = stable_hash(normalized_words(document.text))
         if len(document.text.strip()) < min_chars:
             num_dropped["too short"] += 1
-        elif (
-            unique.setdefault(stable_hash(normalized_words(document.text)), document)
-            is not document
-        ):
+        elif unique.setdefault(key, document) is not document:
             num_dropped["duplicates"] += 1
     return list(unique.values())
 
@@ -219,110 +216,80 @@ def has_unspaced(text: str) -> bool:
 
 
 @cache
-def _mark_ranges() -> str:
-    "All combining marks, for a character class. Other planes hold ideographs, or nothing."
-    numbers = [
-        n
-        for plane in (range(0x20000), range(0xE0000, 0xE1000))
-        for n in plane
-        if unicodedata.category(chr(n)).startswith("M")
-    ]
-    runs = ([n for _, n in run] for _, run in groupby(enumerate(numbers), lambda p: p[1] - p[0]))
-    return "".join(f"{chr(run[0])}-{chr(run[-1])}" for run in runs)
-
-
-@cache
 def word_pattern(
-    signs: bool = False,  # whether each other sign is a word, too, such as a comma
-) -> re.Pattern:
-    r"""Words are runs of letters, digits and their marks, which `\w` does not match.
+    signs: bool = False,  # whether punctuation marks are words, too
+) -> Any:  # a pattern of `regex`
+    """Match runs of letters, digits and their combining marks.
 
     In a script without spaces each letter, with its marks, is a word.
     """
-    marks = f"[{_mark_ranges()}]*"
-    # To look through all marks behind each letter would take half of the time.
-    letter = rf"(?=[{_UNSPACED}])\w(?:(?![\w ]){marks})?"
-    return re.compile(rf"{letter}|(?:[^\W{_UNSPACED}]+{marks})+" + r"|[^\w\s]" * signs)
+    letter = rf"(?=[{_UNSPACED}])[^\W\p{{M}}]\p{{M}}*"
+    word = rf"(?:[^\W\p{{M}}{_UNSPACED}]\p{{M}}*)+"
+    return regex.compile(f"{letter}|{word}" + r"|[^\s\x1c-\x1f]" * signs)
 
 
 def split_words(
     text: str,
-    signs: bool = False,  # whether each other sign is a word, too, such as a comma
+    signs: bool = False,  # whether punctuation marks are words, too
 ) -> list[str]:
-    "The words of a text, in its order, by `word_pattern`."
-    if text.isascii():  # the same words, sooner
+    "Return the words of a text in order, as `word_pattern` finds them."
+    if text.isascii():  # the same words, faster
         return re.findall(r"\w+|[^\w\s]" if signs else r"\w+", text)
     return word_pattern(signs).findall(text)
 
 # %% ../../nbs/data/01_documents.ipynb #0f853e35
-def _cut_runs(words: list[str], size: int) -> Iterator[tuple[str, ...]]:  # size: in halves of words
-    "Runs of words of which some are a letter of a script without spaces: half a word each."
-    halves = {word: 1 if has_unspaced(word) else 2 for word in set(words)}
-    ends = [0, *accumulate(map(halves.__getitem__, words))]
-    num_runs, stop = max(1, bisect_right(ends, ends[-1] - size)), 0
-    ends.append(ends[-1] + size)  # here a text stops that is shorter than a run
-    for start in range(num_runs):
-        end = ends[start] + size
-        while ends[stop] < end:
-            stop += 1
-        yield tuple(words[start:stop])
-
-
-def _find_runs(text: str, num_words: int = 8) -> Iterator[tuple[str, ...]]:
-    "The runs of `word_ngrams`, one by one: all at once take many times the memory of their text."
-    found = normalized_words(text)
-    if has_unspaced(found):
-        words = split_words(found)
-        same = {word: word for word in words}  # so that equal letters are kept once
-        return _cut_runs([same[word] for word in words], 2 * num_words)
-    words = found.split()
+def _iter_ngrams(text: str, num_words: int = 8) -> Iterator[tuple[str, ...]]:
+    "Yield n-grams one by one: together they take many times the memory of their text."
+    normalized = normalized_words(text)
+    words = normalized.split()
+    if has_unspaced(normalized):
+        words = [*map(sys.intern, split_words(normalized))]  # equal letters are kept once
+        if sum(map(has_unspaced, words)) > len(words) / 2:
+            num_words *= 2
     return zip(*(words[i:] for i in range(max(1, min(num_words, len(words))))))
 
 
 def word_ngrams(
     text: str,
-    num_words: int = 8,  # in a run
-) -> list[tuple[str, ...]]:  # a run for each word that one can start at; at least one run
-    """All runs of consecutive words; a text that is shorter than a run is one run.
-
-    Two letters of a script without spaces count as one word.
-    """
-    return list(_find_runs(text, num_words))
+    num_words: int = 8,  # in an n-gram
+) -> list[tuple[str, ...]]:  # one for each word that an n-gram can start at; at least one
+    "Return all n-grams of consecutive words; a shorter text is one n-gram."
+    return list(_iter_ngrams(text, num_words))
 
 
 def ngram_overlap(
-    documents: list[Document],  # held out: their runs are kept in memory
-    others: Iterable[Document],  # to train on: looked at one by one
-) -> list[float]:  # per document, the share of its word runs that the others hold
-    "How much of each document stands in the others as well (Chowdhery et al. 2022, sec. 8)."
-    runs = [word_ngrams(document.text) for document in documents]
-    wanted, found = {run for own in runs for run in own}, set()
-    for other in others if wanted else ():
-        found.update(wanted.intersection(_find_runs(other.text)))
-    return [sum(run in found for run in own) / max(1, len(own)) for own in runs]
+    documents: list[Document],  # held out: their n-grams are kept in memory
+    others: Iterable[Document],  # to train on: read one by one
+) -> list[float]:  # per document, the fraction of its n-grams that the others contain
+    "Measure how much of each document the others contain (Chowdhery et al. 2022, sec. 8)."
+    ngrams = [word_ngrams(document.text) for document in documents]
+    candidates, shared = {ngram for own in ngrams for ngram in own}, set()
+    for other in others if candidates else ():
+        shared.update(candidates.intersection(_iter_ngrams(other.text)))
+    return [sum(ngram in shared for ngram in own) / max(1, len(own)) for own in ngrams]
 
 # %% ../../nbs/data/01_documents.ipynb #ad463ed4
 def choose_held_out(
     sizes: dict[str, int],  # characters of each group
     fraction: float,  # of all characters, at most
-    largest: float = 1.0,  # part of what is held out that one group may be
+    largest: float = 1.0,  # the largest part of the held-out text that one group may be
 ) -> set[str]:  # the groups held out
-    "Take groups in the order of their hash while they fit. A group is never divided."
-    budget, held, taken = fraction * sum(sizes.values()), set(), 0
+    "Choose groups in the order of their hash while they fit. A group is never divided."
+    budget, chosen, num_chars = fraction * sum(sizes.values()), set(), 0
     for group in sorted(sizes, key=stable_hash):
-        if taken >= 0.95 * budget:
+        if num_chars >= 0.95 * budget:
             break
-        if sizes[group] <= min(largest * budget, budget - taken):
-            held.add(group)
-            taken += sizes[group]
-    return held
+        if sizes[group] <= min(largest * budget, budget - num_chars):
+            chosen.add(group)
+            num_chars += sizes[group]
+    return chosen
 
 # %% ../../nbs/data/01_documents.ipynb #261d18f7
 def train_validation_split(
     documents: list[Document],
     fraction: float,  # of the characters, to hold out
-    group_of: Callable[[Document], str | None],  # None: this one may only train
-) -> tuple[list[Document], list[Document], bool]:  # train, held out, whether groups were kept
+    group_of: Callable[[Document], str | None],  # None: only for training
+) -> tuple[list[Document], list[Document], bool]:  # train, validation, whether by groups
     "Hold out several whole groups, or else one, or else single documents."
     by_text = lambda document: stable_hash(normalized_words(document.text)).hex()  # noqa: E731
     for group, largest in ((group_of, 0.25), (group_of, 1.0), (by_text, 1.0)):
@@ -331,12 +298,12 @@ def train_validation_split(
         for name, document in zip(names, documents):
             sizes[name] += len(document.text)
         del sizes[None]
-        held = choose_held_out(sizes, fraction, largest)
-        if sum(sizes[name] for name in held) >= fraction / 2 * sizes.total():
+        chosen = choose_held_out(sizes, fraction, largest)
+        if sum(sizes[name] for name in chosen) >= fraction / 2 * sizes.total():
             break
-    train = [document for name, document in zip(names, documents) if name not in held]
-    apart = [document for name, document in zip(names, documents) if name in held]
-    return train, apart, group is group_of
+    train = [document for name, document in zip(names, documents) if name not in chosen]
+    validation = [document for name, document in zip(names, documents) if name in chosen]
+    return train, validation, group is group_of
 
 # %% ../../nbs/data/01_documents.ipynb #e1916231
 SLICE = re.compile(r"([\w.-]+)(?:\[(-?\d+%?)?:(-?\d+%?)?\])?")
@@ -345,13 +312,13 @@ SLICE = re.compile(r"([\w.-]+)(?:\[(-?\d+%?)?:(-?\d+%?)?\])?")
 def parse_split(
     split: str,  # "train", "train[:10%]", "train[100:200]", "train[-5%:]"
 ) -> tuple[str, str | None, str | None]:  # name of the split, where to begin, where to stop
-    "Take a split and its slice apart. Raises `ValueError` for what is neither."
-    found = SLICE.fullmatch(split)
-    if not found:
+    "Parse a split with an optional slice. Raises `ValueError` for anything else."
+    match = SLICE.fullmatch(split)
+    if not match:
         raise ValueError(
-            f"split={split!r} is no split such as train, train[:10%] or train[100:200]"
+            f"split={split!r} is not a split such as train, train[:10%] or train[100:200]"
         )
-    return found.groups()
+    return match.groups()
 
 
 def slice_bounds(
@@ -359,32 +326,32 @@ def slice_bounds(
     stop: str | None,
     count: int,  # how many there are
 ) -> tuple[int, int]:
-    "A slice in documents: percentages are rounded, and negative numbers count from the end."
+    "Convert a slice to indices: percentages are rounded, negative numbers count from the end."
 
     def resolve(bound: str | None, missing: int) -> int:
         if bound is None:
             return missing
-        percent = bound.endswith("%")
-        number = round(int(bound[:-1]) * count / 100) if percent else int(bound)
-        return min(max(number + count if bound.startswith("-") else number, 0), count)
+        is_percentage = bound.endswith("%")
+        index = round(int(bound[:-1]) * count / 100) if is_percentage else int(bound)
+        return min(max(index + count if bound.startswith("-") else index, 0), count)
 
     return resolve(begin, 0), resolve(stop, count)
 
 # %% ../../nbs/data/01_documents.ipynb #34a23d1e
 def sliced(
     read: Callable[[Counter], Iterator[Document]],  # reads from the beginning, each time
-    notes: Counter,  # gets what reading met
+    notes: Counter,  # counts problems met while reading
     begin: str | None,
     stop: str | None,
 ) -> Iterator[Document]:
-    "Part of what can be read, in its order."
+    "Yield a slice of the documents, in order."
     needs_count = any("%" in bound or "-" in bound for bound in (begin, stop) if bound)
     count = sum(1 for _ in read(Counter())) if needs_count else 2**62
     first, last = slice_bounds(begin, stop, count)
     return islice(read(notes), first, max(first, last))
 
 # %% ../../nbs/data/01_documents.ipynb #0c2025d9
-# One more with each change of how files are read, split, or left out, for the parts it changes.
+# Increased when reading, splitting or filtering changes the documents of a part.
 CONTENT_VERSION = {"train": 1, "validation": 2}
 
 
@@ -392,12 +359,12 @@ def hash_files(
     paths: Iterable[str | os.PathLike],
     **options: Any,  # how the files are read: text_column, lines, ...
 ) -> str:  # 32 hexadecimal digits
-    "Hash the content of files, their order, and how they are read; names and dates do not count."
+    "Hash the content of files, their order and the options, but not names and dates."
     digest = hashlib.blake2b(json.dumps(options, sort_keys=True).encode(), digest_size=16)
     for path in paths:
         with open(path, "rb") as file:
-            own = hashlib.blake2b(digest_size=16)
+            content = hashlib.blake2b(digest_size=16)
             while block := file.read(1 << 20):
-                own.update(block)
-        digest.update(own.digest())
+                content.update(block)
+        digest.update(content.digest())
     return digest.hexdigest()

@@ -12,7 +12,6 @@ __all__ = ['ANSWER_SCORES', 'select_labels', 'MaskedMetric', 'LabelCorrelation',
 
 # %% ../../nbs/finetuning/05_metrics.ipynb #c37354e2
 import math
-import re
 import string
 import unicodedata
 from collections import Counter
@@ -21,6 +20,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
+import regex
 import torch
 from torch import Tensor
 from torchmetrics import Metric
@@ -39,7 +39,7 @@ from torchmetrics.utilities.data import dim_zero_cat
 from torchmetrics.wrappers.abstract import WrapperMetric
 
 from ..core.names import look_up
-from ..data.documents import has_unspaced, marks_in, split_words
+from ..data.documents import has_unspaced, split_words
 from ..data.rows import IGNORE_INDEX
 from ..data.supervised import IOB2, fit_offsets, whole_letters
 from .data import PROBLEM_OF, TASKS
@@ -456,12 +456,9 @@ def normalize_answer(
         for letter in unicodedata.normalize("NFC", text).lower()
         if not (letter in string.punctuation or unicodedata.category(letter).startswith("P"))
     )
-    articles, marks = r"\b(a|an|the)\b", marks_in(text)
-    if marks:  # "a" with a mark is another letter, though an edge of words lies between them
-        articles = rf"(?<![{marks}]){articles}(?![{marks}])"
     return " ".join(
         word
-        for part in re.sub(articles, " ", text).split()
+        for part in regex.sub(r"\b(a|an|the)\b", " ", text).split()  # its \b knows marks
         for word in (split_words(part, signs=True) if has_unspaced(part) else [part])
     )
 

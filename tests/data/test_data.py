@@ -816,7 +816,7 @@ MISTAKES = {
     "shards": ({"streaming": True, "num_shards": 2, "num_workers": 2}, "set num_workers=0"),
     "fraction": (
         {"data_kwargs": {"validation_fraction": 5}},
-        "validation_fraction must be 0 or more and below 1, got 5",
+        "validation_fraction=5",
     ),
     "fraction of a stream": (
         {"streaming": True, "data_kwargs": {"validation_fraction": -0.1}},
@@ -828,7 +828,7 @@ MISTAKES = {
         "lines must be .*got 'paragraph'",
     ),
     "on_error": ({"data_kwargs": {"on_error": "ignore"}}, "on_error must be .*got 'ignore'"),
-    "characters": ({"data_kwargs": {"min_chars": 0}}, "min_chars must be 1 or more, got 0"),
+    "characters": ({"data_kwargs": {"min_chars": 0}}, "min_chars=0"),
     "overflow": ({"data_kwargs": {"overflow": "cut"}}, "overflow must be one of .*got 'cut'"),
     "overlap": (
         {"max_sequence_length": 32, "data_kwargs": {"overlap": 30}},
