@@ -23,6 +23,7 @@ from .pretrain import naming_options, provenance, trainer_options
 from ..core.devices import num_devices
 from ..core.files import RUN_FILE, check_output_file, check_run_directory
 from ..core.files import lock_directory, prepare_run_directory, atomic_write
+from ..core.names import check_choice
 from ..core.serialization import dump_yaml, load_json
 from ..data.sources import check_not_inside, expand_sources, looks_like_hub_name
 from ..embeddings.bi_encoder import BiEncoder, find_similarity
@@ -38,7 +39,7 @@ from ..model.config import BertLabConfig
 from ..train.checkpoints import TrainingCheckpoint, check_resume, latest_checkpoint
 from ..train.history import History
 from ..train.modules import clock_budget, optimizer_options
-from ..train.monitors import get_progress
+from ..train.monitors import PROGRESS, get_progress
 from ..train.stopping import NonFiniteGuard, TimeLimit
 from ..train.trainer import make_trainer
 
@@ -54,6 +55,7 @@ class EmbedRunConfig:
     progress: str = "auto"  # how progress is shown
 
     def __post_init__(self):
+        check_choice("run.progress", self.progress, PROGRESS)
         for name in ("num_epochs", "validations", "checkpoint_every_steps"):
             if (value := getattr(self, name)) <= 0:
                 raise ValueError(f"run.{name} must be above 0, got {value}")
@@ -159,7 +161,6 @@ def finetune_embeddings(
         ),
         flush=True,
     )
-    return values
 
 # %% ../../nbs/cli/07_embed.ipynb #a9d792e5
 def load_bi_encoder(

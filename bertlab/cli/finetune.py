@@ -28,7 +28,7 @@ from bertlab.core.files import (
     prepare_run_directory,
     atomic_write,
 )
-from ..core.names import look_up
+from ..core.names import check_choice, look_up
 from ..core.serialization import dump_yaml, one_line, parse_yaml, load_json, load_yaml
 from ..data.tokenizers import save_tokenizer
 from ..data.sources import in_hub_form
@@ -50,7 +50,7 @@ from ..train.checkpoints import TrainingCheckpoint, TrainingInterrupted, latest_
 from ..train.checkpoints import read_checkpoint, check_same_run, run_fingerprint
 from ..train.averages import EMA
 from ..train.history import History
-from ..train.monitors import get_progress
+from ..train.monitors import PROGRESS, get_progress
 from ..train.steps import check_scaler
 from ..train.trainer import make_trainer
 
@@ -76,6 +76,7 @@ class FinetuneRunConfig:
     progress: str = "auto"  # how progress is shown
 
     def __post_init__(self):
+        check_choice("run.progress", self.progress, PROGRESS)
         if self.task is not None and self.task not in BUILTIN_DATASETS:
             look_up(self.task, BUILTIN_DATASETS, "run.task")
         if not self.seeds or len(set(self.seeds)) < len(self.seeds):

@@ -8,6 +8,7 @@ __all__ = ['NOTES', 'Option', 'read_options', 'Parsed', 'Command', 'type_name', 
 # %% ../../nbs/cli/01_parser.ipynb #f7f7286c
 import ast
 import builtins
+import copy
 import json
 import os
 import re
@@ -318,10 +319,11 @@ def _check(command: Command, values: Mapping[str, Any], where: str = "") -> dict
             if isinstance(value, str):
                 checked[name] = command._parser.parse_args(args, defaults=False)[name]
             else:
-                nested = value
+                nested = copy.deepcopy(value)  # jsonargparse changes dictionaries
                 for part in reversed(name.split(".")):
                     nested = {part: nested}
-                checked[name] = command._parser.parse_object(nested, defaults=False)[name]
+                typed = command._parser.parse_object(nested, defaults=False)[name]
+                checked[name] = value if isinstance(value, (list, Mapping)) else typed
         except Exception as error:
             if type(error).__name__ != "ArgumentError":
                 raise

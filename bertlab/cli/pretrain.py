@@ -56,7 +56,6 @@ from ..model.config import modernbert_base, modernbert_large, modernbert_tiny, n
 from ..model.config import roberta_base
 from ..model.heads import BertLabForMaskedLM, TokenPredictionModel
 from ..model.huggingface import check_tokenizer, read_config
-from ..model.layers import resolve_layers
 from ..model.losses import unigram_counts, unigram_entropy
 from ..optim.optimizers import OPTIMIZERS, backward_options, optimizer_spec
 from ..train.checkpoints import TrainingCheckpoint, TrainingInterrupted, check_resume

@@ -67,15 +67,3 @@ def test_a_mistake_is_one_line_and_writes_nothing(place, tmp_path, monkeypatch, 
     status, _, line = answer(capfd, *(one.format(place=place) for one in words))
     assert status == 2 and word in line and "\n" not in line
     assert list(tmp_path.iterdir()) == []
-
-
-def test_without_the_extra_the_command_names_it(place, tmp_path, monkeypatch, capfd):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(program, "find_spec", lambda name: None if name == "onnxruntime" else True)
-    status, _, line = answer(capfd, place / "model")
-    assert (
-        status == 2
-        and "bertlab[export]" in line
-        and "onnxruntime" in line
-        and "onnxscript" not in line
-    )

@@ -17,21 +17,14 @@ from bertlab.core.devices import Device
         ({"max_sequence_length": 7}, "max_sequence_length must be 8 or more"),
         ({"vocab_size": 5}, "vocab_size must be 6 or more"),
         ({"steps": 0}, "steps"),
-        ({"steps": 2.5}, "steps must be int"),
-        ({"steps": True}, "steps must be int"),
-        ({"batch_size": None}, "batch_size must be int"),
-        ({"batch_size": "x"}, "batch_size must be int"),
         ({"mlm_probability": 0}, "mlm_probability"),
         ({"mlm_probability": 1.5}, "mlm_probability"),
         ({"learning_rate": float("nan")}, "learning_rate"),
-        ({"learning_rate": "fast"}, "learning_rate must be float"),
         ({"weight_decay": -1}, "weight_decay"),
         (
             {"warmup_fraction": 0.8, "cooldown_fraction": 0.3},
             "warmup_fraction and cooldown_fraction",
         ),
-        ({"data": 3}, "data must be str"),
-        ({"streaming": "yes"}, "streaming must be bool"),
         ({"level": "everything"}, "level"),
         ({"precision": "fp8"}, "precision"),
         ({"optimizer": "sgd"}, "optimizer must be one of muon, adamw; got .sgd."),
@@ -42,11 +35,6 @@ from bertlab.core.devices import Device
 def test_a_wrong_choice_is_named(choices, named):
     with pytest.raises(ValueError, match=named):
         Recipe(**choices)
-
-
-def test_text_from_a_shell_becomes_numbers():
-    recipe = Recipe(steps="20", learning_rate="2e-3", max_documents="50")
-    assert (recipe.steps, recipe.learning_rate, recipe.max_documents) == (20, 2e-3, 50)
 
 
 def test_a_recipe_comes_back_from_its_file(tmp_path):
