@@ -114,7 +114,7 @@ def draw(result: dict):
         positions = [x + 0.27 * (column - 1) for x in positions]
         bars = axes.bar(positions, values, 0.25, color=colours[side], label=side)
         axes.bar_label(bars, fmt="%.2f", fontsize=8)
-    labels = [f"{stage}\n{what}" for stage, what in STAGES.items()]
+    labels = [f"{stage}\n{meaning}" for stage, meaning in STAGES.items()]
     axes.set_xticks(range(len(STAGES)), labels, fontsize=7)
     axes.set_title(f"{result['machine']['processor']}, one thread", fontsize=9)
     axes.legend(frameon=False)
@@ -134,7 +134,7 @@ def main() -> None:
     base = {"documents": options.documents, "batches": options.batches}
     cases = {side: {**base, "side": side} for side in ("ours", *FORMS)}
     show = lambda f: ", ".join(f"{stage} {rate / 1e6:.2f}" for stage, rate in f.items())
-    ledger, place = Ledger("delivery", options.fresh), machine(1)
+    ledger, where = Ledger("delivery", options.fresh), machine(1)
     runs = alternate(__file__, cases, options, ledger, show, threads=1)
     compared = {
         f"{stage}, over {form}": ratios(runs["ours"], runs[form], stage)
@@ -142,7 +142,7 @@ def main() -> None:
         for form in FORMS
         if stage in runs[form][0]
     }
-    content = {"bertlab": bertlab.__version__, "machine": place, "ratios": compared}
+    content = {"bertlab": bertlab.__version__, "machine": where, "ratios": compared}
     write_result(options, {**content, "sides": spreads(runs)}, draw)
 
 

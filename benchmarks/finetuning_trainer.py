@@ -62,7 +62,7 @@ def their_dataset(task, tokenizer):
     "Encode the training rows as run_glue.py, run_ner.py and run_qa.py do."
     from datasets import Dataset
 
-    names = {name: number for number, name in enumerate(task.label_names)}
+    names = {name: index for index, name in enumerate(task.label_names)}
     cut = {"truncation": True, "max_length": task.max_sequence_length}
 
     def texts(batch: dict) -> dict:
@@ -72,29 +72,29 @@ def their_dataset(task, tokenizer):
         }
 
     def words(batch: dict) -> dict:
-        made = tokenizer(batch["text"], is_split_into_words=True, **cut)
+        encoded = tokenizer(batch["text"], is_split_into_words=True, **cut)
         rows = []
-        for number, labels in enumerate(batch["label"]):
-            ids = made.word_ids(number)
+        for index, labels in enumerate(batch["label"]):
+            ids = encoded.word_ids(index)
             rows.append([-100 if w is None or w == before else names[labels[w]]
                          for before, w in zip([None, *ids], ids)])  # fmt: skip
-        return {**made, "labels": rows}
+        return {**encoded, "labels": rows}
 
     def questions(batch: dict) -> dict:
-        made = tokenizer(batch["question"], batch["context"], truncation="only_second", stride=STRIDE,
+        encoded = tokenizer(batch["question"], batch["context"], truncation="only_second", stride=STRIDE,
                          max_length=cut["max_length"], return_overflowing_tokens=True,
                          return_offsets_mapping=True)  # fmt: skip
         starts, ends = [], []
-        for number, pair in enumerate(made.pop("overflow_to_sample_mapping")):
-            answer, parts = batch["answers"][pair], made.sequence_ids(number)
+        for index, pair in enumerate(encoded.pop("overflow_to_sample_mapping")):
+            answer, parts = batch["answers"][pair], encoded.sequence_ids(index)
             first = answer["answer_start"][0] if answer["text"] else -1
             last = first + len(answer["text"][0]) if answer["text"] else -1
-            held = [i for i, (low, high) in enumerate(made["offset_mapping"][number])
+            held = [i for i, (low, high) in enumerate(encoded["offset_mapping"][index])
                     if parts[i] == 1 and high > first and low < last]  # fmt: skip
             starts.append(held[0] if held else 0)
             ends.append(held[-1] if held else 0)
-        made.pop("offset_mapping")
-        return {**made, "start_positions": starts, "end_positions": ends}
+        encoded.pop("offset_mapping")
+        return {**encoded, "start_positions": starts, "end_positions": ends}
 
     make = {"classification": texts, "token_classification": words, "question_answering": questions}
     rows = Dataset.from_list(
@@ -180,7 +180,7 @@ def main() -> None:
     if options.quick:
         options.rounds, options.tasks, options.precisions = 1, options.tasks[:1], ["bf16"]
         options.model, options.steps, options.train_rows, warm, documents = "tiny", 2, 100, 1, 2000
-    place, ledger = machine(options.threads), Ledger("finetuning_trainer", options.fresh)
+    where, ledger = machine(options.threads), Ledger("finetuning_trainer", options.fresh)
     load_text(SHAPES[options.model][3], documents)
     base = {
         "model": options.model,
@@ -203,7 +203,7 @@ def main() -> None:
             "processor": ratios(*pair, "tokens_per_processor_second"),
         }
         sides[name] = spreads(runs)
-    content = {"bertlab": bertlab.__version__, "machine": place, "model": options.model}
+    content = {"bertlab": bertlab.__version__, "machine": where, "model": options.model}
     write_result(options, {**content, "ratios": compared, "sides": sides}, draw)
 
 

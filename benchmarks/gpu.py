@@ -73,8 +73,8 @@ def make_batches(rows: int, device, form: str, texts, tokenizer, count: int) -> 
     "Return batches of the same documents: packed, grouped, or padded (one document per row)."
     padded = form == "padded"
     documents = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
-    kind = PaddedDataset if padded else PackedDataset
-    dataset = kind(documents, LENGTH, **special_token_ids(tokenizer))
+    dataset_class = PaddedDataset if padded else PackedDataset
+    dataset = dataset_class(documents, LENGTH, **special_token_ids(tokenizer))
     collate = MaskedLanguageModelingCollator.from_tokenizer(
         tokenizer,
         mlm_probability=MASKED,
@@ -111,15 +111,15 @@ class Side:
     "A model that trains on its batches."
 
     def __init__(self, name: str, shape: str, options, device, batches: list[dict]):
-        ours, theirs, their_options = SHAPES[shape]
+        our_config, their_config, their_options = SHAPES[shape]
         size = TINY if options.quick else {}
         size = {**size, "residual_in_fp32": False} if name == NARROW else size
-        self.config, self.batches, self.device, self.turn = ours(**size), batches, device, 0
+        self.config, self.batches, self.device, self.turn = our_config(**size), batches, device, 0
         self.loss_options, self.rates = {}, []
         torch.manual_seed(0)
         if name.startswith("transformers"):
             vocabulary = {"vocab_size": self.config.vocab_size, "pad_token_id": 0}
-            config = theirs(**{**vocabulary, **size, **their_options})
+            config = their_config(**{**vocabulary, **size, **their_options})
             self.model = AutoModelForMaskedLM.from_config(config, attn_implementation="sdpa")
             if name.endswith("compiled") and not options.quick:
                 self.model.compile()

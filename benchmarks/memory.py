@@ -46,10 +46,10 @@ def build(way: str, vocabulary: int, model: str):
         return FAMILIES["bert"].get_class("ForMaskedLM")(
             to_family_config(config, "bert", "ForMaskedLM")
         )
-    ours = BertLabForMaskedLM(config)
+    encoder = BertLabForMaskedLM(config)
     if way.endswith("recomputed"):
-        checkpoint_activations(ours, "full")
-    return ours
+        checkpoint_activations(encoder, "full")
+    return encoder
 
 
 def measure(case: dict) -> dict:
@@ -121,7 +121,7 @@ def main() -> None:
         for way in WAYS
     }
     show = lambda f: f"{f['bytes_above_start'] / 2**20:8,.0f} MiB"
-    ledger, place = Ledger("memory", options.fresh), machine(options.threads)
+    ledger, where = Ledger("memory", options.fresh), machine(options.threads)
     runs = alternate(__file__, cases, options, ledger, show)
     figure = "bytes_above_start"
     medians = {
@@ -137,7 +137,7 @@ def main() -> None:
         if way != "transformers"
     }
     first = next(iter(runs.values()))[0]
-    content = {"bertlab": bertlab.__version__, "machine": place, "device": first["device"]}
+    content = {"bertlab": bertlab.__version__, "machine": where, "device": first["device"]}
     content |= {"precision": first["precision"], "ratios": compared, "cases": medians}
     write_result(options, content, draw)
 

@@ -34,7 +34,7 @@ KINDS = ("bert", "modernbert")
 PRECISIONS = {"fp32": "32-true", "bf16": "bf16-mixed", "auto": "auto"}
 
 
-def shape(kind: str, model: str, **overrides) -> BertLabConfig:
+def shape(family: str, model: str, **overrides) -> BertLabConfig:
     "Return an architecture as our config; `to_family_config` converts it."
     layers, width, heads, vocabulary, _ = SHAPES[model]
     sizes = {
@@ -45,7 +45,7 @@ def shape(kind: str, model: str, **overrides) -> BertLabConfig:
         "max_position_embeddings": 512,
         "pad_token_id": 0,
     }
-    if kind == "bert":
+    if family == "bert":
         return bert_base(**{**sizes, "intermediate_size": 4 * width, "norm_eps": 1e-12} | overrides)
     sizes |= {"intermediate_size": 3 * width // 2, "local_attention": 128}
     return modernbert_tiny(**{**sizes, "initializer_range": 0.02} | overrides)
@@ -235,10 +235,10 @@ def measure(case: dict) -> dict[str, float]:
         return side(case, corpus, tokenizer, folder)
 
 
-def rate_cases(model: str, kind: str, options) -> dict[str, dict]:
+def rate_cases(model: str, family: str, options) -> dict[str, dict]:
     "Return ours in each precision, and theirs in each form and precision."
     steps = options.steps or {"base": 3}.get(model, 8)
-    base = {"model": model, "kind": kind, "warm": options.warm, "documents": options.documents}
+    base = {"model": model, "kind": family, "warm": options.warm, "documents": options.documents}
     cases = {}
     for precision in options.precisions:
         for side in ("ours", *FORMS) if precision != "auto" else ("ours",):
@@ -254,10 +254,10 @@ def compare(runs: dict[str, list[dict]]) -> dict[str, dict]:
     compared = {}
     for name in runs:
         form, _, precision = name.partition(", ")
-        for ours in dict.fromkeys((precision, "auto")) if form != "ours" else ():
-            if f"ours, {ours}" in runs:
-                pair = runs[f"ours, {ours}"], runs[name]
-                compared[f"ours in {ours} over {form} in {precision}"] = {
+        for chosen in dict.fromkeys((precision, "auto")) if form != "ours" else ():
+            if f"ours, {chosen}" in runs:
+                pair = runs[f"ours, {chosen}"], runs[name]
+                compared[f"ours in {chosen} over {form} in {precision}"] = {
                     "wall": ratios(*pair, "tokens_per_second"),
                     "processor": ratios(*pair, "tokens_per_processor_second"),
                 }
@@ -306,14 +306,14 @@ def main() -> None:
     for model in options.models:
         load_text(SHAPES[model][3], options.documents)  # before the children need it
     show = lambda f: f"{f['tokens_per_second']:9,.0f} tokens/s, {f['fill']:4.0%} full"
-    place = machine(options.threads)
-    for model, kind in product(options.models, options.kinds):
-        print(f"{model}, {kind}", flush=True)
-        runs = alternate(__file__, rate_cases(model, kind, options), options, ledger, show)
-        part = {"machine": place, "ratios": compare(runs), "sides": spreads(runs)}
-        rates[f"{model}, {kind}"] = part
+    where = machine(options.threads)
+    for model, family in product(options.models, options.kinds):
+        print(f"{model}, {family}", flush=True)
+        runs = alternate(__file__, rate_cases(model, family, options), options, ledger, show)
+        part = {"machine": where, "ratios": compare(runs), "sides": spreads(runs)}
+        rates[f"{model}, {family}"] = part
     version = bertlab.__version__
-    write_result(options, {"bertlab": version, "machine": place, "rates": rates}, draw)
+    write_result(options, {"bertlab": version, "machine": where, "rates": rates}, draw)
 
 
 if __name__ == "__main__":

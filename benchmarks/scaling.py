@@ -143,7 +143,7 @@ def main() -> None:
         "rows": ("length", options.lengths),
         "ways": ("way", list(WAYS)),
     }
-    place, ledger = machine(options.threads), Ledger("scaling", options.fresh)
+    where, ledger = machine(options.threads), Ledger("scaling", options.fresh)
     show = lambda f: f"{f['microseconds']:9.2f} microseconds per token"
     load_text(SHAPES[options.model][3], options.documents)
     parts = {}
@@ -152,7 +152,7 @@ def main() -> None:
         name, values = axes[part]
         cases = {str(value): {**base, "part": part, name: value} for value in values}
         parts[part] = spreads(alternate(__file__, cases, options, ledger, show, threads=1))
-    write_result(options, {"bertlab": bertlab.__version__, "machine": place, "parts": parts}, draw)
+    write_result(options, {"bertlab": bertlab.__version__, "machine": where, "parts": parts}, draw)
 
 
 if __name__ == "__main__":

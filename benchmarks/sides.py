@@ -145,9 +145,9 @@ def spreads(runs: dict[str, list[dict]]) -> dict[str, dict]:
     }
 
 
-def ratios(ours: list[dict], theirs: list[dict], figure: str) -> dict[str, float]:
+def ratios(runs: list[dict], base_runs: list[dict], figure: str) -> dict[str, float]:
     "Return the spread of ours over theirs, round by round."
-    return spread(a[figure] / b[figure] for a, b in zip(ours, theirs, strict=True))
+    return spread(a[figure] / b[figure] for a, b in zip(runs, base_runs, strict=True))
 
 
 def write_result(options: argparse.Namespace, result: dict, draw: Callable | None = None) -> None:

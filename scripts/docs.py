@@ -1,12 +1,11 @@
-"""Make the site: stage the notebooks with nbdev into _proc, check them, render with Quarto into _docs.
+"""Build the site: stage the notebooks with nbdev in _proc, check them, render them with Quarto into _docs.
 
     python scripts/docs.py                        without a live model
-    python scripts/docs.py --model DIRECTORY      with the model of a run alive in its pages
-    python scripts/docs.py --train                with a model that `bertlab demo` trains first, in build/site-model
+    python scripts/docs.py --model DIRECTORY      with the model of a run in its live pages
+    python scripts/docs.py --train                with a model that `bertlab demo` trains in build/site-model
 
-Without --model the site takes build/site-model where an earlier --train has left it. Without Quarto everything up
-to the rendering still happens, and the last line says how to get it. The staging is nbdev's own, notebook by
-notebook, but nothing is run: names are documented from the package's source (scripts/reference.py).
+Without --model the site uses build/site-model if it exists. Without Quarto everything but the rendering is done.
+Staging is nbdev's, but no cell is run: names are documented from the package's source (scripts/reference.py).
 """
 
 import argparse
@@ -58,7 +57,7 @@ Then run `make docs` again."""
 
 
 def git(*words: str) -> str:
-    "What git answers about the project; nothing where this is no checkout of its own."
+    "Return the output of git; empty outside a checkout."
     command = ["git", "-C", str(ROOT), *words]
     try:
         done = subprocess.run(command, capture_output=True, text=True)
@@ -68,7 +67,7 @@ def git(*words: str) -> str:
 
 
 def described_version(version: str, repo: str) -> str:
-    "The version that the site documents, and the commit it was made from, as Markdown."
+    "Return the version and commit that the site documents, as Markdown."
     top = git("rev-parse", "--show-toplevel")
     commit = git("rev-parse", "HEAD") if top and Path(top).resolve() == ROOT.resolve() else ""
     if not commit:
@@ -84,18 +83,18 @@ def described_version(version: str, repo: str) -> str:
 
 
 def split_title(cells: list) -> list:
-    "Give what follows the title and subtitle a cell of its own: nbdev turns the title's cell into front matter."
+    "Split the title from the rest of its cell, because nbdev turns that cell into front matter."
     from execnb.nbio import mk_cell
 
-    for number, cell in enumerate(cells):
+    for index, cell in enumerate(cells):
         if cell.cell_type == "markdown" and cell.source.startswith("# "):
             lines = cell.source.splitlines()
             end = 2 if len(lines) > 1 and lines[1].startswith(">") else 1
             cell.set_source("\n".join(lines[:end]))
             return [
-                *cells[: number + 1],
+                *cells[: index + 1],
                 mk_cell("\n".join(lines[end:]).strip(), "markdown"),
-                *cells[number + 1 :],
+                *cells[index + 1 :],
             ]
     return cells
 
@@ -111,11 +110,11 @@ def is_progress(data: dict) -> bool:
 
 
 def prefer_static(notebook) -> None:
-    "Leave a widget's static form alone on the page: the live one needs a kernel, and scripts from elsewhere."
+    "Keep only the static form of a widget, because the live one needs a kernel."
     for cell in notebook.cells:
         if "outputs" in cell:  # a bar of progress says nothing afterwards
             cell["outputs"] = [
-                one for one in cell["outputs"] if not is_progress(one.get("data", {}))
+                output for output in cell["outputs"] if not is_progress(output.get("data", {}))
             ]
         for output in cell.get("outputs", []):
             if WIDGET in output.get("data", {}) and STATIC & output["data"].keys():
@@ -124,7 +123,7 @@ def prefer_static(notebook) -> None:
 
 
 def png_size(data: str) -> dict[str, int]:  # base64
-    "Width and height of a picture, from its head."
+    "Return the width and height of a PNG from its header."
     head = base64.b64decode(data[:32])
     return {
         "width": int.from_bytes(head[16:20], "big"),
@@ -133,33 +132,35 @@ def png_size(data: str) -> dict[str, int]:  # base64
 
 
 def give_sizes(notebook) -> None:
-    "Say how large each figure is shown, so that a page keeps its place; a figure of more pixels says so itself."
+    "Set the display size of each figure, so that the page does not move while it loads."
     for cell in notebook.cells:
         for output in cell.get("outputs", []):
             if png := "".join(output.get("data", {}).get("image/png", "")):
-                known = output.setdefault("metadata", {})
-                known["image/png"] = {**png_size(png), **known.get("image/png", {})}
+                metadata = output.setdefault("metadata", {})
+                metadata["image/png"] = {**png_size(png), **metadata.get("image/png", {})}
 
 
 def process(notebook) -> None:
-    "nbdev's staging without what runs a cell: front matter, hidden and exported cells gone, a place for each name."
+    "Run nbdev's processors except those that execute cells."
     from nbdev.processors import FilterDefaults, add_links, exec_show_docs
 
     class Still(FilterDefaults):
         def base_procs(self) -> list:
-            return [one for one in super().base_procs() if one not in (add_links, exec_show_docs)]
+            return [
+                proc for proc in super().base_procs() if proc not in (add_links, exec_show_docs)
+            ]
 
     Still()(notebook)
 
 
 def shown_name(source: str) -> str | None:
-    "The name that a cell documents; None for another cell."
+    "Return the name that a cell documents, or None."
     match = re.search(r"^show_doc\(([\w.]+)", source, flags=re.MULTILINE)
     return match[1] if match else None
 
 
 def part_headings(text: str, explained: set[str]) -> str:
-    "A heading over a name that it shares gets an identifier of its own, because the name keeps that of its letters."
+    "Give a heading that equals a documented name another identifier."
 
     def own(match: re.Match) -> str:
         heading = match[0]
@@ -172,7 +173,7 @@ def part_headings(text: str, explained: set[str]) -> str:
 
 
 def stage_notebook(source: Path, name: str) -> tuple[object, set[str]]:
-    "A notebook as a page, and the anchors of the names that it explains."
+    "Return a notebook as a page, and the anchors of the names it explains."
     from execnb.nbio import mk_cell, read_nb
 
     notebook = read_nb(source)
@@ -186,15 +187,15 @@ def stage_notebook(source: Path, name: str) -> tuple[object, set[str]]:
     code_at = f"{Address.read(ROOT).git_url}/blob/{Address.read(ROOT).branch}"
     cells, explained = [], set()
     for cell in notebook.cells:
-        known = shown_name(cell.source) if cell.cell_type == "code" else None
-        if known is not None:
-            found = reference.find(known, name)
-            if found is None:
+        symbol = shown_name(cell.source) if cell.cell_type == "code" else None
+        if symbol is not None:
+            definition = reference.find(symbol, name)
+            if definition is None:
                 sys.exit(
-                    f"{name} cannot be staged: show_doc({known}) names nothing in bertlab; run `make sync`"
+                    f"{name} cannot be staged: show_doc({symbol}) names nothing in bertlab; run `make sync`"
                 )
-            explained.add(reference.anchor(known))
-            cell = mk_cell(reference.document(found, code_at), "markdown")
+            explained.add(reference.anchor(symbol))
+            cell = mk_cell(reference.document(definition, code_at), "markdown")
         elif cell.cell_type == "markdown":
             cell.source = reference.separate_lists(cell.source)
         cells.append(cell)
@@ -205,12 +206,12 @@ def stage_notebook(source: Path, name: str) -> tuple[object, set[str]]:
     return notebook, explained
 
 
-# The site begins with a page of its own; the README's notebook is another one there.
+# The site has its own first page; the README's notebook is the overview.
 RENAMED = {"index.ipynb": "overview.ipynb"}
 
 
 def stage(model: Path | None = None) -> Path:
-    "Stage everything in nbs/ to _proc/, with the configuration and the pages that are made."
+    "Stage nbs/ in _proc/, with the configuration and the generated pages."
     from execnb.nbio import write_nb
     from nbdev.config import get_config
 
@@ -228,14 +229,14 @@ def stage(model: Path | None = None) -> Path:
     )
     staged = ROOT / "_proc"
     shutil.rmtree(staged, ignore_errors=True)
-    pages, shown = {}, {}
+    pages, explained = {}, {}
     for path in notebooks(ROOT):
         name = path.relative_to(ROOT / "nbs").as_posix()
-        pages[name], shown[name] = stage_notebook(path, name)
+        pages[name], explained[name] = stage_notebook(path, name)
     for name, notebook in pages.items():
         for cell in notebook.cells:
             if cell.cell_type == "markdown":
-                cell.source = reference.add_links(cell.source, name, shown)
+                cell.source = reference.add_links(cell.source, name, explained)
         if name in RENAMED:  # with another address, too
             notebook.cells[0].source = re.sub(
                 r"^output-file: .*\n", "", notebook.cells[0].source, flags=re.MULTILINE
@@ -250,8 +251,8 @@ def stage(model: Path | None = None) -> Path:
             (staged / relative).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(path, staged / relative)  # follows the link to _quarto.yml
     live = landing.export_live(model, staged / "live") if model else None
-    made = {**reference.pages(shown), **landing.pages(live, ROOT)}
-    for name, text in made.items():
+    texts = {**reference.pages(explained), **landing.pages(live, ROOT)}
+    for name, text in texts.items():
         (staged / name).parent.mkdir(parents=True, exist_ok=True)
         (staged / name).write_text(text, encoding="utf-8")
     bars = yaml.safe_load((staged / "sidebar.yml").read_text(encoding="utf-8"))
@@ -267,7 +268,7 @@ def stage(model: Path | None = None) -> Path:
 
 
 def read_page(path: Path) -> SimpleNamespace:
-    "A staged page: its front matter, its Markdown, its code cells, its headings' anchors."
+    "Return front matter, Markdown, code cells and anchors of a staged page."
     if path.suffix == ".qmd":
         _, front, text = path.read_text(encoding="utf-8").split("---\n", 2)
         return SimpleNamespace(
@@ -278,13 +279,13 @@ def read_page(path: Path) -> SimpleNamespace:
         source_of(cells[0]).strip().strip("-") if cells and cells[0]["cell_type"] == "raw" else ""
     )
     code = [cell for cell in cells if cell["cell_type"] == "code"]
-    shown = [
+    displayed = [
         "".join(o.get("data", {}).get("text/markdown", ""))
         for cell in code
         for o in cell["outputs"]
     ]
     text = "\n\n".join(
-        [*(source_of(cell) for cell in cells if cell["cell_type"] == "markdown"), *shown]
+        [*(source_of(cell) for cell in cells if cell["cell_type"] == "markdown"), *displayed]
     )
     return SimpleNamespace(
         front=yaml.safe_load(front) or {}, text=text, code=code, anchors=anchors(text)
@@ -298,17 +299,17 @@ def without_code(text: str) -> str:
 
 
 def anchors(text: str) -> set[str]:
-    "The identifiers that Pandoc gives to the headings of a text."
-    found = set()
+    "Return the identifiers that Pandoc gives to the headings of a text."
+    identifiers = set()
     fenced_out = re.sub(r"^(```+).*?^\1", "", text, flags=re.MULTILINE | re.DOTALL)
     for heading in re.findall(r"^#{1,6}\s+(.+?)\s*$", fenced_out, flags=re.MULTILINE):
-        if own := re.search(r"\{#([\w.:-]+)[^}]*\}$", heading):
-            found.add(own[1])
+        if explicit := re.search(r"\{#([\w.:-]+)[^}]*\}$", heading):
+            identifiers.add(explicit[1])
             continue
         plain = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading)
         plain = re.sub(r"[^\w\s.-]", "", plain).strip().lower()
-        found.add(re.sub(r"^[^a-z]+", "", re.sub(r"\s+", "-", plain)) or "section")
-    return found
+        identifiers.add(re.sub(r"^[^a-z]+", "", re.sub(r"\s+", "-", plain)) or "section")
+    return identifiers
 
 
 def links(text: str) -> list[str]:
@@ -318,46 +319,46 @@ def links(text: str) -> list[str]:
 def check_links(
     name: str, page: SimpleNamespace, pages: dict, outputs: dict, staged: Path, site: str
 ) -> list[str]:
-    "Internal links that lead nowhere; those to the site's own address, which nbdev writes, are internal."
+    "Return the internal links without a target."
     problems = []
     for link in links(page.text):
         target, _, anchor = link.partition("#")
         if target.startswith(site + "/"):
-            found = outputs.get(target.removeprefix(site + "/"))
+            page_name = outputs.get(target.removeprefix(site + "/"))
         elif re.match(r"[a-z]+:", target):
             continue
         else:
             path = Path(os.path.normpath(Path(name).parent / target)).as_posix() if target else name
-            found = path if path in pages or (staged / path).is_file() else None
-        if found is None:
+            page_name = path if path in pages or (staged / path).is_file() else None
+        if page_name is None:
             problems.append(f"{name}: the link {link} leads nowhere")
-        elif anchor and found in pages and anchor not in pages[found].anchors:
-            problems.append(f"{name}: {found} has no heading for #{anchor}")
+        elif anchor and page_name in pages and anchor not in pages[page_name].anchors:
+            problems.append(f"{name}: {page_name} has no heading for #{anchor}")
     return problems
 
 
 def entries(node: object) -> list[str]:
-    "Every page that a part of the sidebar or the navigation bar names."
+    "Return every page in a part of the sidebar or navigation bar."
     if isinstance(node, str):
         return [node]
     if isinstance(node, list):
         return [name for item in node for name in entries(item)]
     if isinstance(node, dict):
-        named = [node["href"]] if "href" in node else []
-        return named + entries(node.get("contents", [])) + entries(node.get("left", []))
+        hrefs = [node["href"]] if "href" in node else []
+        return hrefs + entries(node.get("contents", [])) + entries(node.get("left", []))
     return []
 
 
 def check_navigation(pages: dict, staged: Path) -> list[str]:
-    "Entries of the sidebar and the bar that lead nowhere, and pages that the sidebar misses."
+    "Return navigation entries without a page, and pages missing from the sidebar."
     config = {}
     for name in ("_quarto.yml", "nbdev.yml", "sidebar.yml"):
         loaded = yaml.safe_load((staged / name).read_text(encoding="utf-8"))
         config[name] = loaded.get("website", {})
     listed = [name for bar in config["sidebar.yml"]["sidebar"] for name in entries(bar)]
-    named = listed + entries(config["_quarto.yml"].get("navbar", {}))
+    targets = listed + entries(config["_quarto.yml"].get("navbar", {}))
     problems = [
-        f"the navigation names {name}, which is not there" for name in named if name not in pages
+        f"the navigation names {name}, which is not there" for name in targets if name not in pages
     ]
     problems += [
         f"the sidebar lacks {name}"
@@ -374,9 +375,9 @@ FRONT = {"title", "description", "output-file", "toc", "page-layout", "search", 
 
 
 def check(staged: Path) -> list[str]:
-    "Everything that is wrong with the staged site; an empty list if nothing is."
-    found = sorted([*staged.rglob("*.ipynb"), *staged.rglob("*.qmd")])
-    pages = {path.relative_to(staged).as_posix(): read_page(path) for path in found}
+    "Return the problems of the staged site."
+    paths = sorted([*staged.rglob("*.ipynb"), *staged.rglob("*.qmd")])
+    pages = {path.relative_to(staged).as_posix(): read_page(path) for path in paths}
     problems, outputs = [], {}
     for name, page in pages.items():
         for key in ("title", "description"):
@@ -408,9 +409,9 @@ def check(staged: Path) -> list[str]:
 
 
 def find_quarto() -> str | None:
-    "The program quarto: beside this Python, where `pip install quarto-cli` puts it, or on the PATH."
-    beside = shutil.which("quarto", path=str(Path(sys.executable).parent))
-    return beside or shutil.which("quarto")
+    "Find quarto in this environment (`pip install quarto-cli`) or on the PATH."
+    in_environment = shutil.which("quarto", path=str(Path(sys.executable).parent))
+    return in_environment or shutil.which("quarto")
 
 
 PAGE_LINE = re.compile(r"\[\s*\d+/\d+\]\s+(\S+)")
@@ -418,7 +419,7 @@ WARNING = re.compile(r"\[?WARN(?:ING)?\b")
 
 
 def find_warnings(lines: Iterable[str]) -> Iterator[str]:
-    "Quarto's and Pandoc's warnings in what a rendering says, each with the page that was being rendered."
+    "Yield the warnings of Quarto and Pandoc, each with its page."
     page = "before the first page"
     for line in lines:
         plain = re.sub(r"\x1b\[[0-9;]*m", "", line).strip()
@@ -429,17 +430,17 @@ def find_warnings(lines: Iterable[str]) -> Iterator[str]:
 
 
 def render(staged: Path) -> None:
-    "Render the staged pages with Quarto, and put the site in _docs; a warning is a failure."
-    command, said = [find_quarto(), "render", "--no-execute"], []
+    "Render the staged pages with Quarto into _docs; a warning is a failure."
+    command, lines = [find_quarto(), "render", "--no-execute"], []
     with subprocess.Popen(command, cwd=staged, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
                           encoding="utf-8", errors="replace") as running:  # fmt: skip
         for line in running.stdout:
             print(line, end="", flush=True)
-            said.append(line)
+            lines.append(line)
     if running.returncode:
         sys.exit("quarto could not render the site")
-    if warnings := list(find_warnings(said)):
-        sys.exit("quarto warned:\n" + "\n".join(f"  {one}" for one in warnings))
+    if warnings := list(find_warnings(lines)):
+        sys.exit("quarto warned:\n" + "\n".join(f"  {warning}" for warning in warnings))
     missing = [
         name for name in ("index.html", "api.html") if not (staged / "_docs" / name).is_file()
     ]
@@ -454,16 +455,16 @@ def render(staged: Path) -> None:
 SITE_MODEL = ROOT / "build/site-model"
 
 
-def model_for_site(named: str | None, train: bool) -> Path | None:
-    "The directory of the model that lives in the pages: the named one, or that of an earlier or a new training."
-    if named and train:
+def model_for_site(directory: str | None, train: bool) -> Path | None:
+    "Return the model for the live pages: the named one, or build/site-model."
+    if directory and train:
         sys.exit("--model names a model that is there, and --train makes one: choose")
-    if named:
-        if not any((Path(named) / file).is_file() for file in ("config.json", "page.json")):
+    if directory:
+        if not any((Path(directory) / file).is_file() for file in ("config.json", "page.json")):
             sys.exit(
-                f"--model {named} holds no config.json: name the directory of a run, or of its web page"
+                f"--model {directory} holds no config.json: name the directory of a run, or of its web page"
             )
-        return Path(named).resolve()
+        return Path(directory).resolve()
     if train and not (SITE_MODEL / "metrics.json").is_file():
         command = "import sys; from bertlab.cli.main import main; sys.exit(main(sys.argv[1:]))"
         # Deeper than the demo's own, whose two layers learn fastest: the page shows what layers do.
@@ -484,12 +485,12 @@ def main() -> None:
     parser.add_argument(
         "--train", action="store_true", help="train that model first, where there is none"
     )
-    asked = parser.parse_args()
-    model = model_for_site(asked.model, asked.train)
+    options = parser.parse_args()
+    model = model_for_site(options.model, options.train)
     staged = stage(model)
     problems = check(staged)
     if problems:
-        sys.exit("The site is not in order:\n" + "\n".join(f"  {problem}" for problem in problems))
+        sys.exit("The site has problems:\n" + "\n".join(f"  {problem}" for problem in problems))
     count = len(list(staged.rglob("*.ipynb")))
     print(f"{count} notebooks staged in _proc: front matter, links and sidebar are in order")
     if model is None:

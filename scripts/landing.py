@@ -1,6 +1,6 @@
-"""The pages of the site that are no notebooks: the first one, the glass encoder, the changelog, and what goes round them.
+"""Build the pages of the site that are not notebooks: the first page, the glass encoder and the changelog.
 
-A figure on them is read from benchmarks/results/ or from the model's own run when the site is made; none is typed.
+Figures are read from benchmarks/results/ or from the run of the model when the site is built.
 """
 
 import csv
@@ -21,9 +21,9 @@ from sync import Address  # noqa: E402
 
 
 def export_live(model: Path, target: Path) -> Path:
-    """Export a model as a web page into the site, with the browser's packages beside it where npm brings them.
+    """Export a model as a web page into the site, with the browser packages if npm can install them.
 
-    A folder that `bertlab export --to web` has written is taken as it is.
+    A folder written by `bertlab export --to web` is copied.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     if (model / "page.json").is_file():
@@ -55,12 +55,12 @@ def share_text(share: float) -> str:
 
 
 def guess_tables(answer: dict) -> str:
-    "The guesses of an answer as HTML tables."
+    "Return the guesses of an answer as HTML tables."
     tables = []
-    for number, place in enumerate(answer["gaps"], 1):
+    for count, position in enumerate(answer["gaps"], 1):
         rows = "".join(f'<tr><th scope="row">{html.escape(word)}</th><td class="number">{share_text(share)}</td></tr>'
-                       for word, share, _ in answer["guesses"][str(place)])  # fmt: skip
-        caption = "The gap" if len(answer["gaps"]) == 1 else f"Gap {number}"
+                       for word, share, _ in answer["guesses"][str(position)])  # fmt: skip
+        caption = "The gap" if len(answer["gaps"]) == 1 else f"Gap {count}"
         tables.append(
             f'<table class="plain"><caption>{caption}</caption><tbody>{rows}</tbody></table>'
         )
@@ -68,11 +68,11 @@ def guess_tables(answer: dict) -> str:
 
 
 def lens_table(answer: dict) -> str:
-    "What each layer would have answered at the first gap, as an HTML table."
-    place, rows = answer["gaps"][0], []
-    states = answer["lens"][str(place)]
-    for number, words in enumerate(states):
-        after = "embedding" if number == 0 else f"layer {number}"
+    "Return the best guess after each layer at the first gap, as an HTML table."
+    position, rows = answer["gaps"][0], []
+    states = answer["lens"][str(position)]
+    for layer, words in enumerate(states):
+        after = "embedding" if layer == 0 else f"layer {layer}"
         rows.append(f'<tr><th scope="row">{after}</th><td>{html.escape(words[0][0])}</td>'
                     f'<td class="number">{share_text(words[0][1])}</td></tr>')  # fmt: skip
     return (f'<table class="plain"><caption>Best guess for the first gap after each layer</caption>'
@@ -80,20 +80,20 @@ def lens_table(answer: dict) -> str:
 
 
 def attention_bars(answer: dict) -> str:
-    "The mean attention of the last layer from the first gap, a bar for each piece, as SVG."
-    place, last = answer["gaps"][0], answer["attention"][-1]
+    "Return the mean attention of the last layer from the first gap as SVG bars."
+    position, last = answer["gaps"][0], answer["attention"][-1]
     shares = [
-        sum(head[place][to] for head in last) / len(last) for to in range(len(answer["pieces"]))
+        sum(head[position][to] for head in last) / len(last) for to in range(len(answer["pieces"]))
     ]
     height, most = 18, max(shares)
     rows = []
-    for number, (piece, share) in enumerate(zip(answer["pieces"], shares, strict=True)):
-        y = number * height
+    for row, (piece, share) in enumerate(zip(answer["pieces"], shares, strict=True)):
+        y = row * height
         rows.append(f'<text x="130" y="{y + 13}" text-anchor="end">{html.escape(piece)}</text>'
                     f'<rect x="138" y="{y + 3}" width="{180 * share / most:.1f}" height="{height - 6}"/>'
                     f'<text x="{144 + 180 * share / most:.1f}" y="{y + 13}">{share_text(share)}</text>')  # fmt: skip
-    said = f"Bars: how much the gap looks at each piece of the sentence, mean of the last layer's {len(last)} heads"
-    return (f'<svg class="curve bars" role="img" aria-label="{said}" viewBox="0 0 400 {height * len(shares)}">'
+    label = f"Bars: how much the gap looks at each piece of the sentence, mean of the last layer's {len(last)} heads"
+    return (f'<svg class="curve bars" role="img" aria-label="{label}" viewBox="0 0 400 {height * len(shares)}">'
             f'<g fill="currentColor">{"".join(rows)}</g></svg>')  # fmt: skip
 
 
@@ -101,16 +101,16 @@ def attention_bars(answer: dict) -> str:
 
 
 def curve(history: Path, unigram: float) -> str:
-    "The loss of a run over the line that a model which ignores its input cannot cross, as SVG."
+    "Return the loss of a run and the unigram baseline as SVG."
     with history.open(encoding="utf-8") as lines:
         points = [
             (float(row["step"]), float(row["loss"])) for row in csv.DictReader(lines) if row["loss"]
         ]
-    width, height, left, bottom = 640, 300, 44, 34
+    width, height, margin, bottom = 640, 300, 44, 34
     steps = points[-1][0]
     low, high = min(loss for _, loss in points), max(loss for _, loss in points)
     low, high = min(low, unigram) - 0.2, high + 0.1
-    x = lambda step: left + (width - left - 8) * step / steps
+    x = lambda step: margin + (width - margin - 8) * step / steps
     y = lambda loss: 8 + (height - bottom - 8) * (high - loss) / (high - low)
     window = max(1, len(points) // 60)
     smooth = []
@@ -120,23 +120,23 @@ def curve(history: Path, unigram: float) -> str:
             (sum(step for step, _ in part) / len(part), sum(loss for _, loss in part) / len(part))
         )
     path = " ".join(f"{x(step):.1f},{y(loss):.1f}" for step, loss in smooth)
-    ticks = "".join(f'<text x="{left - 8}" y="{y(nats) + 4:.1f}" text-anchor="end">{nats}</text>'
+    ticks = "".join(f'<text x="{margin - 8}" y="{y(nats) + 4:.1f}" text-anchor="end">{nats}</text>'
                     for nats in range(int(low) + 1, int(high) + 1))  # fmt: skip
-    said = (f"Loss of the run that made the model, from {smooth[0][1]:.1f} nats to {smooth[-1][1]:.1f} after {steps:.0f} steps; "
+    label = (f"Loss of the run that made the model, from {smooth[0][1]:.1f} nats to {smooth[-1][1]:.1f} after {steps:.0f} steps; "
             f"the line of a guesser that knows only how frequent words are lies at {unigram:.2f}")  # fmt: skip
     return (
-        f'<svg class="curve" role="img" aria-label="{said}" viewBox="0 0 {width} {height}">'
-        f'<path class="axis" fill="none" d="M{left} 8V{height - bottom}H{width - 8}"/>{ticks}'
-        f'<text x="{left}" y="{height - 10}">0</text>'
+        f'<svg class="curve" role="img" aria-label="{label}" viewBox="0 0 {width} {height}">'
+        f'<path class="axis" fill="none" d="M{margin} 8V{height - bottom}H{width - 8}"/>{ticks}'
+        f'<text x="{margin}" y="{height - 10}">0</text>'
         f'<text x="{width - 8}" y="{height - 10}" text-anchor="end">{steps:.0f} steps</text>'
-        f'<path class="unigram" d="M{left} {y(unigram):.1f}H{width - 8}"/>'
+        f'<path class="unigram" d="M{margin} {y(unigram):.1f}H{width - 8}"/>'
         f'<text x="{width - 12}" y="{y(unigram) - 7:.1f}" text-anchor="end">word frequencies alone:'
         f' {unigram:.2f} nats</text><polyline class="loss" points="{path}"/></svg>'
     )
 
 
 def walkthrough_picture() -> str:
-    "The loss figure of the walkthrough Three minutes, for a site without a model."
+    "Return the loss figure of the walkthrough Three minutes, for a site without a model."
     notebook = json.loads(
         (ROOT / "nbs/walkthroughs/01_three_minutes.ipynb").read_text(encoding="utf-8")
     )
@@ -161,7 +161,7 @@ def results(name: str) -> dict:
 
 
 def measured() -> list[tuple[str, str, str]]:
-    "Three figures: the number, what it is, and the machine."
+    "Return three figures: the number, its meaning and the machine."
     demo, rates, memory = results("demo"), results("pretraining"), results("memory")
     padded = {
         name: ratio["wall"]["median"]
@@ -169,7 +169,7 @@ def measured() -> list[tuple[str, str, str]]:
     }
     times = min(padded[f"ours in {p} over padded in {p}"] for p in ("fp32", "bf16"))
     less = memory["ratios"]["30522, transformers over ours, sparse"]["median"]
-    where = lambda found: f"{found['processor']}, {found['cores']} cores; {found['measured']}"
+    where = lambda result: f"{result['processor']}, {result['cores']} cores; {result['measured']}"
     seconds = demo["median"]["seconds"]
     return [
         (f"{seconds:.0f} s", f"from a bare directory to a trained encoder, {demo['median']['nats_below_unigram']:.1f} "
@@ -257,8 +257,8 @@ browser, with nothing to install.
 
 def landing_page(live: Path | None, address: Address) -> str:
     tiles = "".join(
-        f'<div><b class="figure">{number}</b>{html.escape(what)}<br><span class="soft">{html.escape(where)}</span></div>'
-        for number, what, where in measured()
+        f'<div><b class="figure">{figure}</b>{html.escape(meaning)}<br><span class="soft">{html.escape(where)}</span></div>'
+        for figure, meaning, where in measured()
     )
     cards = "\n".join(f"[**{title}** {text}]({target})" for target, title, text in CARDS)
     parts = front("bertlab", "Train BERT-style encoders, from notebooks that teach how.", page_layout="full",
@@ -377,17 +377,17 @@ def missing_page() -> str:
 
 
 def pages(live: Path | None, root: Path) -> dict[str, str]:
-    "The pages that are made, by file."
+    "Return the generated pages by file."
     address = Address.read(root)
     return {"index.qmd": landing_page(live, address), "glass.qmd": glass_page(live), "changelog.qmd": changelog_page(),
             "404.qmd": missing_page()}  # fmt: skip
 
 
-# --- what machines read ---------------------------------------------------------------------------
+# --- llms.txt and post-processing ---------------------------------------------------------------------------
 
 
 def head_of_page(path: Path) -> dict:
-    "Front matter of a staged page."
+    "Return the front matter of a staged page."
     import yaml
 
     if path.suffix == ".qmd":
@@ -397,14 +397,14 @@ def head_of_page(path: Path) -> dict:
 
 
 def output_of(name: str, front_matter: dict) -> str:
-    "The address of a staged page, relative to the site."
+    "Return the address of a staged page, relative to the site."
     return (
         Path(name).with_name(front_matter.get("output-file", Path(name).stem + ".html")).as_posix()
     )
 
 
 def llms(staged: Path, sidebars: list[dict]) -> str:
-    "What a language model reads to find its way: each page in a line."
+    "Return llms.txt: one line per page."
     address = Address.read(ROOT)
     lines = ["# bertlab", "", "> Train BERT-style encoders (masked language modelling, diffusion, fine-tuning, "
              "embeddings) with torch and Lightning, from notebooks that teach how.", ""]  # fmt: skip
@@ -440,7 +440,7 @@ SAME_SITE = "new URL(href).host === window.location.host"
 
 
 def mend(text: str) -> str:
-    "A rendered page without scripts from elsewhere, and with boxes that scroll by keyboard, too."
+    "Remove scripts from other hosts, and let code and tables scroll by keyboard."
     text = ELSEWHERE.sub("", text)
     text = text.replace(
         "return filterRegex.test(href)", f"return {SAME_SITE} || filterRegex.test(href)"
@@ -451,12 +451,12 @@ def mend(text: str) -> str:
     text = text.replace('<math display="block"', '<math tabindex="0" display="block"')
     table = re.compile(r'<table(?![^>]*class="plain")[^>]*>.*?</table>', re.DOTALL)
     box = '<div class="scrolls" tabindex="0" role="region" aria-label="Table">{}</div>'
-    head, found, body = text.partition("<main")
-    return head + found + table.sub(lambda match: box.format(match[0]), body)
+    head, tag, body = text.partition("<main")
+    return head + tag + table.sub(lambda match: box.format(match[0]), body)
 
 
 def finish(docs: Path, staged: Path) -> None:
-    "What is done to the rendered pages: no script from elsewhere."
+    "Post-process the rendered pages."
     for path in docs.rglob("*.html"):
         if "live" in path.relative_to(docs).parts[:1]:
             continue

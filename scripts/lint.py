@@ -85,7 +85,7 @@ def output_text(cell: dict) -> str:
     for output in cell.get("outputs", []):
         parts.append("".join(output.get("text", "")))
         data = output.get("data", {})
-        parts += ["".join(value) for kind, value in data.items() if kind.startswith("text/")]
+        parts += ["".join(value) for mime, value in data.items() if mime.startswith("text/")]
     return "\n".join(parts)
 
 
@@ -146,7 +146,7 @@ def lint_cells(cells: list[dict]) -> list[str]:
     return problems
 
 
-def lint_frame(cells: list[dict], kind: str) -> list[str]:
+def lint_frame(cells: list[dict], page: str) -> list[str]:
     "What every notebook must have: title, contract, set-up cell, exercises, recap, references."
     problems = []
     markdown = [source_of(cell) for cell in cells if cell["cell_type"] == "markdown"]
@@ -162,19 +162,21 @@ def lint_frame(cells: list[dict], kind: str) -> list[str]:
         != 1
     ):
         problems.append("there must be one heading of the first level")
-    if kind != "index" and not re.search(r"\[Open in Colab\]\([^)]+\)", text):
+    if page != "index" and not re.search(r"\[Open in Colab\]\([^)]+\)", text):
         problems.append("no [Open in Colab](colab)")
     if not any(map(is_setup, code)):
         problems.append(f"no hidden set-up cell (#| hide, #| eval: false, {SETUP_MARK})")
     if (
-        kind == "guide"
+        page == "guide"
     ):  # a recipe: what you have, what comes out, a command, what goes wrong, where to go on
-        wanted = {
+        required = {
             "**You have**": "what one begins with",
             "**You get**": "what one ends with",
             "**Takes**": "minutes",
         }
-        problems += [f"no {word} ({what})" for word, what in wanted.items() if word not in text]
+        problems += [
+            f"no {word} ({meaning})" for word, meaning in required.items() if word not in text
+        ]
         problems += [
             f"no part `## {part}`"
             for part in ("What goes wrong", "Next")
@@ -182,19 +184,19 @@ def lint_frame(cells: list[dict], kind: str) -> list[str]:
         ]
         if not re.search(r"^```sh\n(?:.*\n)*?bertlab ", text, re.MULTILINE):
             problems.append("no command: a block of ```sh with a line `bertlab ...`")
-    if kind in ("page", "guide"):
+    if page in ("page", "guide"):
         return problems
     exports = any("export" in directives(source) for source in code)
     if exports and not re.match(r"#\|\s*default_exp \w+(?:\.\w+)?", code[0]):
         problems.append("the first cell must be #| default_exp")
-    wanted = {
+    required = {
         "You can now": "goals",
         "Before": "prerequisites",
         "Takes": "measured minutes and megabytes",
     }
-    for word, what in wanted.items():
+    for word, meaning in required.items():
         if f"**{word}**" not in text:
-            problems.append(f"no **{word}** ({what})")
+            problems.append(f"no **{word}** ({meaning})")
     for heading in ("Exercises", "Recap", "What goes wrong"):
         if not re.search(rf"^##+ {heading}", text, re.MULTILINE | re.IGNORECASE):
             problems.append(f"no part `## {heading}`")
@@ -216,12 +218,12 @@ def strip_fences(text: str) -> str:
     return re.sub(r"^(```+).*?^\1", "", text, flags=re.MULTILINE | re.DOTALL)
 
 
-def lint_figures(cells: list[dict], kind: str) -> list[str]:
+def lint_figures(cells: list[dict], page: str) -> list[str]:
     "Too few figures."
     with_picture = [
         c for c in cells if any("image/png" in o.get("data", {}) for o in c.get("outputs", []))
     ]
-    least = MIN_FIGURES.get(kind, 0)
+    least = MIN_FIGURES.get(page, 0)
     if len([cell for cell in with_picture if visible(cell)]) < least:
         return [f"{len(with_picture)} figures, {least} at least"]
     return []

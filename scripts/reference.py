@@ -1,7 +1,7 @@
-"""What the site says about names, commands and settings: all of it read from the package's source.
+"""Build the reference pages of names, commands and settings from the package's source.
 
-Nothing of the package is run, but for the table of commands, which imports nothing heavy. A signature is shown as
-it is written, with the comments beside its parameters, and its code stands folded below.
+Nothing of the package is run except the table of commands, which imports nothing heavy. A signature is shown as
+written, with the comments of its parameters, and its code is folded below it.
 """
 
 import ast
@@ -20,7 +20,7 @@ from sync import CHAPTERS, PACKAGES  # noqa: E402
 
 @dataclass
 class Definition:
-    "A function, class or method: how it is written, and where."
+    "A function, class or method and its source."
 
     module: str
     name: str  # Class.method for a method
@@ -32,7 +32,7 @@ class Definition:
 
 @dataclass
 class Module:
-    "A module of the package, the notebook that makes it, and what it defines."
+    "A module of the package, its notebook, and its definitions."
 
     name: str
     notebook: str  # relative to nbs/
@@ -45,13 +45,13 @@ class Module:
 
 
 def head_of(node: ast.AST, lines: list[str]) -> str:
-    "The head of a function as written; of a class also the fields, or `__init__`, by which it is made."
+    "Return the signature as written; for a class with its fields or `__init__`."
     if not isinstance(node, ast.ClassDef):
-        begin = min([node.lineno, *(one.lineno for one in node.decorator_list)])
+        begin = min([node.lineno, *(part.lineno for part in node.decorator_list)])
         head = "\n".join(lines[begin - 1 : body_begin(node) - 1]).rstrip()
         return textwrap.dedent(head)
     bases = ", ".join(map(ast.unparse, [*node.bases, *(key.value for key in node.keywords)]))
-    text = [f"@{ast.unparse(one)}" for one in node.decorator_list]
+    text = [f"@{ast.unparse(part)}" for part in node.decorator_list]
     text.append(f"class {node.name}({bases}):" if bases else f"class {node.name}:")
     makes = next(
         (n for n in node.body if isinstance(n, ast.FunctionDef) and n.name == "__init__"), None
@@ -59,39 +59,39 @@ def head_of(node: ast.AST, lines: list[str]) -> str:
     if makes:
         text.append(textwrap.indent(head_of(makes, lines), "    "))
     else:
-        for one in node.body:
-            if isinstance(one, ast.AnnAssign):
-                text.append(textwrap.dedent("\n".join(lines[one.lineno - 1 : one.end_lineno])))
+        for part in node.body:
+            if isinstance(part, ast.AnnAssign):
+                text.append(textwrap.dedent("\n".join(lines[part.lineno - 1 : part.end_lineno])))
                 text[-1] = textwrap.indent(text[-1], "    ")
     return "\n".join(text)
 
 
 def body_begin(node: ast.FunctionDef) -> int:
-    "The line on which a function's body begins; one that stands behind the head belongs to the head."
+    "Return the first line of the body of a function."
     first = node.body[0]
     return first.lineno if first.lineno > node.lineno else first.lineno + 1
 
 
 def read_module(path: Path) -> Module | None:
-    "What a module defines; None for one that no notebook makes."
+    "Return the definitions of a module; None if no notebook exports it."
     text = path.read_text(encoding="utf-8")
-    made = re.search(r"File to edit: (?:\.\./)+nbs/(\S+\.ipynb)", text[:2000])
-    if not made:
+    match = re.search(r"File to edit: (?:\.\./)+nbs/(\S+\.ipynb)", text[:2000])
+    if not match:
         return None
     tree, lines = ast.parse(text), text.splitlines()
     name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
-    module = Module(name, made[1], ast.get_docstring(tree) or "")
+    module = Module(name, match[1], ast.get_docstring(tree) or "")
 
     def add(node: ast.AST, prefix: str = "") -> None:
         if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             return
         source = textwrap.dedent("\n".join(lines[node.lineno - 1 : node.end_lineno]))
-        known = f"{prefix}{node.name}"
+        full_name = f"{prefix}{node.name}"
         module.found.setdefault(
-            known,
+            full_name,
             Definition(
                 name,
-                known,
+                full_name,
                 head_of(node, lines),
                 ast.get_docstring(node) or "",
                 source,
@@ -100,7 +100,7 @@ def read_module(path: Path) -> Module | None:
         )
         if isinstance(node, ast.ClassDef):
             for inside in node.body:
-                add(inside, f"{known}.")
+                add(inside, f"{full_name}.")
 
     for node in tree.body:
         add(node)
@@ -109,36 +109,43 @@ def read_module(path: Path) -> Module | None:
 
 @lru_cache(maxsize=1)
 def modules() -> dict[str, Module]:
-    "The modules of the chapters, in the order of their notebooks."
+    "Return the modules in the order of their notebooks."
     order = list(PACKAGES)
     read = filter(None, map(read_module, sorted((ROOT / "bertlab").rglob("*.py"))))
-    found = [module for module in read if module.notebook.split("/")[0] in order]
+    in_chapters = [module for module in read if module.notebook.split("/")[0] in order]
     key = lambda module: (order.index(module.notebook.split("/")[0]), module.notebook)
-    return {module.name: module for module in sorted(found, key=key)}
+    return {module.name: module for module in sorted(in_chapters, key=key)}
 
 
 def find(name: str, notebook: str) -> Definition | None:
-    "What a page calls by a name: something of its own module, or else of any."
-    own = [module for module in modules().values() if module.notebook == notebook]
-    for module in [*own, *modules().values()]:
+    "Find a definition by name: first in the module of the page, then in any."
+    of_page = [module for module in modules().values() if module.notebook == notebook]
+    for module in [*of_page, *modules().values()]:
         if name in module.found:
             return module.found[name]
     return None
 
 
 def anchor(name: str) -> str:
-    "The identifier that Pandoc gives to a heading of this name."
+    "Return the identifier that Pandoc gives to a heading of this name."
     return re.sub(r"^[^a-z]+", "", name.lower())
 
 
-def document(one: Definition, source_url: str) -> str:
-    "A name as Markdown: heading, head, docstring, link, and the code folded."
-    said = one.doc.strip()
-    url = f"{source_url}/{one.module.replace('.', '/')}.py#L{one.line}"
-    parts = [f"### {one.name} {{#{anchor(one.name)} .name}}", "", "```python", one.head, "```", ""]
-    if said:
-        parts += [separate_lists(said), ""]
-    parts += ["<details class=\"code\"><summary>Code</summary>", "", "```python", one.source, "```", "",
+def document(definition: Definition, source_url: str) -> str:
+    "Return the documentation of a name as Markdown."
+    doc = definition.doc.strip()
+    url = f"{source_url}/{definition.module.replace('.', '/')}.py#L{definition.line}"
+    parts = [
+        f"### {definition.name} {{#{anchor(definition.name)} .name}}",
+        "",
+        "```python",
+        definition.head,
+        "```",
+        "",
+    ]
+    if doc:
+        parts += [separate_lists(doc), ""]
+    parts += ["<details class=\"code\"><summary>Code</summary>", "", "```python", definition.source, "```", "",
               f"[In the repository]({url})", "", "</details>"]  # fmt: skip
     return "\n".join(parts)
 
@@ -147,13 +154,13 @@ def document(one: Definition, source_url: str) -> str:
 
 
 def outside_fences(text: str, change) -> str:
-    "Apply a change to the lines of a text that are no code."
+    "Apply a change to the parts of a text outside code fences."
     parts = re.split(r"(^(`{3,}).*?^\2[^\n]*$)", text, flags=re.MULTILINE | re.DOTALL)
     # Each fence gives two groups: the whole, and its mark.
     return "".join(
-        part if number % 3 == 1 else change(part)
-        for number, part in enumerate(parts)
-        if number % 3 < 2
+        part if index % 3 == 1 else change(part)
+        for index, part in enumerate(parts)
+        if index % 3 < 2
     )
 
 
@@ -161,13 +168,13 @@ LIST_ITEM = r"(?:[-*+]|\d+[.)])\s+\S"
 
 
 def separate_lists(text: str) -> str:
-    "A list right behind a line of text is a list in notebooks, but not for Pandoc: give it an empty line."
+    "Put an empty line before a list that directly follows a paragraph, as Pandoc requires."
     pattern = re.compile(rf"^(?!\s*{LIST_ITEM})(\S[^\n]*)\n(?={LIST_ITEM})", flags=re.MULTILINE)
     return outside_fences(text, lambda part: pattern.sub(r"\1\n\n", part))
 
 
 def telling(name: str) -> bool:
-    "Whether a name can only be a name: one with an underscore, a dot or a capital inside is no common word."
+    "Return whether a word can only be a name in code."
     return (
         "_" in name.strip("_")
         or "." in name
@@ -177,14 +184,14 @@ def telling(name: str) -> bool:
 
 @lru_cache(maxsize=1)
 def places() -> dict[str, tuple[str, str]]:
-    "Names that stand for one thing: the page and the anchor where each is explained."
-    found: dict[str, set[tuple[str, str]]] = {}
+    "Return page and anchor of each unambiguous name."
+    targets: dict[str, set[tuple[str, str]]] = {}
     for module in modules().values():
         for name in module.public:
-            found.setdefault(name, set()).add((module.notebook, anchor(name)))
-            found.setdefault(f"bertlab.{name}", set()).add((module.notebook, anchor(name)))
-            found.setdefault(f"{module.name}.{name}", set()).add((module.notebook, anchor(name)))
-    return {name: next(iter(where)) for name, where in found.items() if len(where) == 1}
+            targets.setdefault(name, set()).add((module.notebook, anchor(name)))
+            targets.setdefault(f"bertlab.{name}", set()).add((module.notebook, anchor(name)))
+            targets.setdefault(f"{module.name}.{name}", set()).add((module.notebook, anchor(name)))
+    return {name: next(iter(where)) for name, where in targets.items() if len(where) == 1}
 
 
 SPAN = re.compile(r"(?<![`\\])`([A-Za-z_][\w.]*)(\(\))?`(?!`)")
@@ -193,8 +200,8 @@ LINK = re.compile(
 )
 
 
-def add_links(text: str, page: str, shown: dict[str, set[str]]) -> str:
-    "Link names in a page's prose to where they are explained: outside code, links and headings only."
+def add_links(text: str, page: str, explained: dict[str, set[str]]) -> str:
+    "Link names in the prose of a page to their documentation, outside code, links and headings."
     import posixpath
 
     def link(match: re.Match) -> str:
@@ -203,7 +210,7 @@ def add_links(text: str, page: str, shown: dict[str, set[str]]) -> str:
         if (
             where is None
             or not (telling(name) or match[2])
-            or where[1] not in shown.get(where[0], ())
+            or where[1] not in explained.get(where[0], ())
         ):
             return match[0]
         target = (
@@ -214,7 +221,7 @@ def add_links(text: str, page: str, shown: dict[str, set[str]]) -> str:
     def change(part: str) -> str:
         pieces = LINK.split(part)
         return "".join(
-            piece if number % 2 else SPAN.sub(link, piece) for number, piece in enumerate(pieces)
+            piece if index % 2 else SPAN.sub(link, piece) for index, piece in enumerate(pieces)
         )
 
     return outside_fences(text, change)
@@ -223,10 +230,10 @@ def add_links(text: str, page: str, shown: dict[str, set[str]]) -> str:
 # --- generated pages ------------------------------------------------------------------------------
 
 
-def front(title: str, description: str, **more: str) -> list[str]:
+def front(title: str, description: str, **options: str) -> list[str]:
     quoted = lambda text: '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
-    more = {"repo_actions": "false", **more}  # what is made has no file to edit
-    extra = [f"{key.replace('_', '-')}: {value}" for key, value in more.items()]
+    options = {"repo_actions": "false", **options}  # what is made has no file to edit
+    extra = [f"{key.replace('_', '-')}: {value}" for key, value in options.items()]
     return [
         "---",
         f"title: {quoted(title)}",
@@ -238,7 +245,7 @@ def front(title: str, description: str, **more: str) -> list[str]:
 
 
 def cell(text: object) -> str:
-    "Text inside a table of Markdown."
+    "Escape text for a Markdown table."
     return re.sub(r"\s+", " ", str(text)).replace("|", "\\|").replace("<", "&lt;").strip()
 
 
@@ -270,8 +277,8 @@ addEventListener("DOMContentLoaded", () => {
 """
 
 
-def api_page(chapter: str, shown: dict[str, set[str]]) -> str:
-    "The public names of a chapter, each with the first line of what it says and a link to where it is explained."
+def api_page(chapter: str, explained: dict[str, set[str]]) -> str:
+    "Return the page with the public names of a chapter."
     import bertlab
 
     title, sentence = CHAPTERS[chapter]
@@ -294,15 +301,15 @@ def api_page(chapter: str, shown: dict[str, set[str]]) -> str:
         parts += ["| name | what it is |", "|:---|:-------|"]
         for name in sorted(module.public, key=str.lower):
             mark = "**" if bertlab._PLACES.get(name) == module.name.removeprefix("bertlab.") else ""
-            known = anchor(name) in shown.get(module.notebook, ())
-            linked = f"[`{name}`]({page}#{anchor(name)})" if known else f"`{name}`"
+            is_explained = anchor(name) in explained.get(module.notebook, ())
+            linked = f"[`{name}`]({page}#{anchor(name)})" if is_explained else f"`{name}`"
             parts.append(f"| {mark}{linked}{mark} | {cell(first_line(module.found[name].doc))} |")
         parts.append("")
     return "\n".join(parts)
 
 
 def api_index() -> str:
-    "The chapters of the package, and how many names each has."
+    "Return the page with the chapters of the package."
     parts = front("Names in Python", "Every public name of the package, a page for each chapter.")
     parts += ["| chapter | what it is for | names |", "|:---|:-------|---:|"]
     for chapter, (_, sentence) in CHAPTERS.items():
@@ -324,7 +331,7 @@ def command_file(name: str) -> str:
 
 
 def command_page(name: str) -> str:
-    "A command as its own `--help` tells it."
+    "Return the page of a command, from its `--help`."
     import os
     from unittest.mock import patch
 
@@ -348,7 +355,7 @@ def commands_index() -> str:
 
 
 def code_in_table(text: str) -> str:
-    "Code in a cell: Pandoc shows the backslash of `\\|` between backticks."
+    "Format code in a table cell."
     import html
 
     if "|" not in text:
@@ -363,7 +370,7 @@ def shown_default(value: object) -> str:
 
 
 def settings_page(name: str) -> str:
-    "Every key that a configuration file of a command may hold: type, default and meaning."
+    "Return the page with every key of the configuration of a command."
     from bertlab.cli.parser import type_name
 
     command = commands()[name]
@@ -387,7 +394,7 @@ def settings_page(name: str) -> str:
 
 
 def configured() -> list[str]:
-    "The commands that read configuration files."
+    "Return the commands that read configuration files."
     return [name for name, command in commands().items() if set(command.sections) - {""}]
 
 
@@ -395,17 +402,17 @@ def settings_file(name: str) -> str:
     return f"reference/settings/{name.replace(' ', '-')}.qmd"
 
 
-def pages(shown: dict[str, set[str]]) -> dict[str, str]:
-    "All pages of the reference, by file; `shown` says which names each page explains."
-    found = {"api.qmd": api_index(), "reference/commands/index.qmd": commands_index()}
-    found |= {command_file(name): command_page(name) for name in commands()}
-    found |= {settings_file(name): settings_page(name) for name in configured()}
-    found |= {f"reference/api/{chapter}.qmd": api_page(chapter, shown) for chapter in CHAPTERS}
-    return found
+def pages(explained: dict[str, set[str]]) -> dict[str, str]:
+    "Return all pages of the reference by file."
+    texts = {"api.qmd": api_index(), "reference/commands/index.qmd": commands_index()}
+    texts |= {command_file(name): command_page(name) for name in commands()}
+    texts |= {settings_file(name): settings_page(name) for name in configured()}
+    texts |= {f"reference/api/{chapter}.qmd": api_page(chapter, explained) for chapter in CHAPTERS}
+    return texts
 
 
 def sidebar() -> list[dict]:
-    "The reference's part of the site's sidebars."
+    "Return the sidebar entries of the reference."
     titled = lambda file, text: {"href": file, "text": text}
     return [
         {"section": "Commands", "href": "reference/commands/index.qmd",

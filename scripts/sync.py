@@ -29,13 +29,13 @@ CHAPTERS = {
     "explorers": ("Explorers", "see it, move it"),
     "cli": ("Command line", "the same without Python"),
 }
-# Packages that no chapter imports: what the pages of the course share. Not part of the public face.
+# With the package that the pages of the course share; it is not part of the public names.
 PACKAGES = {**CHAPTERS, "course": ("Course", "checks of puzzles and exercises")}
 # Folders of nbs/ that teach, in the order of the sidebar, and the titles of their sections.
 LESSONS = {"course": "Course", "walkthroughs": "Walkthroughs"}
-# Pages that lead through the whole house: they stand before the chapters.
+# Pages about the whole package, listed before the chapters.
 PAGES = ("training_path.ipynb", "extending.ipynb")
-# Recipes of a page each, in the order of the sidebar; a guide that is not named here comes after them.
+# Guides in the order of the sidebar; others follow them.
 GUIDES = ("own_text", "resume", "finetune_csv", "continue_model", "save_and_share", "serve", "search", "long_documents",
           "devices", "several_machines", "diagnose", "migrate", "own_parts")  # fmt: skip
 # Between these two lines of nbs/parts.ipynb is the table of all parts.
@@ -44,7 +44,7 @@ PARTS_BEGIN, PARTS_END = "<!-- parts: written by scripts/sync.py -->", "<!-- end
 
 @dataclass(frozen=True)
 class Address:
-    "Where the project is published; all of it read from settings.ini."
+    "The public address of the project, read from settings.ini."
 
     user: str
     repo: str
@@ -62,7 +62,7 @@ class Address:
         )
 
     def colab(self, notebook: str) -> str:
-        "The notebook's page on Colab; `notebook` is its path in the repository."
+        "Return the page on Colab of a notebook, given its path in the repository."
         return f"https://colab.research.google.com/github/{self.user}/{self.repo}/blob/{self.branch}/{notebook}"
 
     @property
@@ -70,8 +70,7 @@ class Address:
         return f"git+{self.git_url}@{self.branch}"
 
 
-# Where Markdown text may name the address: a pattern that finds the place, empty or filled, and
-# what belongs there. An empty place is written as the last column shows.
+# Where Markdown may name the address: a pattern, and what it is replaced by.
 PLACES = [
     (r"\[Open in Colab\]\([^)]*\)", lambda a, nb: f"[Open in Colab]({a.colab(nb)})"),  # (colab)
     (
@@ -93,7 +92,7 @@ PLACES = [
 
 
 def fill(text: str, address: Address, notebook: str) -> str:
-    "Markdown with the address in its places."
+    "Fill the address into Markdown."
     for pattern, value in PLACES:
         text = re.sub(pattern, lambda match, value=value: value(address, notebook), text)
     return text
@@ -104,7 +103,7 @@ NEEDED_EXTRAS = re.compile(r'needs? `pip install "bertlab(\[[a-z,]+\])"`')
 
 
 def setup_source(address: Address, extras: str = "") -> str:
-    "The hidden set-up cell: installs bertlab where it is missing, which is Colab or a bare kernel."
+    "Return the hidden cell that installs bertlab where it is missing, as on Colab."
     return "\n".join(
         [
             "#| hide",
@@ -123,7 +122,7 @@ def is_setup(source: str) -> bool:
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
-    "Write under a temporary name, then rename; leave the file alone if nothing changed."
+    "Write a file atomically, and only if its content changes."
     data = content.encode() if isinstance(content, str) else content
     if path.exists() and path.read_bytes() == data:
         return
@@ -134,9 +133,9 @@ def write_whole(path: Path, content: str | bytes) -> None:
 
 
 def notebooks(root: Path) -> list[Path]:
-    found = (root / "nbs").rglob("*.ipynb")
+    paths = (root / "nbs").rglob("*.ipynb")
     return sorted(
-        path for path in found if not any(part[0] in "._" for part in path.relative_to(root).parts)
+        path for path in paths if not any(part[0] in "._" for part in path.relative_to(root).parts)
     )
 
 
@@ -148,12 +147,12 @@ def sync_notebook(path: Path, root: Path, address: Address) -> None:
     "Fill the address into one notebook, in nbdev_clean's format."
     notebook = json.loads(path.read_text(encoding="utf-8"))
     name = path.relative_to(root).as_posix()
-    told = (
+    matches = (
         NEEDED_EXTRAS.search(source_of(cell))
         for cell in notebook["cells"]
         if cell["cell_type"] == "markdown"
     )
-    extras = next((found[1] for found in told if found), "")
+    extras = next((match[1] for match in matches if match), "")
     for cell in notebook["cells"]:
         old = new = source_of(cell)
         if cell["cell_type"] == "markdown":
@@ -185,15 +184,15 @@ def sync_urls(root: Path, address: Address) -> None:
 
 
 def directives(source: str) -> dict[str, str]:
-    "The `#| name: value` lines at the head of a code cell."
-    found = {}
+    "Return the `#| name: value` lines at the top of a code cell."
+    marks = {}
     for line in source.splitlines():
         match = re.match(r"\s*#\|\s*([\w-]+):?\s*(.*)", line)
         if match:
-            found[match[1]] = match[2].strip().strip('"')
+            marks[match[1]] = match[2].strip().strip('"')
         elif line.strip():
             break
-    return found
+    return marks
 
 
 def fenced(text: str, language: str = "") -> str:
@@ -202,7 +201,7 @@ def fenced(text: str, language: str = "") -> str:
 
 
 def output_markdown(output: dict, alt: str, picture: str) -> tuple[str, dict[str, bytes]]:
-    "One output as Markdown, and the picture files that it needs."
+    "Return an output as Markdown, with the picture files that it needs."
     if output["output_type"] == "stream":
         return fenced("".join(output["text"]), "text"), {}
     data = output.get("data", {})
@@ -216,7 +215,7 @@ def output_markdown(output: dict, alt: str, picture: str) -> tuple[str, dict[str
 
 
 def relative_to_top(text: str) -> str:
-    "Links of a page in nbs/ as links from the top of the repository."
+    "Rewrite the links of a page in nbs/ as links from the root of the repository."
 
     def move(match: re.Match) -> str:
         target = match[2]
@@ -228,7 +227,7 @@ def relative_to_top(text: str) -> str:
 
 
 def readme(root: Path) -> dict[str, bytes]:
-    "README.md and its pictures: nbs/index.ipynb without its hidden cells and directives."
+    "Return README.md and its pictures: nbs/index.ipynb without hidden cells and directives."
     notebook = json.loads((root / "nbs/index.ipynb").read_text(encoding="utf-8"))
     parts, files = ["<!-- Written by scripts/sync.py from nbs/index.ipynb: edit that. -->\n"], {}
     for cell in notebook["cells"]:
@@ -244,17 +243,17 @@ def readme(root: Path) -> dict[str, bytes]:
             parts.append(fenced(code, "python"))
         for output in cell["outputs"]:
             picture = f"README_files/figure_{len(files) + 1}.png"
-            text, more = output_markdown(output, marks.get("fig-alt", ""), picture)
+            text, pictures = output_markdown(output, marks.get("fig-alt", ""), picture)
             parts.append(text)
-            files.update(more)
+            files.update(pictures)
     files["README.md"] = "\n".join(part for part in parts if part).encode()
     return files
 
 
 def pages_of(chapter: str, names: list[str]) -> list[str]:
-    """The pages of a chapter: its index page, then its parts in the order of their numbers.
+    """Return the pages of a chapter: its index, then its parts by number.
 
-    What has no number comes last, but for `torch_refresher`, which is read before all others.
+    Pages without a number come last, except `torch_refresher`, which comes first.
     """
     members = [name for name in names if name.startswith(f"{chapter}/")]
     first = [f"{chapter}/index.ipynb", f"{chapter}/torch_refresher.ipynb"]
@@ -264,8 +263,8 @@ def pages_of(chapter: str, names: list[str]) -> list[str]:
 
 
 def guide_pages(names: list[str]) -> list[str]:
-    "The guides among some pages, in the order of GUIDES."
-    order = {f"guides/{name}.ipynb": number for number, name in enumerate(GUIDES)}
+    "Return the guides among some pages, in the order of GUIDES."
+    order = {f"guides/{name}.ipynb": position for position, name in enumerate(GUIDES)}
     return sorted(
         (name for name in names if name.startswith("guides/")),
         key=lambda name: (order.get(name, 99), name),
@@ -273,7 +272,7 @@ def guide_pages(names: list[str]) -> list[str]:
 
 
 def title_of(path: Path) -> str:
-    "The title of a notebook: its heading of the first level."
+    "Return the first-level heading of a notebook."
     for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
         if cell["cell_type"] == "markdown" and (match := re.match(r"# (.+)", source_of(cell))):
             return match[1].strip()
@@ -281,7 +280,7 @@ def title_of(path: Path) -> str:
 
 
 def parts_table(root: Path) -> str:
-    "Every chapter with what it teaches and links to its parts, as a table in Markdown."
+    "Return a Markdown table of the chapters with links to their parts."
     names = [path.relative_to(root / "nbs").as_posix() for path in notebooks(root)]
     lines = ["| chapter | what it teaches | its parts, in reading order |", "|---|---|---|"]
     for chapter, (_, sentence) in CHAPTERS.items():
@@ -300,18 +299,18 @@ def sync_parts(root: Path) -> None:
     notebook = json.loads(path.read_text(encoding="utf-8"))
     pattern = re.compile(f"{re.escape(PARTS_BEGIN)}.*?{re.escape(PARTS_END)}", re.DOTALL)
     table = f"{PARTS_BEGIN}\n{parts_table(root)}\n{PARTS_END}"
-    found = 0
+    total = 0
     for cell in notebook["cells"]:
         new, count = pattern.subn(lambda _: table, source_of(cell))
         if count:
-            cell["source"], found = new.splitlines(keepends=True), found + count
-    if found != 1:
-        sys.exit(f"nbs/parts.ipynb must hold {PARTS_BEGIN} and {PARTS_END} once; found {found}")
+            cell["source"], total = new.splitlines(keepends=True), total + count
+    if total != 1:
+        sys.exit(f"nbs/parts.ipynb must hold {PARTS_BEGIN} and {PARTS_END} once; found {total}")
     write_whole(path, json.dumps(notebook, sort_keys=True, indent=1, ensure_ascii=False) + "\n")
 
 
 def sidebar(root: Path) -> str:
-    "The site's sidebars, one for each of its four sections; scripts/docs.py adds the reference that it makes."
+    "Return the sidebars of the site's four sections; scripts/docs.py adds the reference."
     names = [path.relative_to(root / "nbs").as_posix() for path in notebooks(root)]
     lines = ["# Written by scripts/sync.py from the notebooks' names.", "website:", "  sidebar:"]
 
@@ -343,15 +342,15 @@ def sidebar(root: Path) -> str:
             section(title, members)
     bar("reference", "Reference")
     # The page at nbs/index.ipynb is the README; the site begins with a page of its own.
-    others = [name for name in names if name not in ("index.ipynb", *PAGES) and "/" not in name]
-    entries(["overview.ipynb", *others, "changelog.qmd"])
+    pages = [name for name in names if name not in ("index.ipynb", *PAGES) and "/" not in name]
+    entries(["overview.ipynb", *pages, "changelog.qmd"])
     return "\n".join(lines) + "\n"
 
 
 def package_files(root: Path) -> dict[str, str]:
-    """The package's files that no notebook makes, but for `bertlab/__init__.py`, from which they follow.
+    """Return the package's files that no notebook exports and that follow from `bertlab/__init__.py`.
 
-    A chapter's `__init__.py` imports its parts when somebody asks for them, so that `bertlab.data.packing.best_fit_decreasing`
+    A chapter's `__init__.py` imports its parts on first use, so that `bertlab.data.packing.best_fit_decreasing`
     works after `import bertlab`; the stubs (`.pyi`) tell editors and type checkers what is there.
     """
     space: dict = {"__name__": "bertlab"}
@@ -361,11 +360,11 @@ def package_files(root: Path) -> dict[str, str]:
     for module, names in space["_FACE"].items():
         stub += [f"from .{module} import {name} as {name}" for name in names.split()]
     files = {"bertlab/__init__.pyi": "\n".join([*stub, "", "__version__: str", ""])}
-    made = [
+    modules = [
         module for module, _ in sorted(modules_made(root).items(), key=lambda item: item[1].name)
     ]
     for chapter, (_, sentence) in PACKAGES.items():
-        parts = [module.partition(".")[2] for module in made if module.startswith(f"{chapter}.")]
+        parts = [module.partition(".")[2] for module in modules if module.startswith(f"{chapter}.")]
         listed = "".join(f'    "{part}",\n' for part in parts)
         files[f"bertlab/{chapter}/__init__.py"] = (
             f'"{sentence[0].upper()}{sentence[1:]}."\n\n# Written by scripts/sync.py from the notebooks\' names.\n'
@@ -379,29 +378,29 @@ def package_files(root: Path) -> dict[str, str]:
 
 
 def modules_made(root: Path) -> dict[str, Path]:
-    "The modules that notebooks export to, as `chapter.name`, and the notebook of each."
-    found = {}
+    "Return the notebook of each exported module, by `chapter.name`."
+    notebook_of = {}
     for path in notebooks(root):
         for name in re.findall(r"#\|\s*default_exp\s+([\w.]+)", path.read_text(encoding="utf-8")):
-            found[name] = path
-    return found
+            notebook_of[name] = path
+    return notebook_of
 
 
 def modules_without_notebook(root: Path) -> tuple[list[Path], list[Path]]:
-    "Modules that no notebook exports to: those that nbdev once made, and those that a person wrote."
-    made = modules_made(root)
-    found = [path for path in sorted((root / "bertlab").rglob("[!_]*.py"))
-             if ".".join(path.relative_to(root / "bertlab").with_suffix("").parts) not in made]  # fmt: skip
+    "Return the modules without a notebook: those exported earlier, and those written by hand."
+    exported = modules_made(root)
+    paths = [path for path in sorted((root / "bertlab").rglob("[!_]*.py"))
+             if ".".join(path.relative_to(root / "bertlab").with_suffix("").parts) not in exported]  # fmt: skip
     by_hand = [
         path
-        for path in found
+        for path in paths
         if "# AUTOGENERATED! DO NOT EDIT!" not in path.read_text(encoding="utf-8")
     ]
-    return [path for path in found if path not in by_hand], by_hand
+    return [path for path in paths if path not in by_hand], by_hand
 
 
 def export_and_clean(root: Path) -> None:
-    "nbdev's export and clean; a module that a notebook has made, and makes no more, is removed."
+    "Run nbdev's export and clean, and remove modules whose notebook is gone."
     os.environ.pop("IN_TEST", None)  # nbdev exports nothing where this is set
     os.chdir(root)
     from nbdev.clean import nbdev_clean
