@@ -110,17 +110,13 @@ def test_the_reference_has_every_public_name_every_command_and_every_key(site):
             assert link in text, name
     for name, command in reference.commands().items():
         text = qmd(site, reference.command_file(name))
-        for key in command.options():
-            last = key.lstrip("*")
-            assert (
-                last in text
-                or last.rpartition(".")[2].upper() in text
-                or command.titles.get(last, "?") in text
-            ), key
+        for key in command.options:
+            last = key.rpartition(".")[2]
+            assert last in text or last.replace("_", "-") in text or last.upper() in text, key
     for name in reference.configured():
         text = qmd(site, reference.settings_file(name))
         rows = re.findall(r"^\| `(\w+)` \| .+ \| .+ \| .*\|$", text, flags=re.MULTILINE)
-        assert rows == [key.rpartition(".")[2] for key in reference.commands()[name].options()]
+        assert rows == [key.rpartition(".")[2] for key in reference.commands()[name].options]
 
 
 def test_a_signature_is_shown_as_it_is_written(site):
