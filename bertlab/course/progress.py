@@ -31,8 +31,8 @@ def on_colab() -> bool:
     return "google.colab" in sys.modules or "COLAB_RELEASE_TAG" in os.environ
 
 
-def progress_path() -> Path | None:  # None: nothing is to be remembered, or there is no home
-    "The file that remembers, there or not; see the table of this page for where it is."
+def progress_path() -> Path | None:  # None: recording is off, or there is no home
+    "Return the path of the record; see the table on this page."
     said = os.environ.get(VARIABLE)
     if said:
         return None if said.lower() == "off" else Path(said).expanduser()
@@ -55,7 +55,7 @@ def progress_path() -> Path | None:  # None: nothing is to be remembered, or the
 def progress(
     path: str | os.PathLike | None = None,  # None: the one of `progress_path`
 ) -> dict[str, dict[str, str]]:  # page -> check -> the day it first passed, as 2026-01-31
-    "What has been solved so far. A file that cannot be read counts as empty, with a warning."
+    "Return what has been solved. An unreadable file counts as empty, with a warning."
     path = progress_path() if path is None else Path(path)
     if path is None:
         return {}
@@ -86,7 +86,7 @@ def record_check(
     page: str,  # its place below nbs/, without its ending: course/puzzles
     check: str,  # the exercise
 ) -> bool:  # whether the file holds it now
-    """Remember that a check has passed. A place that cannot be written is a warning, no error.
+    """Record that a check has passed. A file that cannot be written is a warning.
 
     Two notebooks that write in the same moment may lose one of the two entries, never the file.
     """
@@ -96,7 +96,7 @@ def record_check(
     with warnings.catch_warnings(record=True) as damaged:
         warnings.simplefilter("always")
         passed = progress(path)
-    if damaged:  # somebody may want to mend it: leave it as it is
+    if damaged:  # leave it for its owner to repair
         warnings.warn(str(damaged[0].message), stacklevel=2)
         return False
     if check in passed.get(page, {}):
@@ -126,9 +126,9 @@ def record_check(
 def recorded(
     page: str,  # its place below nbs/, without its ending
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:  # for a function `check_NAME`
-    """Let a check be remembered, under NAME, when it answers "right".
+    """Record a check under NAME when it answers "right".
 
-    An answer that is handed over as a function must be called NAME, or be a lambda.
+    An answer that is a function must be called NAME, or be a lambda.
     """
 
     def wrap(check: Callable[..., Any]) -> Callable[..., Any]:
@@ -153,9 +153,9 @@ def claim(
     holds: Any,  # whether what the page says is true of this run
     what: str = "",  # the claim in words
 ) -> None:
-    """Say where a page's sentence about its own run does not hold for the reader's.
+    """Report a claim of the page that does not hold in the reader's run.
 
-    Raises `AssertionError` instead where the environment has BERTLAB_CLAIMS=strict.
+    Raises `AssertionError` if the environment has BERTLAB_CLAIMS=strict.
     """
     if holds:
         return

@@ -38,101 +38,101 @@ class Puzzle:
     look: str = "cells"  # "documents": a colour for each number; "bars": factors of a schedule
 
     def arguments(self, case: tuple) -> dict[str, Any]:
-        "A case with the names of its arguments."
+        "Return a case with the names of its arguments."
         return dict(zip(inspect.signature(self.loop).parameters, case))
 
 
-def _close(found: np.ndarray, wanted: np.ndarray) -> np.ndarray:  # of bool
+def _close(result: np.ndarray, expected: np.ndarray) -> np.ndarray:  # of bool
     "Which values are equal up to rounding."
-    return np.isclose(found, wanted, rtol=1e-6, equal_nan=True)
+    return np.isclose(result, expected, rtol=1e-6, equal_nan=True)
 
 
-def _same(found: np.ndarray, wanted: np.ndarray) -> bool:
+def _same(result: np.ndarray, expected: np.ndarray) -> bool:
     "Equal shapes and, up to rounding, equal values."
-    return found.shape == wanted.shape and bool(_close(found, wanted).all())
+    return result.shape == expected.shape and bool(_close(result, expected).all())
 
 
 def _values(answer: Callable, case: tuple) -> np.ndarray:  # of numbers
-    "What an answer gives for a copy of a case. Warnings of NumPy are for the check to say."
+    "Call an answer with a copy of a case, without NumPy's warnings."
     with np.errstate(all="ignore"):
-        found = np.asarray(answer(*[np.copy(a) if isinstance(a, np.ndarray) else a for a in case]))
-    if found.dtype == bool:
-        return found
-    return found.astype(float)
+        result = np.asarray(answer(*[np.copy(a) if isinstance(a, np.ndarray) else a for a in case]))
+    if result.dtype == bool:
+        return result
+    return result.astype(float)
 
 # %% ../../nbs/course/checks/02_puzzles.ipynb #f56c9d8a
 def _say(value: Any) -> str:
-    "An argument or a value, short enough for a sentence."
+    "Format a value for a sentence."
     if np.ndim(value) == 0:
         return f"{value:.4g}" if np.asarray(value).dtype.kind in "if" else str(value)
     text = np.array2string(np.asarray(value), precision=3, separator=", ", threshold=12)
     return " ".join(text.split())
 
 
-def _say_both(found: Any, wanted: Any) -> tuple[str, str]:  # numbers, or True and False
-    "Two different values with as many digits as it takes to tell them apart, four at least."
-    if isinstance(found, np.bool_) or isinstance(wanted, np.bool_):
-        return _say(found), _say(wanted)
-    said = [[f"{value:.{digits}g}" for value in (found, wanted)] for digits in range(4, 18)]
-    return next((one, other) for one, other in said if one != other)
+def _say_both(result: Any, expected: Any) -> tuple[str, str]:  # numbers, or True and False
+    "Format two different values with enough digits to tell them apart."
+    if isinstance(result, np.bool_) or isinstance(expected, np.bool_):
+        return _say(result), _say(expected)
+    texts = [[f"{value:.{digits}g}" for value in (result, expected)] for digits in range(4, 18)]
+    return next((a, b) for a, b in texts if a != b)
 
 
-def _describe_difference(found: np.ndarray, wanted: np.ndarray) -> str:
-    "What can be said of a wrong array without knowing its task."
-    if found.shape != wanted.shape:
-        if _same(found.T, wanted):
+def _describe_difference(result: np.ndarray, expected: np.ndarray) -> str:
+    "Describe how an array is wrong, without knowing the task."
+    if result.shape != expected.shape:
+        if _same(result.T, expected):
             return "row and column are swapped: the shape is that of the right answer on its side"
-        return f"the shape is {found.shape}, and {wanted.shape} is asked for"
-    if not np.isfinite(found).all():
+        return f"the shape is {result.shape}, and {expected.shape} is asked for"
+    if not np.isfinite(result).all():
         return "it holds NaN or infinity"
-    if wanted.dtype == bool and np.array_equal(found == 0, wanted):
+    if expected.dtype == bool and np.array_equal(result == 0, expected):
         return "the wrong way round: True stands where False belongs"
-    if found.ndim == 2 and _same(found.T, wanted):
+    if result.ndim == 2 and _same(result.T, expected):
         return "row and column are swapped"
-    where = tuple(int(i) for i in np.argwhere(~_close(found, wanted))[0])
-    place = f"at {list(where)} it gives" if where else "it gives"
-    gives, right = _say_both(found[where], wanted[where])
-    first = f"{place} {gives}, where {right} is right"
-    if np.allclose(found, wanted, rtol=1e-3):
+    where = tuple(int(i) for i in np.argwhere(~_close(result, expected))[0])
+    location = f"at {list(where)} it gives" if where else "it gives"
+    gives, right = _say_both(result[where], expected[where])
+    first = f"{location} {gives}, where {right} is right"
+    if np.allclose(result, expected, rtol=1e-3):
         return (
             f"nearly right: {first}; take constants with all of their digits, such as np.pi "
             "or np.log(2), and compute in float64"
         )
-    difference = found.astype(float) - wanted
-    many = wanted.size > 1 and wanted.dtype != bool
+    difference = result.astype(float) - expected
+    many = expected.size > 1 and expected.dtype != bool
     if many and np.allclose(difference, difference.flat[0]):
         return f"every value is off by the same {difference.flat[0]:+.3g}"
-    if many and np.all(wanted != 0) and np.ptp(found / wanted) < 1e-6:
-        return f"every value is {(found / wanted).flat[0]:.3g} times the right one"
+    if many and np.all(expected != 0) and np.ptp(result / expected) < 1e-6:
+        return f"every value is {(result / expected).flat[0]:.3g} times the right one"
     return first
 
 
 def _run_cases(puzzle: Puzzle, answer: Callable) -> list[np.ndarray] | str:  # or what went wrong
-    "What an answer gives for every case."
+    "Call an answer with every case; return its arrays, or what went wrong."
     results = []
     for case in puzzle.cases:
-        said = ", ".join(f"{name}={_say(value)}" for name, value in puzzle.arguments(case).items())
-        given = [np.copy(a) if isinstance(a, np.ndarray) else a for a in case]
+        text = ", ".join(f"{name}={_say(value)}" for name, value in puzzle.arguments(case).items())
+        arguments = [np.copy(a) if isinstance(a, np.ndarray) else a for a in case]
         try:
             with np.errstate(all="ignore"):
-                found = answer(*given)
+                result = answer(*arguments)
         except NotImplementedError:
             return NOT_ATTEMPTED
         except Exception as error:
-            return f"it stops with {type(error).__name__}: {error}, for {said}"
-        if found is None:
+            return f"it stops with {type(error).__name__}: {error}, for {text}"
+        if result is None:
             return "it gives back None: is a `return` missing?"
-        if any(not np.array_equal(a, b) for a, b in zip(given, case)):
-            return f"it changes its arguments, which belong to the caller, for {said}"
+        if any(not np.array_equal(a, b) for a, b in zip(arguments, case)):
+            return f"it changes its arguments, which belong to the caller, for {text}"
         try:
-            found = np.asarray(found)
-            if found.dtype.kind == "c":
+            result = np.asarray(result)
+            if result.dtype.kind == "c":
                 return "it gives back complex numbers, and real ones are asked for"
-            if found.dtype.kind not in "biufO":
+            if result.dtype.kind not in "biufO":
                 raise TypeError
-            results.append(found if found.dtype == bool else found.astype(float))
+            results.append(result if result.dtype == bool else result.astype(float))
         except (TypeError, ValueError):
-            return f"it gives back a {type(found).__name__} that is no array of numbers"
+            return f"it gives back a {type(result).__name__} that is no array of numbers"
     return results
 
 
@@ -145,17 +145,17 @@ def check_puzzle(
     results = _run_cases(puzzle, answer)
     if isinstance(results, str):
         return results
-    wanted = [_values(puzzle.loop, case) for case in puzzle.cases]
-    wrong = [n for n, pair in enumerate(zip(results, wanted)) if not _same(*pair)]
+    expected = [_values(puzzle.loop, case) for case in puzzle.cases]
+    wrong = [n for n, pair in enumerate(zip(results, expected)) if not _same(*pair)]
     if not wrong:
         return "right"
     first = wrong[0]
-    said = puzzle.arguments(puzzle.cases[first]).items()
-    given = ", ".join(f"{key}={_say(value)}" for key, value in said)
+    text = puzzle.arguments(puzzle.cases[first]).items()
+    arguments = ", ".join(f"{key}={_say(value)}" for key, value in text)
     for mistake, make in puzzle.mistakes.items():
         if all(_same(results[n], _values(make, puzzle.cases[n])) for n in wrong):
-            return f"{mistake} (seen for {given})"
-    return f"{_describe_difference(results[first], wanted[first])} (for {given})"
+            return f"{mistake} (seen for {arguments})"
+    return f"{_describe_difference(results[first], expected[first])} (for {arguments})"
 
 # %% ../../nbs/course/checks/02_puzzles.ipynb #f0ee7d5e
 def _real_tokens(lengths, L):  # -> (B, L) bool
@@ -837,25 +837,25 @@ def _draw_block(
     x: float,
     y: float,
     title: str,
-    wanted: np.ndarray | None = None,
+    expected: np.ndarray | None = None,
     as_documents: bool = False,
 ) -> None:
     "Draw an array as cells, its upper left corner at (x, y); y grows downwards."
     cells = np.atleast_2d(values)
-    right = cells if wanted is None or wanted.shape != values.shape else np.atleast_2d(wanted)
+    right = cells if expected is None or expected.shape != values.shape else np.atleast_2d(expected)
     is_bool, finite = cells.dtype == bool, cells[np.isfinite(cells)]
-    whole = not is_bool and bool(np.all(finite == np.round(finite)))
+    is_integer = not is_bool and bool(np.all(finite == np.round(finite)))
     largest = max(float(np.abs(finite).max(initial=0)), 1e-9)
     axes.text(x, y - 0.25, title, ha="left", va="bottom", fontsize=9)
     for (row, column), value in np.ndenumerate(cells):
         colour, opacity = _tint(float(value), as_documents, largest)
         if is_bool:
             colour, opacity = (BLUE, 0.8) if value else (GREY, 0.08)
-        place = x + column, y + row
-        axes.add_patch(Rectangle(place, 1, 1, facecolor=colour, alpha=opacity, linewidth=0))
-        axes.add_patch(Rectangle(place, 1, 1, fill=False, edgecolor="white", linewidth=1.5))
+        corner = x + column, y + row
+        axes.add_patch(Rectangle(corner, 1, 1, facecolor=colour, alpha=opacity, linewidth=0))
+        axes.add_patch(Rectangle(corner, 1, 1, fill=False, edgecolor="white", linewidth=1.5))
         if not is_bool:
-            form = ".2f" if abs(value) < 10 and not whole else ".0f"
+            form = ".2f" if abs(value) < 10 and not is_integer else ".0f"
             axes.text(
                 x + column + 0.5,
                 y + row + 0.5,
@@ -878,12 +878,14 @@ def _draw_block(
 
 
 def _draw_cells(
-    puzzle: Puzzle, case: tuple, wanted: np.ndarray, found: np.ndarray | None
+    puzzle: Puzzle, case: tuple, expected: np.ndarray, result: np.ndarray | None
 ) -> Figure:
-    "Arguments on top, below them the right answer and what was found."
-    given = puzzle.arguments(case)
-    arrays = {name: np.asarray(v) for name, v in given.items() if isinstance(v, np.ndarray)}
-    plain = ", ".join(f"{name} = {value:g}" for name, value in given.items() if name not in arrays)
+    "Draw the arguments, the expected array, and the answer's array."
+    arguments = puzzle.arguments(case)
+    arrays = {name: np.asarray(v) for name, v in arguments.items() if isinstance(v, np.ndarray)}
+    plain = ", ".join(
+        f"{name} = {value:g}" for name, value in arguments.items() if name not in arrays
+    )
     blocks, x, y, right_end = [], 0.0, 1.9 if plain else 1.0, max(6.0, len(plain) / 3.5)
     for name, values in arrays.items():
         coloured = name == "documents"
@@ -891,16 +893,16 @@ def _draw_cells(
         right_end = max(right_end, np.atleast_2d(values).shape[1])
         y += np.atleast_2d(values).shape[0] + _GAP
     coloured = puzzle.look == "documents"
-    blocks.append((wanted, 0.0, y, "expected", None, coloured))
-    height, width = np.atleast_2d(wanted).shape
+    blocks.append((expected, 0.0, y, "expected", None, coloured))
+    height, width = np.atleast_2d(expected).shape
     right_end, bottom = max(right_end, width), y + height
-    if found is not None and found.size:
-        beside = height > 1 or width == 1  # a row goes below, a square beside
-        x, y = (max(width, 4) + 1.5, y) if beside else (0.0, bottom + _GAP)
-        title = "found" if found.shape == wanted.shape else f"found, of shape {found.shape}"
-        blocks.append((found, x, y, title, wanted, coloured))
-        right_end = max(right_end, x + np.atleast_2d(found).shape[1])
-        bottom = max(bottom, y + np.atleast_2d(found).shape[0])
+    if result is not None and result.size:
+        is_beside = height > 1 or width == 1  # a row goes below, a square beside
+        x, y = (max(width, 4) + 1.5, y) if is_beside else (0.0, bottom + _GAP)
+        title = "found" if result.shape == expected.shape else f"found, of shape {result.shape}"
+        blocks.append((result, x, y, title, expected, coloured))
+        right_end = max(right_end, x + np.atleast_2d(result).shape[1])
+        bottom = max(bottom, y + np.atleast_2d(result).shape[0])
     figure = NotebookFigure(
         figsize=(0.36 * right_end + 0.3, 0.36 * (bottom + 0.2) + 0.1), layout="constrained", dpi=100
     )
@@ -914,17 +916,21 @@ def _draw_cells(
     return figure
 
 
-def _draw_bars(puzzle: Puzzle, case: tuple, wanted: np.ndarray, found: np.ndarray | None) -> Figure:
+def _draw_bars(
+    puzzle: Puzzle, case: tuple, expected: np.ndarray, result: np.ndarray | None
+) -> Figure:
     "A schedule as bars, expected and found side by side; red frames where they differ."
-    given = puzzle.arguments(case)
-    plain = ", ".join(f"{k} = {v:g}" for k, v in given.items() if not isinstance(v, np.ndarray))
+    arguments = puzzle.arguments(case)
+    plain = ", ".join(f"{k} = {v:g}" for k, v in arguments.items() if not isinstance(v, np.ndarray))
     figure, axes = new_axes("step", "share of the peak rate", size=(6.4, 2.4))
-    steps = next(v for v in given.values() if isinstance(v, np.ndarray))
-    shown = found is not None and found.shape == wanted.shape
-    axes.bar(steps - 0.2 * shown, wanted, 0.4 if shown else 0.8, color=BLUE, label="expected")
-    if shown:
-        differs = ~_close(found, wanted)
-        bars = axes.bar(steps + 0.2, np.nan_to_num(found), 0.4, color=ORANGE, label="found")
+    steps = next(v for v in arguments.values() if isinstance(v, np.ndarray))
+    is_drawn = result is not None and result.shape == expected.shape
+    axes.bar(
+        steps - 0.2 * is_drawn, expected, 0.4 if is_drawn else 0.8, color=BLUE, label="expected"
+    )
+    if is_drawn:
+        differs = ~_close(result, expected)
+        bars = axes.bar(steps + 0.2, np.nan_to_num(result), 0.4, color=ORANGE, label="found")
         for bar, wrong in zip(bars, differs):
             bar.set(edgecolor=RED if wrong else ORANGE, linewidth=1.5 if wrong else 0)
     axes.set_title(plain, loc="left", fontsize=9)
@@ -942,20 +948,20 @@ def draw_puzzle(
     """
     puzzle = look_up(name or getattr(answer, "__name__", ""), PUZZLES, "puzzle")
     results = [] if answer is None else _run_cases(puzzle, answer)
-    found = [None] * len(puzzle.cases) if isinstance(results, str) or not results else results
-    wanted = [_values(puzzle.loop, case) for case in puzzle.cases]
-    number = next(
+    result = [None] * len(puzzle.cases) if isinstance(results, str) or not results else results
+    expected = [_values(puzzle.loop, case) for case in puzzle.cases]
+    n = next(
         (
             n
-            for n, (one, other) in enumerate(zip(found, wanted))
+            for n, (one, other) in enumerate(zip(result, expected))
             if one is not None and not _same(one, other)
         ),
         0,
     )
-    if found[number] is not None and found[number].ndim > 2:  # no picture of that
-        found[number] = None
+    if result[n] is not None and result[n].ndim > 2:  # no picture of that
+        result[n] = None
     draw = _draw_bars if puzzle.look == "bars" else _draw_cells
-    return draw(puzzle, puzzle.cases[number], wanted[number], found[number])
+    return draw(puzzle, puzzle.cases[n], expected[n], result[n])
 
 
 def try_puzzle(

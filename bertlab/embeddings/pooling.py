@@ -18,9 +18,10 @@ from ..data.rows import document_positions
 # %% ../../nbs/embeddings/01_pooling.ipynb #15070e3f
 def document_index(
     documents_BL: Tensor,  # the attention mask: document numbers, or 0 and 1
-    num_texts: int | None = None,  # in the batch; None: counted, which waits for the device
-) -> tuple[Tensor, int]:  # slots (B, L), and the number of texts, N
-    "Number the texts of a batch through, row after row; padding gets the number N."
+    num_texts: int
+    | None = None,  # in the batch; None: count them, which synchronizes with the device
+) -> tuple[Tensor, int]:  # text numbers (B, L), and the number of texts, N
+    "Number the texts of a batch, row by row; padding gets the number N."
     per_row_B = documents_BL.amax(1)
     if num_texts is None:
         num_texts = int(per_row_B.sum())
@@ -47,7 +48,7 @@ def cls_pool(
     slots_BL: Tensor,  # of `document_index`
     num_texts: int,  # N
 ) -> Tensor:  # (N, D) float32 or wider
-    "Take the first token of each text (Devlin et al. 2019, sec. 3). Each text has one or more."
+    "Take the first token of each text (Devlin et al. 2019, sec. 3); each text needs one."
     wide = torch.promote_types(states_BLD.dtype, torch.float32)
     flat_TD, slots_T = states_BLD.flatten(0, 1), slots_BL.flatten()
     places_T = torch.arange(len(slots_T), device=slots_T.device)
@@ -60,23 +61,22 @@ POOLINGS: dict[str, Callable[[Tensor, Tensor, int], Tensor]] = {"mean": mean_poo
 
 # %% ../../nbs/embeddings/01_pooling.ipynb #231eee35
 def pack_for_encoder(
-    ids: Sequence[Sequence[int]],  # of each text, special tokens included; one token or more
-    row_length: int,  # positions in a row; no text is longer
+    ids: Sequence[Sequence[int]],  # of each text, special tokens included
+    row_length: int,  # positions in a row
     pad_token_id: int,
-    packing: bool = True,  # False: a text a row, padded to row_length
+    packing: bool = True,  # False: one text a row, padded to row_length
 ) -> dict[str, np.ndarray]:  # input_ids, attention_mask, position_ids (B, L); text_order (N,)
-    "Lay texts into rows. Raises `ValueError` for an empty text, or one longer than a row."
+    "Place texts in rows. Raises `ValueError` for an empty text, or one longer than a row."
     lengths_N = np.fromiter(map(len, ids), np.int64, len(ids))
     for number in np.flatnonzero(lengths_N < 1)[:1]:
-        raise ValueError(f"text {number} has no token; leave it out, or add special tokens")
+        raise ValueError(f"text {number} has no token; leave it out")
     if packing:
         plan = pack_best_fit(lengths_N, row_length)
         members_N, counts_B = plan.members, np.diff(plan.offsets)
     else:
         for number in np.flatnonzero(lengths_N > row_length)[:1]:
             raise ValueError(
-                f"text {number} has {lengths_N[number]} tokens and a row_length of "
-                f"{row_length} positions; cut texts first"
+                f"text {number} has {lengths_N[number]} tokens, more than row_length={row_length}"
             )
         members_N, counts_B = np.arange(len(ids)), np.ones(len(ids), np.int64)
     first_B = np.cumsum(counts_B) - counts_B

@@ -18,7 +18,7 @@ from ..core.plots import BLUE, GREY
 from .widgets import CONTROL_LOOK, Explorer, explore, flex_row
 
 # %% ../../nbs/explorers/06_fill_mask.ipynb #404b3ca1
-GAP = "[MASK]"  # what a user types, whatever a tokenizer calls it
+GAP = "[MASK]"  # typed by users, for every tokenizer
 Guesses = list[tuple[str, float]]  # words and their probabilities, best first
 
 
@@ -27,7 +27,7 @@ def ask_checkpoints(
     text: str,  # with one or more GAPs
     top_k: int = 5,  # guesses for each mask
 ) -> dict[str, list[Guesses]]:  # name -> gap -> guesses
-    "Put one sentence to each checkpoint. Raises `ValueError` where there is no gap or no mask."
+    "Fill the gaps of a sentence with each checkpoint. Raises `ValueError` without a gap or mask token."
     if not text.strip():
         raise ValueError(f"type a sentence with a gap in it: {GAP}")
     if GAP not in text:
@@ -35,8 +35,8 @@ def ask_checkpoints(
     for name, (_, tokenizer) in checkpoints.items():
         if tokenizer.mask_token is None:
             raise ValueError(
-                f"the tokenizer of {name!r} has no mask token: take a masked language "
-                "model with its own tokenizer"
+                f"the tokenizer of {name!r} has no mask token; use a masked language model with "
+                "its own tokenizer"
             )
     return {
         name: fill_masks(model, tokenizer, [text.replace(GAP, tokenizer.mask_token)], top_k)[0]
@@ -47,7 +47,7 @@ def ask_checkpoints(
 def guess_rows(
     guesses: Guesses,
 ) -> str:  # rows of an HTML table
-    "Draw words as bars in frames: a full frame is certain, and the number stands beside it."
+    "Draw words with their probabilities as numbers and bars."
     frame = f'<div style="width:6em;height:.8em;border:1px solid {GREY}">'
     bar = f'<div style="height:100%;background:{BLUE};width:'
     return "".join(
@@ -63,7 +63,7 @@ def guesses_html(
     text: str,  # with one or more GAPs
     top_k: int = 5,
 ) -> str:  # HTML
-    "Draw what each checkpoint believes, side by side. Raises `ValueError` for nonsense."
+    "Draw the guesses of each checkpoint side by side. Raises `ValueError` as `ask_checkpoints`."
     columns, style = [], 'style="text-align:left;white-space:nowrap;font-weight:600"'
     for name, gaps in ask_checkpoints(checkpoints, text, top_k).items():
         heads = [
@@ -89,7 +89,7 @@ def compare_guesses(
     if top_k < 1:
         raise ValueError(f"top_k must be 1 or more, got {top_k}")
     controls = {
-        # Each key would ask every model; so they are asked when the sentence is finished.
+        # Run the models when the sentence is finished, not at each key.
         "text": ipywidgets.Text(
             texts[0], description="sentence", continuous_update=False, **CONTROL_LOOK
         ),

@@ -32,11 +32,10 @@ from ..model.huggingface import check_tokenizer
 
 # %% ../../nbs/explorers/05_models.ipynb #a2304c99
 def _check_kind(model: Any) -> None:
-    "Raise `ValueError` for what only has a model in it, such as a `BiEncoder`."
+    "Raise `ValueError` for an object that only contains a model, such as a `BiEncoder`."
     if not (hasattr(model, "base_model") and hasattr(model, "config")):
         raise ValueError(
-            f"{type(model).__name__} is no model of transformers, nor one of ours: "
-            "give the model in it, such as its .encoder"
+            f"{type(model).__name__} must be a model of transformers or bertlab; pass its .encoder"
         )
 
 
@@ -44,7 +43,7 @@ def untrained_twin(
     model: Any,  # a model of transformers, or one of ours
     seed: int = 0,
 ) -> Any:  # on the CPU
-    "Build the same model with fresh weights; the generators go on as if nothing had happened."
+    "Build the same model with new random weights, without changing the random generators."
     _check_kind(model)
     with torch.device("cpu"), torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)  # that of the CPU alone
@@ -55,7 +54,7 @@ def shuffle_words(
     text: str,
     seed: int = 0,
 ) -> str:
-    "The same words in another order."
+    "Shuffle the words of a text."
     words = text.split()
     return " ".join(words[i] for i in np.random.default_rng(seed).permutation(len(words)))
 
@@ -64,7 +63,7 @@ def shuffle_words(
 def forward_with_attentions(
     model: Any, batch: dict[str, Tensor]
 ) -> Any:  # the output, attentions with it
-    "Run a model without dropout and without a gradient, and leave it as it was."
+    "Run a model in evaluation mode, without gradients."
     inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
     with eval_mode(model):
         if isinstance(model, BertLabForCausalLM):  # the encoder in it would look ahead
@@ -81,10 +80,10 @@ def attention_maps(
     tokenizer: Any,
     text: str,
 ) -> tuple[list[str], np.ndarray]:  # tokens (L,); weights (layers, heads, L, L), rows add up to 1
-    "Run a text through the plain kernel and keep who looks at whom. Raises `ValueError`."
+    "Return the attention weights of a text. Raises `ValueError` for a text or model without them."
     _check_kind(model)
     if not text.strip():
-        raise ValueError("type a sentence: there is no token to look at")
+        raise ValueError("type a sentence with at least one token")
     batch = tokenizer(text, return_tensors="pt", verbose=False)
     num_tokens = batch["input_ids"].shape[1]
     if num_tokens > MAX_TOKENS:
@@ -144,7 +143,7 @@ def attention_html(
     token: int,  # the chosen query
     full: float,  # the share that is shaded most
 ) -> str:  # HTML
-    "Say whom a token looks at: shaded tokens, the three first in words, and how spread it is."
+    "Describe the attention of a token: shaded tokens, the three largest shares, and the spread."
     look = "padding:.1em .2em;border-radius:.2em;display:inline-block;margin:.1em;"
     spans = []
     for j, (name, share) in enumerate(zip(tokens, shares)):
@@ -174,7 +173,7 @@ def attention_panels(
     token: int,  # the query; beyond the sentence it is the last
     control: str = CONTROLS[0],
 ) -> str:
-    "Draw a head of a model beside its control. Raises `ValueError` for nonsense."
+    "Draw one head next to its control. Raises `ValueError` as `attention_maps`."
     control_model = (model, shuffle_words(text)) if control == CONTROLS[1] else (twin, text)
     seen = {
         "this model": attention_maps(model, tokenizer, text),
@@ -199,14 +198,14 @@ def attention_browser(
     tokenizer: Any,  # of the model
     text: str,  # to begin with, and for the static form
 ) -> Explorer:
-    "Browse layers, heads and tokens, with an untrained twin or shuffled words beside them."
+    "Browse layers, heads and tokens next to an untrained twin or shuffled words."
     draw = partial(attention_panels, model, untrained_twin(model), tokenizer)
     tokens, weights = attention_maps(model, tokenizer, text)
     slider = lambda last, name, value=0: ipywidgets.IntSlider(
         value, min=0, max=last, description=name, **CONTROL_LOOK
     )
     controls = {
-        # Each key would run the model; so it runs when the sentence is finished.
+        # Run the model when the sentence is finished, not at each key.
         "text": ipywidgets.Text(text, description="sentence", continuous_update=False,
                                 **CONTROL_LOOK),
         "layer": slider(len(weights) - 1, "layer"),
@@ -267,7 +266,7 @@ def find_token(
     tokenizer: Any,
     word: str,
 ) -> int:  # its id
-    "Look a token up. Raises `ValueError` that names the pieces of a word that is none."
+    "Look up a token. Raises `ValueError` with the pieces of a word that is not one token."
     token = word.strip()
     if not token:
         raise ValueError("type a token, such as one of the words on the map")
@@ -294,7 +293,7 @@ def map_dots(
 def spread_labels(
     xy_N2: np.ndarray,  # where labels would stand, user units
 ) -> np.ndarray:  # (N, 2): none within a line's height of another that is near
-    "Move labels down until none covers another."
+    "Move labels down until none overlap."
     placed = []
     for x, y in xy_N2[np.argsort(xy_N2[:, 1], kind="stable")]:
         while any(abs(x - a) < 80 and abs(y - b) < 13 for a, b in placed):
@@ -311,7 +310,7 @@ def neighbours_html(
     count: int,  # of neighbours
     title: str,  # of the model
 ) -> str:  # HTML
-    "Draw one table with a token and its neighbours. Raises `ValueError` for no token."
+    "Draw a token and its neighbours in one table. Raises `ValueError` as `find_token`."
     ids_V, table_VD, places, share = laid_out
     chosen = int(np.searchsorted(ids_V, find_token(tokenizer, word)))
     near = nearest_tokens(table_VD, chosen, count)
@@ -342,7 +341,7 @@ def embedding_map(
     tokenizer: Any,  # of the model
     words: Sequence[str],  # tokens: the first to begin with, all for the static form
 ) -> Explorer:
-    "Look up tokens on a map of the embedding table, beside that of an untrained twin."
+    "Look up tokens on a map of the embedding table, next to that of an untrained twin."
     if isinstance(words, str) or not words:
         raise ValueError("words must be a list of one token or more")
     _check_kind(model)

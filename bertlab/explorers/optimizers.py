@@ -49,12 +49,12 @@ def rounded(
     value: float,
     digits: int = 4,  # that count
 ) -> float | None:  # None: not finite, which JSON cannot hold
-    "Shorten a measurement for a file."
+    "Round a measurement for a file."
     return float(f"{value:.{digits}g}") if math.isfinite(value) else None
 
 
 class UpdateRecorder:
-    "Looks at one matrix after every update and writes down how far it moved, and which way."
+    "Record the size and direction of each update of one matrix."
 
     def __init__(
         self,
@@ -101,7 +101,7 @@ def load_runs(path: str | os.PathLike) -> list[OptimizerRun]:
 def effective_directions(
     values: Sequence[float],  # singular values
 ) -> int:
-    "Count the singular values above half of the largest one; 0 where nothing moved."
+    "Count the singular values above half of the largest one."
     return sum(value > max(values) / 2 for value in values) if any(values) else 0
 
 # %% ../../nbs/explorers/04_optimizers.ipynb #90ab4e18
@@ -131,19 +131,19 @@ def last_spectrum(
 
 # %% ../../nbs/explorers/04_optimizers.ipynb #2262019b
 def _reached(runs: Sequence[OptimizerRun], update: int) -> int:
-    "An update, or the last one that all seeds of a rule have."
+    "Return an update, or the last one that all seeds have."
     return min(update, *(len(run.losses) for run in runs))
 
 
 def _named(rule: str, runs: Sequence[OptimizerRun], update: int) -> str:
-    "A rule, with the update at which it stopped where it did not get so far."
+    "Return a rule's label, with the update at which it stopped."
     reached = _reached(runs, update)
     return rule if reached == update else f"{rule}, update {reached}"
 
 
 def _race_charts(
     by_rule: dict[str, list[OptimizerRun]],
-    update: int,  # where the mark stands
+    update: int,  # marked in the charts
     points: int = 100,  # of a curve, at most
 ) -> str:  # HTML
     "Draw losses, sizes and singular values."
@@ -178,7 +178,7 @@ def _race_table(
     by_rule: dict[str, list[OptimizerRun]],
     update: int,  # counted from 1
 ) -> str:  # HTML
-    "Say the numbers of one update."
+    "Format the numbers of one update."
     rows = []
     for rule, runs in by_rule.items():
         last = _reached(runs, update)
@@ -201,12 +201,12 @@ def _race_table(
 def race_html(
     runs: Sequence[OptimizerRun],
     update: int,  # counted from 1
-    rules: Sequence[str],  # who takes part
+    rules: Sequence[str],  # rules to show
     points: int = 100,  # of a curve, at most
 ) -> str:
-    "Draw a moment of a race. Raises `ValueError` where nobody takes part."
+    "Draw one update of a race. Raises `ValueError` without rules or runs."
     if not rules:
-        raise ValueError("choose a rule: there is nobody in the race")
+        raise ValueError("choose at least one rule")
     by_rule = {rule: [run for run in runs if run.optimizer == rule] for rule in rules}
     if absent := [rule for rule, rule_runs in by_rule.items() if not rule_runs]:
         raise ValueError(f"no run is of {absent[0]!r}; choose rules that have runs")

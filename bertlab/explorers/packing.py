@@ -30,13 +30,13 @@ MAX_LENGTHS = 200  # documents in one picture
 def read_lengths(
     text: str,  # whole numbers with spaces or commas between them
 ) -> list[int]:
-    "Read typed lengths. Raises `ValueError` that says which word is no length."
+    "Parse typed lengths. Raises `ValueError` for a word that is not a length."
     words = re.split(r"[\s,;]+", text.strip(" \n\t,;"))
     if words == [""]:
         raise ValueError("type the lengths of some documents, such as 40 12 60")
     wrong = [word for word in words if not re.fullmatch(r"\d{1,6}", word)]
     if wrong:
-        raise ValueError(f"{wrong[0]!r} is no length: type whole numbers, such as 40 12 60")
+        raise ValueError(f"{wrong[0]!r} is not a length; type whole numbers such as 40 12 60")
     if len(words) > MAX_LENGTHS:
         raise ValueError(f"{len(words)} lengths are too many to draw: type {MAX_LENGTHS} at most")
     return [int(word) for word in words]
@@ -81,7 +81,7 @@ def deal_documents(
     capacity: int,  # positions in a row
     packer: str,  # a key of PACKERS
 ) -> list[Placement]:  # in the order in which they are dealt, without empty documents
-    "Say step by step which document goes into which row. Raises `ValueError` for nonsense."
+    "Return the row of each document, in packing order. Raises `ValueError` for wrong lengths."
     if packer not in PACKERS:
         raise ValueError(f"packer must be one of {list(PACKERS)}, got {packer!r}")
     pack_best_fit(lengths, capacity)  # refuses lengths and capacities that no packer can use
@@ -98,7 +98,7 @@ def draw_deals(
     capacity: int,
     deals: Sequence[Placement],  # those done so far; the last one is lit
 ) -> str:  # HTML
-    "Draw rows being filled; what no document uses is red."
+    "Draw the rows; unused positions are red."
     scale, used, parts = _ROW_WIDTH / capacity, {}, []
     for step, (document, row) in enumerate(deals, start=1):
         start, length, new = used.get(row, 0), lengths[document], step == len(deals)
@@ -129,7 +129,7 @@ def packed_html(
     packer: str,  # a key of PACKERS
     step: int = MAX_LENGTHS,  # documents dealt so far; all, if there are fewer
 ) -> str:  # HTML
-    "Draw the rows after a number of steps, and count. Raises `ValueError` for nonsense."
+    "Draw the rows after some steps, with their efficiency. Raises `ValueError` for wrong lengths."
     lengths = read_lengths(text)
     deals = deal_documents(lengths, capacity, packer)[: max(step, 0)]
     used = sum(lengths[document] for document, _ in deals)
@@ -155,7 +155,7 @@ def packing_visualiser(
         len(lengths), min=0, max=max(len(lengths), 1), description="documents", **CONTROL_LOOK
     )
     play = ipywidgets.Play(value=step.value, max=step.max, interval=400, description="deal")
-    # Tied in the page: a step waits for nobody.
+    # Linked in the page, without the kernel.
     link = ipywidgets.jslink((play, "value"), (step, "value"))
     controls = {
         "text": ipywidgets.Text(" ".join(map(str, lengths)), description="lengths", **CONTROL_LOOK),
@@ -169,7 +169,7 @@ def packing_visualiser(
     def count_steps(change: Any) -> None:
         try:
             count = len(read_lengths(change["new"]))
-        except ValueError:  # its words stand in the drawing
+        except ValueError:  # shown in the drawing
             return
         play.max = step.max = step.value = count
 
@@ -198,7 +198,7 @@ def visible_positions(
     layer_type: str = "global",  # of LAYER_KINDS
     window: int = 4,  # places to each side; read by "window" alone
 ) -> np.ndarray:  # places in the row that the token sees
-    "Say whom a token may look at, by the mask that attention uses."
+    "Return the positions that a token sees, by the mask that attention uses."
     if layer_type not in LAYER_KINDS:
         raise ValueError(f"layer_type must be one of {LAYER_KINDS}, got {layer_type!r}")
     if layer_type == "window" and window < 0:
@@ -223,7 +223,7 @@ def _draw_stretches(
     positions_L: Sequence[int],
     states: Sequence[tuple[int, str]],  # document number and key of _REACH_STYLES, of each token
 ) -> str:  # HTML
-    "Write a row, with each token's position below it and a bar before each document."
+    "Draw a row with positions below tokens and a bar before each document."
     parts, previous = [], (None, "")
     for token, position, state in zip(tokens, positions_L, states):
         if state != previous:
@@ -244,7 +244,7 @@ def visible_html(
     layer_type: str = "global",
     window: int = 4,
 ) -> str:  # HTML
-    "Draw whom one token of a packed row sees. Raises `ValueError` for nonsense."
+    "Draw the tokens that one token of a packed row sees."
     documents_L, positions_L = map(np.asarray, (row["attention_mask"], row["position_ids"]))
     visible = visible_positions(documents_L, token, layer_type, window)
     reached = {int(position): "reached" for position in visible} | {token: "chosen"}
@@ -269,7 +269,7 @@ def document_mask_viewer(
     tokens: Sequence[str],  # the row as words: `tokenizer.convert_ids_to_tokens(row["input_ids"])`
     window: int = 4,  # places to each side that a window layer sees; `config.window` of a model
 ) -> Explorer:
-    "Choose a token of a packed row and see whom it reaches, in each kind of layer."
+    "Choose a token of a packed row and see which tokens it sees in each type of layer."
     documents_L = np.asarray(row["attention_mask"])
     controls = {
         "token": ipywidgets.IntSlider(

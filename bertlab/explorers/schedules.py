@@ -24,7 +24,7 @@ def sample_curve(
     schedule: Schedule,
     num_steps: int,  # updates of the run
 ) -> tuple[list[int], list[float]]:  # updates, counted from 0, and their factors
-    "Look at a schedule in at most 400 places, its first and last update among them."
+    "Sample a schedule at up to 400 updates, including the first and the last."
     steps = downsample(num_steps, CURVE_POINTS).tolist()
     return steps, [schedule(step) for step in steps]
 
@@ -33,7 +33,7 @@ def full_rate_steps(
     schedule: Schedule,
     num_steps: int,  # updates of the run
 ) -> float:  # updates; exact up to 20,000, within a thousandth of the run beyond
-    "How many updates at the peak rate a run is worth: its area."
+    "Return the area of a schedule, in updates at the peak rate."
     if num_steps <= AREA_POINTS:
         return schedule.area(num_steps)
     stride = num_steps / AREA_POINTS
@@ -41,12 +41,10 @@ def full_rate_steps(
 
 # %% ../../nbs/explorers/03_schedules.ipynb #48fd4168
 def phase_options(schedule: Schedule) -> dict[str, str | int | float]:
-    "The nine options that say what a schedule does, by their names in `get_scheduler`."
+    "Return the nine options of a schedule, named as in `get_scheduler`."
     names = [f"{phase}_{part}" for phase in SCHEDULE_KINDS for part in ("kind", "steps", "decay")]
     options = {name: getattr(schedule, name) for name in names}
-    for phase, length in zip(
-        SCHEDULE_KINDS, schedule.lengths
-    ):  # what was said as a share, or in tokens
+    for phase, length in zip(SCHEDULE_KINDS, schedule.lengths):  # given as a share or in tokens
         if not isinstance(options[f"{phase}_steps"], int):
             options[f"{phase}_steps"] = length
     return options
@@ -64,7 +62,7 @@ def schedule_yaml(
     num_steps: int,  # updates of the run
     learning_rate: float,  # the peak
 ) -> str:  # for `bertlab pretrain --config FILE`
-    "Write a design as a configuration."
+    "Format a schedule as a configuration."
     lines = ["model:", f"  learning_rate: {yaml_number(learning_rate)}"]
     for name, value in phase_options(schedule).items():
         text = value if isinstance(value, str) else yaml_number(value)
@@ -77,7 +75,7 @@ def schedule_python(
     num_steps: int,  # updates of the run
     learning_rate: float,  # the peak
 ) -> str:  # needs an `optimizer`
-    "Write a design as a call."
+    "Format a schedule as a call."
     arguments = [f"    {name}={json.dumps(value)}," for name, value in
                  phase_options(schedule).items()]  # fmt: skip
     return "\n".join([
@@ -91,7 +89,7 @@ def schedule_html(
     learning_rate: float,  # the peak
     **phases: str | int | float,  # of `get_scheduler`
 ) -> str:
-    "Draw a design and say what it is worth. Raises `ValueError` for one that cannot be."
+    "Draw a schedule with its area. Raises `ValueError` for invalid options."
     schedule = design_schedule(num_steps, learning_rate, **phases)
     steps, factors = sample_curve(schedule, num_steps)
     area = full_rate_steps(schedule, num_steps)

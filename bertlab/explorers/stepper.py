@@ -21,9 +21,9 @@ from ..model.generation import GenerationResult, generate_with_steps
 
 # %% ../../nbs/explorers/10_stepper.ipynb #b8881295
 class TokenCell(NamedTuple):
-    "A place of a text after a step."
+    "A position of a text after a step."
 
-    token: str  # what stands there; of a place that was taken back, what stood there
+    token: str  # its text; of a remasked position, the removed token
     fate: str  # given, open, new, written, taken back
     confidence: float  # the model's probability of the word when it was written; else NaN
 
@@ -33,7 +33,7 @@ def step_cells(
     writing: GenerationResult,
     step: int,  # 0 is the prompt
 ) -> list[TokenCell]:  # without special tokens
-    "Say what became of each place in a step. Raises `ValueError` for a step that there is not."
+    "Return the state of each position after a step. Raises `ValueError` for an unknown step."
     if not 0 <= step < len(writing.states):
         raise ValueError(f"step must be from 0 to {len(writing.states) - 1}, got {step}")
     now, before = writing.states[step], writing.states[max(step - 1, 0)]
@@ -67,7 +67,7 @@ _LOOKS = {
 
 
 def cells_html(cells: Sequence[TokenCell]) -> str:
-    "Draw the places of a text; what is known of each stands in its title."
+    "Draw the positions of a text, with details in their titles."
     spans = []
     for cell in cells:
         look = f"padding:0 .25em;margin:0 .1em;border-radius:.2em;{_LOOKS[cell.fate]}"
@@ -80,7 +80,7 @@ def cells_html(cells: Sequence[TokenCell]) -> str:
 
 
 def describe_step(cells: Sequence[TokenCell], step: int, last: int) -> str:
-    "Say in words what a step did."
+    "Describe a step in words."
     parts = [f"step {step} of {last}"]
     for fate, verb in (("new", "wrote"), ("taken back", "took back")):
         words = [
@@ -138,7 +138,7 @@ def stepper(
     def draw(prompt: str, sampler: str, seed: int, step: int) -> str:
         return step_html(tokenizer, written(prompt, sampler, seed), step)
 
-    written(prompt, sampler, seed)  # a mistake is the caller's here, and not one inside the widget
+    written(prompt, sampler, seed)  # raise the caller's mistakes now
     controls = {
         "prompt": ipywidgets.Text(
             prompt, description="prompt", continuous_update=False, **CONTROL_LOOK

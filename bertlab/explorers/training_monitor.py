@@ -21,7 +21,7 @@ import ipywidgets
 import numpy as np
 
 from ..train.history import History, in_notebook
-from .widgets import Explorer, alert, answer, check_size
+from .widgets import Explorer, alert, draw_or_alert, check_size
 from .widgets import downsample, svg_chart, flex_row
 
 # %% ../../nbs/explorers/07_training_monitor.ipynb #b83f66af
@@ -30,7 +30,7 @@ _WIDGET_MESSAGES = ("comm_open", "comm_msg", "comm_close", "comm_info_request")
 
 
 class WidgetMail:
-    "Lets widgets be heard while a cell runs; everything else waits for its turn, as always."
+    "Handle widget messages while a cell runs; other messages wait."
 
     def __init__(self, kernel: Any):  # of ipykernel, 6 or newer
         self.kernel = kernel
@@ -44,7 +44,7 @@ class WidgetMail:
             self._give_back = partial(kernel.schedule_dispatch, kernel.dispatch_shell)
 
     def answer(self) -> int:  # how many were for widgets
-        "Handle what widgets have said since the last call, in microseconds if that is nothing."
+        "Handle the widgets' messages since the last call; without any, this takes microseconds."
         count = 0
         while self.inbox.poll(0):  # without waiting
             parts = self.inbox.recv_multipart(copy=False)
@@ -65,7 +65,7 @@ class WidgetMail:
         return addresses, self.kernel.session.deserialize(frames, content=content, copy=False)
 
     def is_for_widgets(self, parts: list) -> bool:
-        "Look at the header alone. A forged message is for nobody: the kernel will say so."
+        "Check a message's header only; an invalid message is left to the kernel."
         try:
             return self.read(parts, content=False)[1]["msg_type"] in _WIDGET_MESSAGES
         except ValueError:
@@ -95,7 +95,7 @@ _DEAF = (
 
 
 def open_mail() -> WidgetMail | None:  # None: no notebook, a foreign kernel, or a side thread
-    "Find the mail of the kernel that runs this cell."
+    "Return the mail of this kernel, if it is supported."
     if not in_notebook() or threading.current_thread() is not threading.main_thread():
         return None
     kernel = sys.modules["IPython"].get_ipython().kernel
@@ -143,14 +143,14 @@ def monitor_html(
     summary = f"step {int(last[0]):,}{goal}: loss {last[1]:.3f}, rate {last[2]:.2e}"
     summary += f", {speed[-1]:,.0f} tokens per second" if speed[-1] > 0 else ""
     charts = [
-        answer(lambda: svg_chart({name: xy}, "step", name, f"{name} over the steps"))
+        draw_or_alert(lambda: svg_chart({name: xy}, "step", name, f"{name} over the steps"))
         for name, xy in curves.items()
     ]
     return f"<p><b>{summary}</b></p>{flex_row(charts, gap='.5em')}"
 
 # %% ../../nbs/explorers/07_training_monitor.ipynb #f7dbe6f2
 class MonitorPanel:
-    "What a monitor shows: a stop button and the curves."
+    "The stop button and the curves of a monitor."
 
     def __init__(self, live: bool = True):  # are clicks heard while a cell runs?
         self.asked = False  # to stop?
@@ -174,7 +174,7 @@ class MonitorPanel:
         self._handle = display(self.explorer, display_id=True)
 
     def close(self, description: str) -> None:
-        "Leave the last drawing on the page, for readers without a kernel as well."
+        "Keep the last drawing on the page, also without a kernel."
         self.button.disabled, self.button.description = True, description
         self.explorer.static_html = check_size(self.drawing.value)
         if self._handle is not None:
@@ -239,7 +239,9 @@ class TrainingMonitor(History):
         "Draw now, and say when to draw again."
         start = time.perf_counter()
         self.fetch()
-        self.panel.drawing.value = answer(monitor_html, rows=self.rows, max_steps=trainer.max_steps)
+        self.panel.drawing.value = draw_or_alert(
+            monitor_html, rows=self.rows, max_steps=trainer.max_steps
+        )
         end = time.perf_counter()
         self._next = end + max(self.every_seconds, (end - start) / DRAWING_SHARE)
 

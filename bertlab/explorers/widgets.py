@@ -4,8 +4,9 @@
 
 # %% auto #0
 __all__ = ['TOKEN_STYLES', 'RATE_COLOURS', 'MAX_STATIC_BYTES', 'CONTROL_LOOK', 'DASHES', 'CURVE_COLOURS', 'token_states',
-           'mask_text', 'expected_rates', 'alert', 'answer', 'rates_html', 'masked_html', 'Explorer', 'check_size',
-           'static_page', 'static_frames', 'explore', 'downsample', 'svg_chart', 'flex_row', 'link_slider', 'mask_dial']
+           'mask_text', 'expected_rates', 'alert', 'draw_or_alert', 'rates_html', 'masked_html', 'Explorer',
+           'check_size', 'static_page', 'static_frames', 'explore', 'downsample', 'svg_chart', 'flex_row',
+           'link_slider', 'mask_dial']
 
 # %% ../../nbs/explorers/01_widgets.ipynb #9b8f04b3
 import hashlib
@@ -40,7 +41,7 @@ def token_states(
     labels: np.ndarray,  # (L,) the true ids at the chosen tokens, -100 elsewhere
     mask_token_id: int,
 ) -> list[str]:  # a key of STYLES for each token
-    "Say what the collator did to each token."
+    "Return what the collator did to each token."
     chosen, hidden = labels != -100, input_ids == mask_token_id
     fates = np.where(hidden, "hidden", np.where(input_ids != labels, "replaced", "kept"))
     return np.where(chosen, fates, "plain").tolist()
@@ -71,10 +72,10 @@ def mask_text(
 ) -> tuple[np.ndarray, np.ndarray]:  # what the model sees, and its labels; (L,) each
     "Mask one text as training would. Raises `ValueError` for a text without a token."
     collate = _dial_collator(tokenizer, objective, probability, unit)
-    # As in training, a text that says [MASK] means the word.
+    # As in training, a typed [MASK] is ordinary text.
     ids = tokenize_plain(tokenizer, text, truncation=True, max_length=_DIAL_LENGTH)["input_ids"]
     if len(ids) <= tokenizer.num_special_tokens_to_add():
-        raise ValueError("type a sentence: there is no token to hide")
+        raise ValueError("type a sentence with at least one token")
     batch = collate([{"input_ids": ids, "epoch": draw, "index": 0}])
     return batch["input_ids"][0].numpy(), batch["labels"][0].numpy()
 
@@ -85,7 +86,7 @@ def expected_rates(
     draw: int = 0,
     objective: str = "mlm",
 ) -> dict[str, float]:  # "chosen": of ordinary tokens; "hidden", "replaced", "kept": of the chosen
-    "Say which rates a draw asks for."
+    "Return the expected rates of a draw."
     chosen, hidden, replaced = 1.0, 0.0, 0.0  # enhanced masking
     if objective != "enhanced_mlm":
         rule = _dial_collator(tokenizer, objective, probability, "token").rule
@@ -103,12 +104,12 @@ def alert(message: str) -> str:  # HTML
     return f'<p role="alert" style="{look}">{html.escape(message)}</p>'
 
 
-def answer(
+def draw_or_alert(
     draw: Callable[..., str],
     /,  # returns HTML
     **values: Any,  # what it draws
 ) -> str:  # HTML
-    "Draw, or say inside the picture what a user must mend: the words of the `ValueError`."
+    "Draw, or show the message of a `ValueError` instead."
     try:
         return draw(**values)
     except ValueError as mistake:
@@ -122,7 +123,7 @@ def rates_html(
     counts: dict[str, tuple[int, int]],  # a key of RATE_COLOURS -> how many, of how many
     expected: dict[str, float],  # the same keys -> requested share
 ) -> str:
-    "Tell observed and requested rates, in words and as bars with a mark."
+    "Draw observed and expected rates, in words and as bars with a mark."
     words, parts, bottom = [], [], 26 * len(counts) + 2  # user units
     for row, (name, (count, total)) in enumerate(counts.items()):
         share, rate, y = count / (total or 1), expected[name], 26 * row + 2
@@ -152,12 +153,12 @@ def masked_html(
     objective: str = "mlm",  # or "diffusion", "enhanced_mlm"
     unit: str = "token",  # hidden together: "token", "word" or "span"; read by "mlm" alone
 ) -> str:
-    "Draw a sentence as training would see it, and count. Raises `ValueError` for nonsense."
+    "Draw a sentence as training would see it, with its rates. Raises `ValueError` as `mask_text`."
     inputs, labels = mask_text(tokenizer, text, probability, draw, objective, unit)
     fates = token_states(inputs, labels, tokenizer.mask_token_id)
     original = np.where(labels == -100, inputs, labels)
     seen, true = (tokenizer.convert_ids_to_tokens(ids.tolist()) for ids in (inputs, original))
-    # [MASK] is no part of an Arabic sentence, and [CLS] does not say that it runs to the right.
+    # Isolate special tokens, which must not change the direction of an Arabic sentence.
     tag = lambda token: "bdi" if token in tokenizer.all_special_tokens else "span"
     words = [
         f'<{tag(now)} style="{TOKEN_STYLES[fate]}" title="{fate}: {html.escape(was)}">'
@@ -192,7 +193,7 @@ class Explorer(ipywidgets.VBox):
         self.static_html, self._on_close = static_html, on_close
 
     def close(self) -> None:
-        "Close the box with all that stands in it: an open widget is kept, and keeps what it draws."
+        "Close the box and the widgets in it, which releases what they draw."
         last_calls, self._on_close = self._on_close, ()
         for call in last_calls:
             call()
@@ -266,10 +267,10 @@ def static_frames(
     title: str,  # what the reader sees, in a line
     labels: Sequence[str],  # one for each frame, short: they are the buttons
 ) -> str:  # HTML, no script, nothing fetched
-    """Lay frames behind each other, to be stepped through by mouse or arrow keys, without a script.
+    """Combine frames that a reader steps through by mouse or arrow keys, without a script.
 
-    The chosen one of a group of radio buttons shows its frame, by CSS alone; where a page strips
-    styles, all frames stand below each other. Raises `ValueError` above 150 KB.
+    The checked radio button shows its frame, by CSS alone; without styles, all frames are shown.
+    Raises `ValueError` above 150 KB.
     """
     if not frames or len(frames) != len(labels):
         raise ValueError(
@@ -294,7 +295,7 @@ def static_frames(
 
 # %% ../../nbs/explorers/01_widgets.ipynb #6ccfa641
 def _steps_that_fit(frames: Sequence[str], title: str, labels: Sequence[str]) -> str:  # HTML
-    "Lay frames behind each other as `static_frames` does; where all are too large, fewer."
+    "Combine as many frames as fit into a static form."
     indices, heading = range(len(frames)), title
     while True:
         try:
@@ -338,17 +339,17 @@ def explore(
 
     def redraw(change: Any = None) -> None:
         try:
-            drawing.value = answer(draw, **values())
-        except Exception as bug:  # nobody reads the log of a kernel: show it, then fail as usual
+            drawing.value = draw_or_alert(draw, **values())
+        except Exception as bug:  # visible, unlike the kernel's log
             drawing.value = alert(f"a bug in this explorer: {type(bug).__name__}: {bug}")
             raise
 
-    frames = [answer(draw, **(values() | dict(turned))) for turned in steps.values()]
+    frames = [draw_or_alert(draw, **(values() | dict(turned))) for turned in steps.values()]
     for control in controls.values():
         control.observe(redraw, names="value")
     redraw()
     children = [*(controls.values() if rows is None else rows), drawing]
-    # A control that somebody keeps in a variable must not keep the model as well.
+    # A control that is kept in a variable must not keep the model.
     forget = [partial(control.unobserve, redraw, names="value") for control in controls.values()]
     on_close = [*forget, *(link.close for link in links)]
     return Explorer(children, _steps_that_fit(frames, title, list(steps)), on_close)
@@ -370,14 +371,14 @@ def svg_chart(
     curves: dict[str, tuple[Sequence[float], Sequence[float]]],  # name: xs, ys; NaN is a gap
     x_label: str,  # with its unit
     y_label: str,  # with its unit
-    alt: str,  # what the picture says
+    alt: str,  # text alternative
     cursor: float | None = None,  # an x that is marked by a vertical line
     y_range: tuple[float, float] | None = None,  # None: of the data
 ) -> str:  # HTML
     "Draw curves over one pair of axes, with their names below."
     pairs = np.concatenate([np.array(xy, dtype=float).T for xy in curves.values()])
     if not (finite := np.isfinite(pairs).all(axis=1)).any():
-        raise ValueError("there is no finite point to draw")
+        raise ValueError("the curves have no finite point")
     (x_min, y_min), (x_max, y_max) = pairs[finite].min(axis=0), pairs[finite].max(axis=0)
     y_min, y_max = y_range or (y_min, y_max)
     to_x = lambda x: 64 + 430 * (np.asarray(x, float) - x_min) / ((x_max - x_min) or 1)
@@ -414,7 +415,7 @@ def flex_row(
     look: str = "max-width:100%",  # CSS of each
     gap: str = "1em",
 ) -> str:  # HTML
-    "Lay drawings beside each other where there is room, and below each other where there is none."
+    "Arrange drawings in a row that wraps."
     laid = "".join(f'<div style="{look}">{part}</div>' for part in parts)
     return f'<div style="display:flex;flex-wrap:wrap;gap:{gap}">{laid}</div>'
 
@@ -423,7 +424,7 @@ def link_slider(
     typed: ipywidgets.FloatText,  # a number that may be anything
     **options: Any,  # min, max, step, description
 ) -> ipywidgets.FloatSlider:
-    "Give a typed number a slider: each follows the other as far as the slider goes."
+    "Link a typed number and a slider."
     slider = ipywidgets.FloatSlider(
         value=min(max(typed.value, options["min"]), options["max"]),
         readout=False,

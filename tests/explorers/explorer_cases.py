@@ -227,7 +227,7 @@ explorer = packing_visualiser([60, 50, 40, 50], capacity=100)
             Act("documents", "drag", "0", r"0 of 4 documents: .* no row is open yet"),
             Act("deal", "play", "", r"[1-4] of 4 documents: "),
             Act("lengths", "type", "100 100", r"2 of 2 documents: 200 of 200 positions"),
-            Act("lengths", "type", "many", r"'many' is no length"),
+            Act("lengths", "type", "many", r"'many' is not a length"),
         ),
         {
             "padded, 4 of 4": r"efficiency 50\.0%",
@@ -236,7 +236,7 @@ explorer = packing_visualiser([60, 50, 40, 50], capacity=100)
         },
         (
             ("lengths", "", "type the lengths"),
-            ("lengths", "3 -4", "'-4' is no length"),
+            ("lengths", "3 -4", "'-4' is not a length"),
             ("lengths", "1 " * 201, "201 lengths are too many"),
             ("capacity", 0, "capacity must be 1 or more"),
             ("capacity", 59, "lengths[0] = 60 is outside 0 to 59"),
@@ -323,7 +323,7 @@ explorer = rate_designer(num_steps=1000, learning_rate=1e-3)
             ("run (updates)", 0, "total_steps=0"),
             ("run (updates)", 100, "do not fit into"),
             ("cooldown updates", 1000, "do not fit into"),
-            ("cooldown", "exponential", "cannot be reached exponentially"),
+            ("cooldown", "exponential", "cooldown_decay=0.0"),
         ),
     ),
     "optimizer_race": Case(
@@ -346,7 +346,7 @@ explorer = optimizer_race(runs)
             "update 10": r"update 10\s+rule\s.*\s+adamw\s+0\.01\s+4\.100\s+5\.00e-01\s+2 of 3\s+muon\s.*3 of 3",
             "update 20": r"3\.100",
         },
-        (("adamw", False, ""), ("muon", False, "choose a rule: there is nobody in the race")),
+        (("adamw", False, ""), ("muon", False, "choose at least one rule")),
     ),
     "attention_browser": Case(
         """

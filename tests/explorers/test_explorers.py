@@ -285,7 +285,7 @@ def test_a_rule_may_have_any_name(rule):
         if getattr(one, "description", "") == rule and one.value is True
     )
     box.value = False
-    assert "choose a rule" in race.children[-1].value
+    assert "choose at least one rule" in race.children[-1].value
 
 
 @pytest.mark.parametrize(
@@ -417,7 +417,7 @@ def test_a_model_that_cannot_be_browsed_is_answered_with_what_to_give(room):
         attention_browser(model, larger, "the zebra")
     inside = BiEncoder(model.base_model, tokenizer)
     for explorer, text in ((attention_browser, "the name of"), (embedding_map, ["the"])):
-        with pytest.raises(ValueError, match="BiEncoder is no model .* such as its .encoder"):
+        with pytest.raises(ValueError, match="BiEncoder must be a model .* .encoder"):
             explorer(inside, tokenizer, text)
         explorer(inside.encoder, tokenizer, text).close()
 
@@ -919,7 +919,7 @@ def test_drawings_keep_to_their_share_however_slow_they_are(notebook, monkeypatc
         now[0] += 2.0
         return "drawn"
 
-    monkeypatch.setattr(training_monitor, "answer", slow)
+    monkeypatch.setattr(training_monitor, "draw_or_alert", slow)
     monitor = TrainingMonitor()
     trainer = SimpleNamespace(global_step=0, strategy=None, world_size=1, max_steps=-1)
     monitor.on_train_start(trainer, None)

@@ -253,7 +253,7 @@ def test_what_a_user_typed_is_text_and_never_markup():
         assert "<img" not in text and "&lt;img" in text
     assert Reader(frame).wrong == []
     assert "<img" not in fill_mask_box.guess_rows([(evil, 0.5)])
-    assert "<img" not in widgets.answer(
+    assert "<img" not in widgets.draw_or_alert(
         packing_explorers.packed_html, text=evil, capacity=9, packer="padded"
     )
 
@@ -380,7 +380,7 @@ def test_the_slider_reaches_every_document_however_their_lengths_are_separated(t
     assert controls["documents"].max == controls["deal"].max == 4
     assert "4 of 4 documents: 142 of 256" in explorer.children[-1].value  # 60 + 40 + 12, and 30
     controls["lengths"].value = "40, many"
-    assert "is no length" in explorer.children[-1].value and controls["documents"].max == 4
+    assert "is not a length" in explorer.children[-1].value and controls["documents"].max == 4
 
 
 def test_a_window_reaches_its_own_document_only_and_padding_reaches_nothing():
