@@ -22,11 +22,9 @@ import numpy as np
 import torch
 from matplotlib.image import imsave
 from torch import Tensor
-from transformers.modeling_outputs import BaseModelOutput
 
 from ..core.plots import BLUE, GREY, ORANGE, svg_box, svg_figure, svg_line, svg_text
 from .widgets import CONTROL_LOOK, Explorer, explore, downsample, flex_row
-from ..model.causal import BertLabForCausalLM
 from ..model.mask_filling import eval_mode
 from ..model.huggingface import check_tokenizer
 
@@ -66,9 +64,6 @@ def forward_with_attentions(
     "Run a model in evaluation mode, without gradients."
     inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
     with eval_mode(model):
-        if isinstance(model, BertLabForCausalLM):  # the encoder in it would look ahead
-            model.read(**inputs, seen=(seen := []))
-            return BaseModelOutput(attentions=tuple(seen))
         return model.base_model(**inputs, output_attentions=True)
 
 # %% ../../nbs/explorers/05_models.ipynb #8bed1889

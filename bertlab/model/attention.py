@@ -27,14 +27,17 @@ from .layers import apply_dropout
 def document_mask(
     documents_BL: Tensor,  # 0 for padding, 1, 2, ... for the document a token belongs to
     window: int | None = None,  # also at most this many places apart; None: the whole document
-    queries: slice = slice(None),  # the places whose tokens ask
-) -> Tensor:  # (B, 1, L, L) bool: may the query (row) see the key (column)?
-    "Let tokens see each other exactly where their document numbers are equal and not 0."
+    queries: slice = slice(None),  # positions of the queries
+    causal: bool = False,  # do tokens attend only to themselves and earlier ones?
+) -> Tensor:  # (B, 1, L, L) bool: may the query (row) attend to the key (column)?
+    "Let tokens attend to each other exactly if their document numbers are equal and not 0."
     mask_BLL = documents_BL[:, queries, None] == documents_BL[:, None, :]
     mask_BLL = mask_BLL & (documents_BL != 0)[:, None, :]
+    position_L = torch.arange(documents_BL.shape[1], device=documents_BL.device)
     if window is not None:
-        place_L = torch.arange(documents_BL.shape[1], device=documents_BL.device)
-        mask_BLL = mask_BLL & ((place_L[queries, None] - place_L[None, :]).abs() <= window)
+        mask_BLL = mask_BLL & ((position_L[queries, None] - position_L[None, :]).abs() <= window)
+    if causal:
+        mask_BLL = mask_BLL & (position_L[queries, None] >= position_L[None, :])
     return mask_BLL[:, None]
 
 # %% ../../nbs/model/03_attention.ipynb #139dac54
@@ -54,7 +57,8 @@ class AttentionMaskSpec:
     window: int | None = None  # places to each side; None: the whole document
     slopes_H: Tensor | None = None  # ALiBi: nats that a head takes off per place of distance
     max_length: int | None = None  # no document is longer; None: the row's length
-    queries: slice | None = None  # the places whose tokens ask, where processes share a row; or all
+    queries: slice | None = None  # positions of this process's queries; None: all
+    is_causal: bool = False  # do tokens attend only to themselves and earlier ones?
 
 
 def alibi_bias(
@@ -78,7 +82,7 @@ class DenseMask(NamedTuple):
 def make_dense_mask(pattern: AttentionMaskSpec) -> DenseMask:
     "Make the mask of a pattern, and its bias where distance counts."
     queries = pattern.queries or slice(None)
-    mask_B1LL = document_mask(pattern.documents_BL, pattern.window, queries)
+    mask_B1LL = document_mask(pattern.documents_BL, pattern.window, queries, pattern.is_causal)
     if pattern.slopes_H is None:
         return DenseMask(mask_B1LL)
     return DenseMask(mask_B1LL, alibi_bias(pattern.slopes_H, mask_B1LL.shape[-1], queries))
@@ -195,6 +199,7 @@ def make_flex_mask(pattern: AttentionMaskSpec) -> FlexMask:
     def may_look(b, h, i, j):
         i = i + first
         same = asks_BL[b, i] == asked_BL[b, j]
+        same = same & (i >= j) if pattern.is_causal else same
         return same if window is None else same & ((i - j).abs() <= window)
 
     def take_off(score, b, h, i, j):
@@ -296,6 +301,7 @@ class VarlenMetadata(NamedTuple):
     max_length: int  # no document is longer
     window: int | None
     slopes_H: Tensor | None
+    is_causal: bool = False
 
 
 def make_varlen_metadata(
@@ -309,7 +315,7 @@ def make_varlen_metadata(
     ends = starts.new_full((1,), len(documents_N))
     longest = pattern.max_length or len(documents_N)
     cu_lengths = torch.cat((starts, ends)).to(torch.int32)
-    return VarlenMetadata(cu_lengths, longest, pattern.window, pattern.slopes_H)
+    return VarlenMetadata(cu_lengths, longest, pattern.window, pattern.slopes_H, pattern.is_causal)
 
 # %% ../../nbs/model/03_attention.ipynb #af792d44
 _FLASH, _VARLEN = find_varlen() == "flash_attn", find_varlen() == "torch"
@@ -329,7 +335,8 @@ def varlen_attention(
     if not _FLASH:  # torch's own learnt only in 2.12 that heads may share keys
         k_BGLK, v_BGLK = (repeat_kv(t, q_BHLK.shape[1]) for t in (k_BGLK, v_BGLK))
     q, k, v = (t[0].transpose(0, 1).contiguous() for t in (q_BHLK, k_BGLK, v_BGLK))  # (N, H, K)
-    sides = (-1, -1) if stretches.window is None else (stretches.window, stretches.window)
+    left = -1 if stretches.window is None else stretches.window
+    sides = (left, 0 if stretches.is_causal else left)
     if _FLASH:
         from flash_attn import flash_attn_varlen_func
 

@@ -44,7 +44,7 @@ CHOICES = {  # settings by name, and the names that each knows
     "classifier_head": ("prediction", "tanh"),
 }
 SWITCHES = ("tie_word_embeddings", "embedding_norm", "norm_bias", "attention_bias", "mlp_bias",
-            "head_bias", "decoder_bias", "qk_norm", "residual_in_fp32")  # fmt: skip
+            "head_bias", "decoder_bias", "qk_norm", "residual_in_fp32", "is_causal")  # fmt: skip
 
 # %% ../../nbs/model/01_config.ipynb #029e82c3
 def _check_each(config: PretrainedConfig) -> None:
@@ -181,6 +181,7 @@ class BertLabConfig(PretrainedConfig):
     cls_token_id: int | None = None  # begins a document
     sep_token_id: int | None = None  # ends a document
     mask_token_id: int | None = None  # replaces a masked token
+    is_causal: bool = False  # tokens attend only to those before them: BertLabForCausalLM
     family: str | None = None  # of transformers, from which the model came: bert, xlm-roberta, ...
 
     # Who sees whom, and how order is told.

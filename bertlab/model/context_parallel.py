@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..data.rows import IGNORE_INDEX
-from .causal import BertLabForCausalLM
+from .heads import BertLabForCausalLM
 from .heads import TokenPredictionModel
 
 # %% ../../nbs/model/22_context_parallel.ipynb #dd1a0704

@@ -214,7 +214,9 @@ def make_layer_context(
     if table is None:
         table = layer_rope(config, layer_type, position_ids)
     window = None if layer_type == "full_attention" else config.window
-    pattern = AttentionMaskSpec(documents_BL, window, slopes_H, max_length, places)
+    pattern = AttentionMaskSpec(
+        documents_BL, window, slopes_H, max_length, places, config.is_causal
+    )
     return LayerContext(kernel, ATTENTION_KERNELS[kernel].prepare(pattern), table, gather)
 
 # %% ../../nbs/model/04_encoder.ipynb #06093580

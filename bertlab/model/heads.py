@@ -6,9 +6,10 @@
 __all__ = ['MaskedLMHead', 'head_and_loss', 'TokenPredictionOutput', 'TokenPredictionModel', 'make_output', 'BertLabForMaskedLM',
            'count_maskable', 'full_mask', 'BertLabForMaskedDiffusion', 'logical_shift_right', 'splitmix64',
            'sample_half_of_pairs', 'enhanced_decoding_mask', 'PositionQueryAttention', 'EnhancedDecoderBlock',
-           'enhanced_decoding_context', 'BertLabForEnhancedMaskedLM']
+           'enhanced_decoding_context', 'BertLabForCausalLM', 'BertLabForEnhancedMaskedLM']
 
 # %% ../../nbs/model/06_heads.ipynb #bc6819fc
+import copy
 from dataclasses import dataclass, replace
 
 import torch
@@ -18,6 +19,7 @@ from transformers import AutoModelForMaskedLM
 from transformers.modeling_outputs import BaseModelOutput, MaskedLMOutput
 from transformers.utils import can_return_tuple
 
+from ..data.rows import IGNORE_INDEX
 from .attention import ATTENTION_KERNELS, document_position_ids
 from .config import BertLabConfig
 from .encoder import BertLabModel, BertLabPreTrainedModel, Block, LayerContext
@@ -389,6 +391,49 @@ def enhanced_decoding_context(
     )
     mask_B1LL = enhanced_decoding_mask(context.prepared.mask_B1LL, row_keys)
     return replace(context, prepared=context.prepared._replace(mask_B1LL=mask_B1LL))
+
+# %% ../../nbs/model/06_heads.ipynb #c4a5e1d1
+class BertLabForCausalLM(TokenPredictionModel):
+    "The encoder of a configuration reading from left to right: a control of the same size."
+
+    required_input = "row_keys"  # of the collator that masks nothing
+
+    def __init__(self, config: BertLabConfig):
+        config = copy.copy(config)
+        config.is_causal = True
+        super().__init__(config)
+        self.encoder = BertLabModel(config)
+        self.head = MaskedLMHead(config)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,  # (B, L)
+        attention_mask: Tensor | None = None,  # (B, L): document numbers, or 0/1; None: no padding
+        position_ids: Tensor | None = None,  # (B, L); None: restart at 0 in each document
+        labels: Tensor | None = None,  # (B, L): the ids themselves at tokens that are predicted
+        label_positions: Tensor | None = None,  # (B, M): predict only these
+        token_type_ids: Tensor | None = None,  # (B, L), if the configuration has segments
+        inputs_embeds: Tensor | None = None,  # (B, L, D) in place of input_ids
+        output_hidden_states: bool | None = None,
+        output_attentions: bool | None = None,
+        loss_config: LossConfig = LossConfig(),
+        row_keys: Tensor | None = None,  # of the collator; not read
+        num_dropped_labels: Tensor | None = None,  # (B,), of the collator for reports; not read
+    ) -> TokenPredictionOutput:  # logits (B, L, V): at i the scores of token i given those before
+        encoded = self.encoder(
+            input_ids, attention_mask, position_ids, token_type_ids, inputs_embeds,
+            output_hidden_states, output_attentions, return_dict=True,
+        )  # fmt: skip
+        x_BLD = encoded[0]
+        before_BLD = torch.cat([x_BLD[:, :1], x_BLD[:, :-1]], dim=1)
+        if labels is not None:
+            documents_BL = full_mask(x_BLD) if attention_mask is None else attention_mask
+            first_BL = torch.ones_like(labels, dtype=torch.bool)  # nothing comes before it
+            first_BL[:, 1:] = documents_BL[:, 1:] != documents_BL[:, :-1]
+            labels = labels.masked_fill(first_BL, IGNORE_INDEX)
+        return make_output(encoded, *self.score(before_BLD, labels, label_positions, loss_config))
 
 # %% ../../nbs/model/06_heads.ipynb #1542af12
 class BertLabForEnhancedMaskedLM(TokenPredictionModel):

@@ -34,8 +34,8 @@ from .config import SPECIAL_TOKEN_IDS, BertLabConfig
 from .encoder import BertLabModel, BertLabPreTrainedModel
 from .families import FAMILIES, key_table, second_names, their_names
 from .families import to_bertlab_config, to_family_config
-from .heads import BertLabForEnhancedMaskedLM, BertLabForMaskedDiffusion
-from .heads import BertLabForMaskedLM
+from .heads import BertLabForCausalLM, BertLabForEnhancedMaskedLM
+from .heads import BertLabForMaskedDiffusion, BertLabForMaskedLM
 from .loading import check_finite, get_head, load_state_dict, read_state_dict
 from .loading import written_weights
 from .task_heads import BertLabForQuestionAnswering, BertLabForSequenceClassification
@@ -73,7 +73,7 @@ ARCHITECTURES: dict[str, type[BertLabPreTrainedModel]] = {  # end of a class's n
     "ForQuestionAnswering": BertLabForQuestionAnswering,
 }
 _OWN = (BertLabModelWithPooler, BertLabForMaskedDiffusion, BertLabForEnhancedMaskedLM,
-        BertLabForSpanClassification)  # fmt: skip
+        BertLabForSpanClassification, BertLabForCausalLM)  # fmt: skip
 _CLASSES = {cls.__name__: cls for cls in (*ARCHITECTURES.values(), *_OWN)}
 
 

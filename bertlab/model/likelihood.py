@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..data.masking import counter_uniform, maskable_tokens, row_rng_keys
 from ..data.rows import Vocabulary
-from .causal import BertLabForCausalLM
+from .heads import BertLabForCausalLM
 from .mask_filling import eval_mode
 from .losses import perplexity, token_bytes
 from .sampling import gap_log_probs

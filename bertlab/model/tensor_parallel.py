@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..data.rows import IGNORE_INDEX
-from .causal import BertLabForCausalLM
+from .heads import BertLabForCausalLM
 from .config import BertLabConfig
 from .encoder import SelfAttention
 from .heads import TokenPredictionModel

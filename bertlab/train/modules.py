@@ -33,7 +33,7 @@ from ..model.adapters import adapter_overrides, add_adapter, freeze_weights, mak
 from ..model.adapters import trained_fractions
 from ..model.activation_checkpointing import checkpoint_activations, parse_checkpointing
 from ..model.attention import raise_recompile_limit
-from ..model.causal import BertLabForCausalLM
+from ..model.heads import BertLabForCausalLM
 from bertlab.model.config import (
     SPECIAL_TOKEN_IDS,
     BertLabConfig,
@@ -45,7 +45,7 @@ from ..core.durations import parse_amount
 from ..core.names import import_object, resolve
 from ..data.collators import COLLATORS
 from ..data.rows import NON_MODEL_KEYS, IGNORE_INDEX
-from ..model.huggingface import to_bertlab_config, load_model, load_pretrained
+from ..model.huggingface import to_bertlab_config, load_model
 from ..model.huggingface import merged_copy, read_config, save_model
 from ..data.tokenizers import check_same_vocabulary, num_token_ids, load_tokenizer
 from ..model.encoder import BertLabModel, BertLabPreTrainedModel, EncoderInputs, layer_rope
@@ -176,9 +176,6 @@ def load_encoder(
     source: str | os.PathLike,  # a directory, or a name on the hub
 ) -> BertLabPreTrainedModel:  # in float32, on the CPU
     "Load BERT, RoBERTa, ModernBERT or a model of ours. Raises `ValueError` in one line."
-    named = (read_config(source).architectures or [""])[0]
-    if named == BertLabForCausalLM.__name__:
-        return load_pretrained(BertLabForCausalLM, source).float()
     loaded = load_model(source)
     if loaded.padded_because is not None:
         raise ValueError(f"{str(source)!r} cannot be converted: {loaded.padded_because}")

@@ -376,7 +376,7 @@ def test_a_transformers_bert_can_be_browsed_too(room):
 
 
 def test_a_causal_twin_is_shown_as_it_reads_and_never_looks_ahead(room):
-    from bertlab.model.causal import BertLabForCausalLM
+    from bertlab.model.heads import BertLabForCausalLM
 
     torch.manual_seed(0)
     model = BertLabForCausalLM(room["small_model"](5).config).eval()

@@ -9,7 +9,7 @@ from transformers import (BertConfig, BertForMaskedLM, BertModel, ModernBertConf
 
 from bertlab.data.corpus import embedded_corpus
 from bertlab.data.tokenizers import train_tokenizer
-from bertlab.model.causal import BertLabForCausalLM
+from bertlab.model.heads import BertLabForCausalLM
 from bertlab.model.config import BertLabConfig
 from bertlab.model.deferred import build_deferred, fill_weights, read_deferred
 from bertlab.model.encoder import BertLabPreTrainedModel

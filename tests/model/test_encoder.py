@@ -37,7 +37,7 @@ from bertlab.model.config import (
     modernbert_tiny,
 )
 from bertlab.model.encoder import BertLabModel
-from bertlab.model.causal import BertLabForCausalLM
+from bertlab.model.heads import BertLabForCausalLM
 from bertlab.model.heads import BertLabForEnhancedMaskedLM, BertLabForMaskedLM
 from bertlab.model.layers import gather_positions
 from bertlab.model.losses import masked_lm_loss, mean_loss

@@ -7,7 +7,7 @@ from torch.overrides import TorchFunctionMode
 
 from bertlab.data.tokenizers import train_tokenizer
 from bertlab.data.vocabularies import tokenizer_state, with_tokenizer_state
-from bertlab.model.causal import BertLabForCausalLM
+from bertlab.model.heads import BertLabForCausalLM
 from bertlab.model.config import modernbert_tiny
 from bertlab.model.generation import GAP, generate, generate_with_steps, vocabulary_of
 from bertlab.model.heads import (

@@ -11,7 +11,7 @@ import torch
 from bertlab.data.diffusion import NOISE_SCHEDULES, DiffusionConfig, elbo_weight, mask_probability
 from bertlab.data.rows import Vocabulary
 from bertlab.data.tokenizers import train_tokenizer
-from bertlab.model.causal import BertLabForCausalLM
+from bertlab.model.heads import BertLabForCausalLM
 from bertlab.model.config import modernbert_tiny
 from bertlab.model.likelihood import (
     causal_nll,

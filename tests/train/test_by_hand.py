@@ -19,7 +19,7 @@ from bertlab.data.collators import MaskedLanguageModelingCollator
 from bertlab.data.module import EpochBatches, PretrainingDataModule
 from bertlab.data.packing import PackedDataset
 from bertlab.data.streaming import ignore_parent_signals
-from bertlab.model.causal import BertLabForCausalLM
+from bertlab.model.heads import BertLabForCausalLM
 from bertlab.model.config import BertLabConfig
 from bertlab.train.averages import EMA
 from bertlab.train.checkpoints import (
