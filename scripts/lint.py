@@ -146,6 +146,22 @@ def lint_cells(cells: list[dict]) -> list[str]:
     return problems
 
 
+def lint_guide(text: str) -> list[str]:
+    "Check what every guide must have: begin, end, a command, what goes wrong, where to go next."
+    required = {
+        "**You have**": "what the reader starts with",
+        "**You get**": "what the reader ends with",
+        "**Takes**": "minutes",
+    }
+    problems = [f"no {word} ({meaning})" for word, meaning in required.items() if word not in text]
+    for part in ("What goes wrong", "Next"):
+        if f"\n## {part}\n" not in f"{text}\n":
+            problems.append(f"no part `## {part}`")
+    if not re.search(r"^```sh\n(?:.*\n)*?bertlab ", text, re.MULTILINE):
+        problems.append("no command: a block of ```sh with a line `bertlab ...`")
+    return problems
+
+
 def lint_frame(cells: list[dict], page: str) -> list[str]:
     "What every notebook must have: title, contract, set-up cell, exercises, recap, references."
     problems = []
@@ -166,25 +182,9 @@ def lint_frame(cells: list[dict], page: str) -> list[str]:
         problems.append("no [Open in Colab](colab)")
     if not any(map(is_setup, code)):
         problems.append(f"no hidden set-up cell (#| hide, #| eval: false, {SETUP_MARK})")
-    if (
-        page == "guide"
-    ):  # a recipe: what you have, what comes out, a command, what goes wrong, where to go on
-        required = {
-            "**You have**": "what one begins with",
-            "**You get**": "what one ends with",
-            "**Takes**": "minutes",
-        }
-        problems += [
-            f"no {word} ({meaning})" for word, meaning in required.items() if word not in text
-        ]
-        problems += [
-            f"no part `## {part}`"
-            for part in ("What goes wrong", "Next")
-            if f"\n## {part}\n" not in f"{text}\n"
-        ]
-        if not re.search(r"^```sh\n(?:.*\n)*?bertlab ", text, re.MULTILINE):
-            problems.append("no command: a block of ```sh with a line `bertlab ...`")
-    if page in ("page", "guide"):
+    if page == "guide":
+        return problems + lint_guide(text)
+    if page in ("page", "index"):
         return problems
     exports = any("export" in directives(source) for source in code)
     if exports and not re.match(r"#\|\s*default_exp \w+(?:\.\w+)?", code[0]):
