@@ -28,12 +28,11 @@ _FACE = {
     "data.collators": """
         EnhancedMaskedLanguageModelingCollator MaskedDiffusionCollator MaskedLanguageModelingCollator
         get_collator_cls""",
-    "data.packing": "PackedDataset TokenizedDocuments",
-    "data.shards": "load_tokens",
-    "data.cache": "tokenize_documents",
+    "data.tokens": "TokenizedDocuments load_tokens tokenize_documents",
+    "data.packing": "PackedDataset",
+    "data.mixing": "MixedDataset",
     "data.streaming": "PackedStream",
-    "data.mixing": "mix_documents",
-    "data.module": "PretrainingDataModule",
+    "data.module": "PretrainingDataConfig PretrainingDataModule",
     "data.plain_models": "PlainModelCollator",
     "data.tokenizer_measures": "compare_tokenizers",
     "data.tokenize": "tokenize_dataset",

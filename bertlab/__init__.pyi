@@ -32,12 +32,13 @@ from .data.collators import EnhancedMaskedLanguageModelingCollator as EnhancedMa
 from .data.collators import MaskedDiffusionCollator as MaskedDiffusionCollator
 from .data.collators import MaskedLanguageModelingCollator as MaskedLanguageModelingCollator
 from .data.collators import get_collator_cls as get_collator_cls
+from .data.tokens import TokenizedDocuments as TokenizedDocuments
+from .data.tokens import load_tokens as load_tokens
+from .data.tokens import tokenize_documents as tokenize_documents
 from .data.packing import PackedDataset as PackedDataset
-from .data.packing import TokenizedDocuments as TokenizedDocuments
-from .data.shards import load_tokens as load_tokens
-from .data.cache import tokenize_documents as tokenize_documents
+from .data.mixing import MixedDataset as MixedDataset
 from .data.streaming import PackedStream as PackedStream
-from .data.mixing import mix_documents as mix_documents
+from .data.module import PretrainingDataConfig as PretrainingDataConfig
 from .data.module import PretrainingDataModule as PretrainingDataModule
 from .data.plain_models import PlainModelCollator as PlainModelCollator
 from .data.tokenizer_measures import compare_tokenizers as compare_tokenizers

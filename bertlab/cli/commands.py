@@ -69,17 +69,16 @@ def validate(
 def tokenize(
     config: dict[str, Any],  # options of `tokenize_dataset`
 ) -> str:
-    "Turn text into shards of tokens, to train on."
+    "Turn text into a dataset of tokens, to train on."
     from bertlab.data.tokenize import tokenize_dataset
 
     result, output = tokenize_dataset(**config), config["output"]
     if "queued" in result:
-        return f"{result['queued']} parts are queued; train on {output} once it has a manifest"
+        return f"{result['queued']} parts are queued; train on {output} once it has a tokens.json"
     notes = [f"{count:,} documents {reason}" for reason, count in result["notes"].items()]
     return "\n".join([
         *notes,
-        f"{result['tokens']:,} tokens of {result['documents']:,} documents in "
-        f"{len(result['shards'])} shards; train on them with",
+        f"{result['tokens']:,} tokens of {result['documents']:,} documents; train on them with",
         f"  bertlab pretrain --data.train_dataset_name_or_path {output}",
     ])  # fmt: skip
 
@@ -123,7 +122,7 @@ _OWN_PARTS = (
 _PRETRAIN = {
     "sections": {
         "model": "train/modules.py:PretrainingModule",
-        "data": "data/module.py:PretrainingDataModule",
+        "data": "data/module.py:PretrainingDataConfig",
         "trainer": _LIGHTNING,
         "run": "cli/pretrain.py:PretrainRunConfig",
     },

@@ -46,7 +46,7 @@ from bertlab.core.files import (
 )
 from ..core.names import check_choice, did_you_mean, import_object, look_up
 from ..core.serialization import dump_yaml, one_line, load_json, load_yaml
-from ..data.module import PretrainingDataModule, training_texts
+from ..data.module import PretrainingDataModule
 from ..data.sources import check_not_inside
 from ..data.tokenizers import TOKENIZER_TRAINERS, resolve_tokenizer, num_token_ids
 from ..data.tokenizers import load_tokenizer, save_tokenizer, train_tokenizer
@@ -425,7 +425,7 @@ def validation_entropy(
     data: PretrainingDataModule,  # after `setup`
 ) -> float:  # nats per token
     "Unigram entropy of the first validation set, special tokens left out: the line to beat."
-    tokens = data.val_dataset.documents.tokens[:]  # in memory, in shards or of several sources
+    tokens = data.val_dataset.documents.tokens
     tokenizer = data.tokenizer
     ids = torch.from_numpy(tokens.astype("int64"))
     counts = unigram_counts(ids, num_token_ids(tokenizer), tokenizer.all_special_ids)
@@ -552,7 +552,7 @@ class Run:
                     toy, model["float8"], torch.device("xla" if kind == "tpu" else kind)
                 )
             data = PretrainingDataModule(**{**self.data_options, TOKENIZER: "chosen later"})
-            check_not_inside(self.output, data.named_sources(), "run.output")
+            check_not_inside(self.output, data.input_paths(), "run.output")
             cache = self.data_options["cache_dir"]
             home = Path(cache).expanduser().resolve() if cache is not None else None
             if home and not self.resume and home.is_relative_to(self.output.resolve()):
@@ -636,9 +636,9 @@ class Run:
             raise
 
     def _own_tokenizer(self) -> Any:
-        "The one that made the tokens, where the data is shards; else one that is trained here."
+        "The one that made the tokens, if the data is tokens; else one that is trained here."
         stored = [] if self.data.streaming else [s for s in self.data.sources if s.stored]
-        beside = [source.stored.path / "tokenizer" for source in stored]
+        beside = [source.stored.path / "tokenizer" for source in stored if source.stored.path]
         if beside and beside[0].is_dir():
             return load_tokenizer(beside[0])
         size, shape = self.choices.vocab_size, self.config["model"]["model_config_kwargs"] or {}
@@ -650,9 +650,7 @@ class Run:
 
     def _texts(self) -> list[str]:
         "What a tokenizer is trained on; the data module keeps what is read here."
-        if self.data.streaming:
-            return training_texts(self.data_options)
-        return [text for source in self.data.sources for text in source.texts("train")]
+        return self.data.training_texts()
 
     def is_written(self) -> bool:
         "Are the figures of the last step on the disk, which are written at the very end?"
@@ -954,7 +952,7 @@ def validate(
         raise ValueError("trainer.limit_val_batches=0 leaves nothing to validate on")
     sets, rows, text = data.val_datasets, [], "the training text"
     if not homes:  # nobody knows what the model was trained on
-        text = ", ".join(data.named_sources()) or "the embedded corpus"
+        text = ", ".join(data.input_paths()) or "the embedded corpus"
     names = list(map(str, data.val_sources)) if len(data.val_sources) == len(sets) else []
     for number, rows_of_set in enumerate(sets):
         data.val_datasets = [rows_of_set]

@@ -10,11 +10,11 @@ from . import masking as masking
 from . import diffusion as diffusion
 from . import supervised as supervised
 from . import collators as collators
+from . import tokens as tokens
 from . import packing as packing
-from . import shards as shards
-from . import cache as cache
-from . import streaming as streaming
 from . import mixing as mixing
+from . import streaming as streaming
+from . import loaders as loaders
 from . import module as module
 from . import plain_models as plain_models
 from . import tokenize as tokenize

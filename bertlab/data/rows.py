@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['IGNORE_INDEX', 'NON_MODEL_KEYS', 'PADDING', 'Vocabulary', 'document_positions', 'encode_rows', 'read_sequences',
-           'settle_length', 'check_ids', 'pad_rows', 'read_column', 'stack_rows', 'RowBlock', 'read_block', 'RowReader',
-           'row_addresses', 'refuse_segments', 'Collator']
+           'settle_length', 'check_ids', 'pad_rows', 'read_column', 'stack_rows', 'RowReader', 'row_addresses',
+           'refuse_segments', 'Collator']
 
 # %% ../../nbs/data/06_rows.ipynb #c5a625d8
 import hashlib
@@ -224,32 +224,6 @@ def stack_rows(
     stacked = pad_rows(sequences, length, vocabulary) | columns
     return {name: values for name, values in stacked.items() if values is not None}
 
-# %% ../../nbs/data/06_rows.ipynb #1e441810
-class RowBlock(Sequence):
-    "Rows that were built together. Each is a dict of views of the arrays in `stacked`."
-
-    def __init__(
-        self,
-        stacked: dict[str, np.ndarray],  # (B, L) int64 by keys of PADDING, and (B,) int64, of
-    ):  # which a row has one number: epoch and index
-        self.stacked = stacked
-
-    def __len__(self) -> int:
-        return len(self.stacked["input_ids"])
-
-    def __getitem__(self, number: int | slice) -> dict | list[dict]:
-        if isinstance(number, slice):
-            return [self[n] for n in range(len(self))[number]]
-        found = {name: values[number] for name, values in self.stacked.items()}
-        return {name: value if value.ndim else int(value) for name, value in found.items()}
-
-
-def read_block(block: RowBlock, vocabulary: Vocabulary) -> dict[str, np.ndarray]:
-    "Take over the arrays of a block, (B, L) of them as copies. Raises as `pad_rows` does."
-    check_ids(block.stacked["input_ids"], vocabulary)
-    absent = {"special_tokens_mask": np.zeros_like(block.stacked["input_ids"])}
-    return absent | {name: values.copy() for name, values in block.stacked.items()}
-
 # %% ../../nbs/data/06_rows.ipynb #26f5f35a
 @dataclass(frozen=True)
 class RowReader:
@@ -272,12 +246,9 @@ class RowReader:
         "Read a batch: (B, L) arrays and, where the rows have them, epoch, index and labels."
         if not len(rows):
             raise ValueError("the batch is empty: give the collator one row or more")
-        if isinstance(rows, RowBlock):
-            tokenized = read_block(rows, self.vocabulary)
-        else:
-            rows = encode_rows(rows, self.text_column, self.tokenizer, self.max_sequence_length)
-            lengths = self.max_sequence_length, self.pad_to_multiple_of
-            tokenized = stack_rows(rows, *lengths, self.vocabulary)
+        rows = encode_rows(rows, self.text_column, self.tokenizer, self.max_sequence_length)
+        lengths = self.max_sequence_length, self.pad_to_multiple_of
+        tokenized = stack_rows(rows, *lengths, self.vocabulary)
         if self.label_column is not None:
             tokenized["labels"] = read_column(rows, self.label_column)
         return tokenized
@@ -386,7 +357,7 @@ class Collator(ABC):
         import torch  # not at the top: processes that only tokenize and pack would load it too
 
         kept = getattr(self, "sequences", ())  # of those for labelled rows
-        if not isinstance(rows, RowBlock) and "token_type_ids" not in kept:
+        if "token_type_ids" not in kept:
             refuse_segments(rows)
         tokenized = self.read(rows)
         names = "input_ids", "attention_mask", "position_ids"

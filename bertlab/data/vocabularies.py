@@ -16,7 +16,7 @@ from heapq import heapify, heappop, heappush
 from math import log
 from typing import Any, NamedTuple
 
-from .cache import serialize_tokenizer
+from .tokens import serialize_tokenizer
 from .documents import has_unspaced
 from .tokenizers import byte_letters, num_token_ids, iter_texts
 

@@ -25,13 +25,12 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch.utils.data import DataLoader, Dataset
 
 from ..core.names import did_you_mean
-from ..data.module import EpochBatches, filled_batches
+from ..data.loaders import EpochBatches, filled_batches, ignore_parent_signals
 from ..data.readers import TABLES, check_format, error_policy, kind_of, parse_json
 from ..data.readers import resolve_column
 from ..data.rows import IGNORE_INDEX
 from ..data.sources import directory_files, expand_sources, is_local, load_hub_dataset
 from ..data.sources import refuse_hub_options
-from ..data.streaming import ignore_parent_signals
 from ..data.tokenizers import resolve_tokenizer
 from .pooling import pack_for_encoder
 

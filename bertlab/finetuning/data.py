@@ -30,8 +30,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from ..core.files import atomic_write
 from ..core.names import look_up
-from ..data.module import EpochBatches, filled_batches
-from ..data.streaming import ignore_parent_signals
+from ..data.loaders import EpochBatches, filled_batches, ignore_parent_signals
 from ..data.packing import pack_best_fit
 from ..data.readers import parse_json, resolve_column
 from ..data.rows import IGNORE_INDEX, document_positions, read_column

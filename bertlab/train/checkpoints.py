@@ -4,9 +4,8 @@
 
 # %% auto #0
 __all__ = ['rng_state', 'set_rng_state', 'isolate_rng', 'RNGState', 'read_checkpoint', 'AtomicCheckpointIO', 'check_writable',
-           'TrainingInterrupted', 'validates_after_batch', 'GracefulShutdown', 'RunCheckpoint', 'tokenizer_fingerprint',
-           'dataset_fingerprint', 'run_fingerprint', 'check_same_run', 'latest_checkpoint', 'TrainingCheckpoint',
-           'check_resume']
+           'TrainingInterrupted', 'validates_after_batch', 'GracefulShutdown', 'RunCheckpoint', 'run_fingerprint',
+           'check_same_run', 'latest_checkpoint', 'TrainingCheckpoint', 'check_resume']
 
 # %% ../../nbs/train/06_checkpoints.ipynb #65976dde
 import hashlib
@@ -32,7 +31,7 @@ from lightning.pytorch.callbacks import Callback, Checkpoint, GradientAccumulati
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 
 from ..core.files import atomic_write
-from ..data.cache import serialize_tokenizer
+from ..data.tokens import tokenizer_fingerprint
 from ..data.collators import COLLATORS
 from ..model.config import SPECIAL_TOKEN_IDS
 from ..model.loading import numpy_allowed, read_torch_file
@@ -399,26 +398,6 @@ def _short_hash(*parts: Any) -> str:  # 16 hexadecimal digits, equal on every ma
         digest.update(b"%d " % len(data) + data)
     return digest.hexdigest()
 
-
-def tokenizer_fingerprint(tokenizer: Any) -> str:
-    "Hash what decides which ids a text gets: vocabulary, rules, special tokens."
-    special = {kind: str(token) for kind, token in tokenizer.special_tokens_map.items()}
-    return _short_hash(serialize_tokenizer(tokenizer), special)
-
-
-def dataset_fingerprint(
-    documents: Any,  # `TokenizedDocuments`
-    num_samples: int = 256,  # stretches of tokens that are read
-    length: int = 1024,  # of a stretch
-) -> str:
-    "Hash how many tokens and documents there are, and stretches of tokens all over them."
-    if getattr(documents, "num_blocks", 1) > 1:  # shards: their checksums say all of it, unread
-        return _short_hash([shard["crc32"] for shard in documents.manifest["shards"]])
-    tokens, ends = documents.tokens, np.asarray(documents.offsets)
-    starts = np.linspace(0, max(0, len(tokens) - length), num_samples).astype(int)
-    read = [np.asarray(tokens[s : s + length]).astype("<i8").tobytes() for s in np.unique(starts)]
-    return _short_hash(len(tokens), len(ends), ends[:: max(1, len(ends) // 4096)].tolist(), *read)
-
 # %% ../../nbs/train/06_checkpoints.ipynb #0223a1ec
 _DATA_SETTINGS = ("max_sequence_length", "train_batch_size", "packing", "shuffle",
                   "streaming", "seed", "collator_kwargs", "packing_pad_to_budget")  # fmt: skip
@@ -473,30 +452,10 @@ def _data_identity(data: L.LightningDataModule | None) -> dict[str, Any]:
     known["objective of the data"] = getattr(data, "objective", None)
     if (collator := getattr(data, "collator_cls", None)) is not None:  # ours go by the objective
         known["collator"] = None if collator in COLLATORS.values() else collator
-    if hasattr(data, "mixing"):
-        known["data_kwargs"] = {"mix_lengths": data.length_shares}
-        for options in (data.packing_options, data.mixing, data.stream_options):
-            known["data_kwargs"] |= options
     tokenizer = getattr(data, "tokenizer", None)
     if hasattr(tokenizer, "special_tokens_map"):
         known["tokenizer"] = tokenizer_fingerprint(tokenizer)
-    rows = getattr(data, "train_dataset", None)
-    rows = getattr(rows, "first", rows)  # of a mixture: epoch 0
-    if hasattr(rows, "documents"):
-        known |= {"training text": dataset_fingerprint(rows.documents), "rows": len(rows)}
-        known |= {"max_sequence_length": rows.capacity, "special ids": rows.special}
-    elif known.get("streaming"):
-        known["training text"] = _short_hash([str(source) for source in data.sources])
-        # Nobody has read all of it, so how it is read stands for it; a row that is skipped now was
-        # an error before.
-        known["how the text is read"] = [
-            {"validation_fraction": source.fraction, **source.options, "on_error": None}
-            for source in data.sources
-        ]
-        if (lanes := getattr(data, "stream_lanes", None)) is not None:
-            names = [[Path(file).name for file in lane] for lane in lanes]
-            known |= {"lanes": max(1, len(lanes)), "files of the lanes": _short_hash(names)}
-    if hasattr(data, "resume_identity"):  # of what is no text of rows
+    if hasattr(data, "resume_identity"):  # the text, and how it becomes rows
         known |= data.resume_identity()
     if getattr(data, "takes_other_micro_batches", False):
         known["other micro-batches"] = True

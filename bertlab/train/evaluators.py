@@ -20,7 +20,8 @@ from torch.distributed.fsdp import FSDPModule
 
 from ..core.durations import parse_amount
 from ..core.names import resolve
-from ..data.module import BlankRows, DataSource, filled_batches, build_packed_dataset
+from ..data.loaders import BlankRows, filled_batches
+from ..data.module import DataSource, build_packed_dataset
 from ..data.readers import TABLES, kind_of, read_lines
 from ..data.rows import IGNORE_INDEX
 from ..model.mask_filling import encode_masked, fill_masks

@@ -30,7 +30,7 @@ from ..model.adapters import save_adapter
 from ..model.huggingface import check_tokenizer, has_adapter, merged_copy, save_model
 from ..model.tensor_parallel import find_cuts
 from .parallel import gather_weights
-from .checkpoints import check_writable, dataset_fingerprint, isolate_rng
+from .checkpoints import check_writable, isolate_rng
 from .checkpoints import validates_after_batch
 from .history import print_line, paused
 from .steps import data_parallel_size
@@ -300,7 +300,7 @@ def _validation_identity(
     held = getattr(data, "val_datasets", None) or []
     if not held or not all(isinstance(rows, PackedDataset) for rows in held):
         return {}
-    texts = "-".join(dataset_fingerprint(rows.documents) for rows in held)
+    texts = "-".join(rows.documents.fingerprint for rows in held)
     rule = getattr(getattr(data, "collator", None), "rule", None)
     is_plain = getattr(pl_module, "hparams", {}).get("plain_mean", False)
     if isinstance(rule, DiffusionConfig) and rule.schedule != "linear" and not is_plain:

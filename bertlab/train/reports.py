@@ -90,10 +90,8 @@ def data_facts(
     "Count what is trained and validated on."
     train = getattr(data, "train_dataset", None)
     validation = [rows for rows in getattr(data, "val_datasets", None) or [] if rows is not None]
-    sets = [
-        ("train", getattr(train, "first", train)),
-        *(("validation", rows) for rows in validation),
-    ]
+    sets = [("train", rows) for rows in getattr(train, "datasets", [train])]
+    sets += [("validation", rows) for rows in validation]
     facts = []
     for name, rows in sets:
         if isinstance(rows, PackedDataset):
@@ -197,7 +195,7 @@ def is_finished(
 def _cost_section(module: L.LightningModule, data: Any, metrics: dict[str, Any]) -> dict[str, Any]:
     "Collect what the run cost, as far as it is known: a stream has no documents to count."
     rows = getattr(data, "train_dataset", None)
-    rows, facts = getattr(rows, "first", rows), {}
+    rows, facts = getattr(rows, "datasets", [rows])[0], {}
     validation = getattr(data, "val_datasets", None)
     if isinstance(rows, PackedDataset) and validation and hasattr(module, "num_flops_per_token"):
         facts = cost_facts(module, rows, data.collator([validation[0][0]]))

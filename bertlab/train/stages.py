@@ -28,7 +28,8 @@ from ..model.huggingface import to_bertlab_config, read_config, save_model
 from ..model.layers import resolve_layers
 from .model_directories import rebuild, full_state_dict
 from ..data.tokenizers import resolve_tokenizer, save_tokenizer, train_tokenizer
-from ..data.module import PretrainingDataModule, training_texts
+from ..data.module import PretrainingDataModule
+from ..data.tokens import tokenizer_fingerprint
 from ..data.sources import expand_sources, is_local, looks_like_hub_name
 from .distill import DistillationModule, check_penalty, check_whole_scores
 from ..core.durations import parse_amount
@@ -42,7 +43,7 @@ from .parallel import num_processes, ranks_per_batch, detect_launcher, get_strat
 from .reports import stop_reason
 from .steps import data_parallel_size, import_path
 from .checkpoints import TrainingCheckpoint, check_resume, latest_checkpoint
-from .checkpoints import isolate_rng, tokenizer_fingerprint
+from .checkpoints import isolate_rng
 from .trainer import make_trainer, seed_everything
 
 # %% ../../nbs/train/15_stages.ipynb #7a2f92ed
@@ -249,6 +250,11 @@ _TOKENIZER, _MODEL = "pretrained_tokenizer_name_or_path", "pretrained_model_name
 _PENALTY = {"kl_weight": 0.1, "temperature": 1.0}  # of `DistillationModule`, where nothing is said
 
 
+def stage_data(stage: Stage, **options: Any) -> PretrainingDataModule:
+    "The data module of a stage; nothing is read yet."
+    return PretrainingDataModule(**{**stage.data, **options}, objective=stage.collator_objective())
+
+
 def _check_values(
     stages: Sequence[Stage],
     number: int,  # of the stage, from 1
@@ -258,8 +264,7 @@ def _check_values(
     stage = stages[number - 1]
     try:
         _check_module(stage, number)
-        data = {**stage.data, _TOKENIZER: "chosen later"}
-        data = PretrainingDataModule(**data, objective=stage.collator_objective())
+        data = stage_data(stage, **{_TOKENIZER: "chosen later"})
         for source in (one for one in (*data.sources, *data.val_sources) if one.is_named):
             for name in expand_sources(source.origin):
                 is_local(name)  # refuses a path that is not there
@@ -377,8 +382,7 @@ def _shared_tokenizer(stages: Sequence[Stage], output: Path) -> Any:
     def train() -> Any:
         size = (first.module.get("model_config_kwargs") or {}).get("vocab_size", 4096)
         texts = chain.from_iterable(
-            training_texts({**stage.data, "objective": stage.collator_objective()})
-            for stage in stages
+            stage_data(stage, **{_TOKENIZER: "to be trained"}).training_texts() for stage in stages
         )
         tokenizer = train_tokenizer(texts, size)
         if not rank_zero_only.rank:

@@ -17,7 +17,7 @@ from bertlab.data.collators import COLLATORS, MaskedLanguageModelingCollator, ge
 from bertlab.data.rows import Collator
 from bertlab.data.masking import label_bound
 from bertlab.data.packing import PackedDataset
-from bertlab.data.rows import RowBlock, RowReader, Vocabulary, document_positions
+from bertlab.data.rows import document_positions
 from bertlab.data.tokenizers import load_tokenizer, train_tokenizer
 from bertlab.data.vocabularies import tokenizer_state, with_tokenizer_state
 
@@ -391,43 +391,6 @@ def test_padding_is_known_by_its_number_and_not_by_its_id():
         batch = plain(mlm_probability=1.0, max_sequence_length=4, selection=selection)([row])
         assert batch["labels"].tolist() == [[9, IGNORE_INDEX, 9, IGNORE_INDEX]]
         assert batch["input_ids"][0, [1, 3]].tolist() == [9, 9]
-
-
-@pytest.mark.parametrize("overlap", [0, 3])
-@pytest.mark.parametrize("objective", ["mlm", "enhanced_mlm", "diffusion"])
-def test_rows_built_together_give_the_batch_that_single_rows_give(objective, overlap):
-    rng = np.random.default_rng(0)
-    documents = [rng.integers(5, 40, n) for n in rng.integers(1, 40, 60)]
-    dataset = PackedDataset(
-        documents, 24, pad_token_id=0, cls_token_id=2, sep_token_id=3, overlap=overlap
-    )
-    keys = [(epoch, index) for epoch in (0, 1) for index in range(8)]
-    block = dataset.__getitems__(keys)
-    assert isinstance(block, RowBlock) and len(block) == 16 and len(block[3:5]) == 2
-    before = {name: values.copy() for name, values in block.stacked.items()}
-    collator = get_collator_cls(objective)(0, 4, 40, special_token_ids=[2, 3], seed=7)
-    at_once, one_by_one = collator(block), collator([dataset[key] for key in keys])
-    assert at_once.keys() == one_by_one.keys()
-    assert all(torch.equal(at_once[name], one_by_one[name]) for name in at_once)
-    # A batch may be changed in place on its way to a device: the rows are somebody else's.
-    for tensor in at_once.values():
-        tensor.fill_(9)
-    assert all(np.array_equal(block.stacked[name], before[name]) for name in before)
-
-
-def test_rows_built_together_are_checked_like_any_others():
-    arrays = {"input_ids": np.array([[2, 40, 3]]), "attention_mask": np.ones((1, 3), int),
-              "position_ids": np.arange(3)[None]}  # fmt: skip
-    with pytest.raises(
-        ValueError, match="row 0 has id 40 at position 1, outside the vocabulary of 40"
-    ):
-        RowReader(Vocabulary(40, 0, 4))(RowBlock(arrays))
-    with pytest.raises(ValueError, match="row 0 has no column 'stars'"):
-        RowReader(Vocabulary(41, 0, 4), label_column="stars")(RowBlock(arrays))
-    read = RowReader(Vocabulary(41, 0, 4), label_column="stars")(
-        RowBlock({**arrays, "stars": np.array([5])})
-    )
-    assert read["labels"] == [5] and read["special_tokens_mask"].tolist() == [[0, 0, 0]]
 
 
 def test_special_tokens_mask_of_a_row_protects_its_tokens():

@@ -13,21 +13,12 @@ from test_training import word_tokenizer
 from bertlab.data.collators import MaskedDiffusionCollator, MaskedLanguageModelingCollator
 from bertlab.data.corpus import load_corpus
 from bertlab.data.documents import CONTENT_VERSION
-from bertlab.data.module import (
-    EpochBatches,
-    BlankRows,
-    PretrainingDataModule,
-    mix_lengths,
-    build_packed_dataset,
-    pair_splits,
-)
-from bertlab.data.packing import PackedDataset, PaddedDataset, TokenizedDocuments
+from bertlab.data.loaders import BlankRows, EpochBatches
+from bertlab.data.module import PretrainingDataConfig, PretrainingDataModule
+from bertlab.data.packing import PackedDataset
 from bertlab.data.rows import Collator
-from bertlab.data.shards import finish_shards, load_tokens, write_part
-from bertlab.data.sources import TextStream
-from bertlab.data.streaming import PackedStream, StreamLoader, TokenStream
 from bertlab.data.tokenizers import train_tokenizer
-from bertlab.train.checkpoints import dataset_fingerprint
+from bertlab.data.tokens import TokenizedDocuments, finish_dataset, write_part
 
 WORDS = [f"w{i}" for i in range(90)]
 TOKENIZER = word_tokenizer(WORDS)
@@ -115,11 +106,16 @@ def test_splits_and_slices_are_taken(tmp_path):
 
 
 def test_splits_pair_with_sets():
-    assert pair_splits(["a"], ["x", "y"]) == [("a", "x"), ("a", "y")]
-    assert pair_splits(["a", "b"], ["x"]) == [("a", "x"), ("b", "x")]
-    assert pair_splits(["a", "b"], ["x", "y"]) == [("a", "x"), ("b", "y")]
+    def pairs(names, splits):
+        options = {"val_dataset_name_or_path": names, "val_split": splits}
+        _, sources = PretrainingDataConfig("t.txt", TOKENIZER, **options).sources()
+        return [(source.origin, source.options["split"]) for source in sources]
+
+    assert pairs("a", ["x", "y"]) == [("a", "x"), ("a", "y")]
+    assert pairs(["a", "b"], "x") == [("a", "x"), ("b", "x")]
+    assert pairs(["a", "b"], ["x", "y"]) == [("a", "x"), ("b", "y")]
     with pytest.raises(ValueError, match="val_split names 3 splits for 2"):
-        pair_splits(["a", "b"], ["x", "y", "z"])
+        pairs(["a", "b"], ["x", "y", "z"])
 
 
 def test_a_column_and_a_format_are_read_as_asked(tmp_path):
@@ -167,7 +163,7 @@ def test_what_is_in_memory_is_no_stream():
 
 def test_a_dataset_without_the_column_lists_those_it_has():
     datasets = pytest.importorskip("datasets")
-    with pytest.raises(ValueError, match="text_column='text'.*'body', 'title'"):
+    with pytest.raises(ValueError, match="text.*'body', 'title'"):
         make_module(None).set_datasets(datasets.Dataset.from_dict({"body": ["a"], "title": ["b"]}))
 
 
@@ -206,7 +202,7 @@ def test_shards_of_rows_with_special_tokens_are_refused_too(tmp_path):
         str(tmp_path / "tok"),
         tmp_path / "shards",
         text_column="input_ids",
-        workers=1,
+        num_proc=1,
     )
     with pytest.raises(ValueError, match="add_special_tokens=False"):
         set_up(str(tmp_path / "shards"))
@@ -245,10 +241,7 @@ def test_what_one_source_trains_on_is_not_held_out_of_another(tmp_path):
     for n in range(len(shared) + 40):
         write_lines(tmp_path / "many" / f"{n}.txt", [(own[0] + shared)[n]])
     other = write_lines(tmp_path / "one.txt", own[1] + shared)
-    with pytest.warns(
-        UserWarning, match="of 50 held-out documents stand in the training text, too"
-    ):
-        data = set_up([str(tmp_path / "many"), other])
+    data = set_up([str(tmp_path / "many"), other])
     trained, held = texts_of(data.train_dataset), texts_of(data.val_dataset)
     assert held and not set(held) & set(trained)
     alone = set_up(other)
@@ -260,52 +253,41 @@ def test_rates_decide_the_share_of_each_source_and_repetition_is_capped(tmp_path
         text.upper().replace("W", "w") + " w1 w1" for text in make_texts(300, seed=3)])  # fmt: skip
     options = {"mixture_weights": {a: 3, b: 1}}
     data = set_up([a, b], val_dataset_name_or_path=a, data_kwargs=options)
-    shares = data.train_dataset.first.documents.describe()
-    assert abs(shares[a]["obtained"] - 0.75) < 0.02 and shares[a]["repetitions"] <= 1
+    shares = data.train_dataset.describe()
+    assert shares[a]["share"] == 0.75 and shares[a]["repetition"] <= 1
     twice = set_up([a, b], val_dataset_name_or_path=a,
                    data_kwargs={"mixture_weights": [9, 1], "max_repetition": 2})  # fmt: skip
-    assert 1.9 < twice.train_dataset.first.documents.describe()[a]["repetitions"] <= 2
+    assert 1.9 < twice.train_dataset.describe()[a]["repetition"] <= 2
+    assert f"{a}: 90.0%" in twice.describe()
     rows = data.train_dataset
     epochs = [{tuple(rows[e, i]["input_ids"]) for i in range(len(rows))} for e in (0, 1, 0)]
     assert epochs[0] == epochs[2] != epochs[1]
 
 
 @pytest.mark.parametrize("overflow", ["truncate", "truncate_left"])
-@pytest.mark.parametrize("streaming", [False, True])
-def test_rates_are_of_the_tokens_that_come_to_rows_where_long_documents_are_cut_off(
-    tmp_path, overflow, streaming
-):
+def test_weights_are_of_the_tokens_that_come_to_rows(tmp_path, overflow):
     long = [" ".join(WORDS[(n + k) % 45] for k in range(300)) for n in range(60)]
     short = [" ".join(WORDS[45 + (n + k * k) % 45] for k in range(9)) for n in range(400)]
     a, b = write_lines(tmp_path / "a.txt", long), write_lines(tmp_path / "b.txt", short)
-    small = {"shuffle_buffer": 0, "buffer_size": 8} if streaming else {}
-    data = set_up([a, b], val_dataset_name_or_path=a, streaming=streaming, max_sequence_length=32,
-                  data_kwargs={"mixture_weights": [1, 1], "overflow": overflow, "max_repetition": 3, **small})  # fmt: skip
+    data = set_up([a, b], val_dataset_name_or_path=a, max_sequence_length=32,
+                  data_kwargs={"mixture_weights": [1, 1], "overflow": overflow, "max_repetition": 3})  # fmt: skip
     ids = torch.cat([original_ids(batch).flatten() for batch in take(data.train_dataloader(), 25)])
     first, last = (TOKENIZER.convert_tokens_to_ids(word) for word in (WORDS[45], WORDS[-1]))
     posts = ((ids >= first) & (ids <= last)).sum() / (
         ids >= TOKENIZER.convert_tokens_to_ids("w0")
     ).sum()
     assert abs(posts - 0.5) < 0.06
-    whole = set_up(
-        [a, b],
-        val_dataset_name_or_path=a,
-        streaming=streaming,
-        data_kwargs={"mixture_weights": [1, 1]},
-    )
-    assert whole.room is None
 
 
 def test_the_cache_is_written_once_and_then_mapped(tmp_path, monkeypatch):
     path, cache = write_lines(tmp_path / "a.txt", make_texts()), tmp_path / "cache"
     first = set_up(path, cache_dir=cache)
-    files = sorted(cache.glob("*.tokens"))
+    files = sorted(cache.glob("*.arrow"))
     assert len(files) == 2
     monkeypatch.setattr(
-        "bertlab.data.module.Source.corpus", None
+        "bertlab.data.module.DataSource.corpus", None
     )  # reading the text again would fail
     second = set_up(path, cache_dir=cache)
-    assert isinstance(second.train_dataset.documents.tokens[:5].base, np.memmap)
     assert texts_of(first.train_dataset) == texts_of(second.train_dataset)
 
 
@@ -320,7 +302,7 @@ def test_a_changed_file_or_tokenizer_is_never_read_from_the_cache(tmp_path):
         path, word_tokenizer(WORDS[:50]), cache_dir=cache, max_sequence_length=32
     )
     other.prepare_data()
-    assert len(list(cache.glob("*.tokens"))) == 6
+    assert len(list(cache.glob("*.arrow"))) == 6
 
 
 def test_tokens_of_a_version_that_read_by_other_rules_are_not_taken_from_the_cache(
@@ -331,13 +313,11 @@ def test_tokens_of_a_version_that_read_by_other_rules_are_not_taken_from_the_cac
     rules = {"train": CONTENT_VERSION["train"], "validation": 0}
     monkeypatch.setattr("bertlab.data.module.CONTENT_VERSION", rules)
     after = set_up(path, cache_dir=cache)
-    assert len(list(cache.glob("*.tokens"))) == 3, "each part has its own count"
+    assert len(list(cache.glob("*.arrow"))) == 3, "each part has its own count"
     rules["train"] = 0
     after = set_up(path, cache_dir=cache)
-    assert len(list(cache.glob("*.tokens"))) == 4
-    assert dataset_fingerprint(before.train_dataset.documents) == dataset_fingerprint(
-        after.train_dataset.documents
-    )
+    assert len(list(cache.glob("*.arrow"))) == 4
+    assert before.train_dataset.documents.fingerprint == after.train_dataset.documents.fingerprint
 
 
 def test_documents_that_are_too_long_are_split_overlapped_or_truncated(tmp_path):
@@ -345,13 +325,13 @@ def test_documents_that_are_too_long_are_split_overlapped_or_truncated(tmp_path)
     account = {}
     for name, options in {
         "split": {},
-        "overlap": {"overlap": 8},
+        "stride": {"stride": 8},
         "truncate": {"overflow": "truncate"},
     }.items():
         account[name] = set_up(path, data_kwargs=options).train_dataset.describe()
     assert account["split"]["cut_tokens"] == 0 and account["split"]["repeated_tokens"] == 0
-    assert account["overlap"]["repeated_tokens"] > 0
-    assert account["overlap"]["tokens"] == account["split"]["tokens"]
+    assert account["stride"]["repeated_tokens"] > 0
+    assert account["stride"]["tokens"] == account["split"]["tokens"]
     lost = account["truncate"]["cut_tokens"]
     assert lost > 0 and account["truncate"]["tokens"] + lost == account["split"]["tokens"]
 
@@ -382,9 +362,8 @@ def test_padding_goes_to_the_longest_document_rounded_up(tmp_path, streaming):
 
 def test_windows_of_a_long_document_are_padded_too(tmp_path):
     documents = [np.arange(5, 75), np.arange(5, 8)]
-    rows = PaddedDataset(documents, 32, **SPECIAL, shuffle=False)
+    rows = PackedDataset(documents, 32, **SPECIAL, shuffle=False, packing=False)
     assert [len(rows[i]["input_ids"]) for i in range(len(rows))] == [32, 32, 12, 5]
-    assert isinstance(build_packed_dataset(["w1"], TOKENIZER, 32, packing=False), PaddedDataset)
 
 
 def test_shuffle_off_repeats_one_order_and_on_changes_it_each_epoch(tmp_path):
@@ -458,18 +437,18 @@ def test_two_processes_read_disjoint_rows_equally_many_of_a_stream(tmp_path, num
     data.setup()
     shares = []
     for rank in (0, 1):
-        data.process = lambda: {"rank": rank, "world_size": 2}  # noqa: B023
+        data.data_parallel_rank = lambda: {"rank": rank, "world_size": 2}  # noqa: B023
         rows = [
             tuple(r.tolist()) for b in take(data.train_dataloader(), 5) for r in original_ids(b)
         ]
         shares.append(rows)
-    data.process = lambda: {"rank": 0, "world_size": 1}
+    data.data_parallel_rank = lambda: {"rank": 0, "world_size": 1}
     alone = {tuple(r.tolist()) for b in take(data.train_dataloader(), 10) for r in original_ids(b)}
     assert len(set(shares[0])) == len(set(shares[1])) == 20 and not set(shares[0]) & set(shares[1])
     assert set(shares[0]) | set(shares[1]) == alone
 
 
-@pytest.mark.parametrize("options", [{}, {"on_error": "skip"}, {"lanes": 2}])
+@pytest.mark.parametrize("options", [{}, {"on_error": "skip"}])
 def test_every_stream_gives_the_same_rows_in_a_worker_that_is_spawned(tmp_path, options):
     names = [
         write_lines(tmp_path / name, make_texts(40, seed))
@@ -482,12 +461,26 @@ def test_every_stream_gives_the_same_rows_in_a_worker_that_is_spawned(tmp_path, 
     assert first(copy) == first(stream)
 
 
+def read_pass(data):
+    "The texts of the first pass of a stream."
+    texts = []
+    for row in data.train_dataloader().stream:
+        if row["epoch"]:
+            return texts
+        texts += row_texts(row)
+
+
+def row_texts(row):
+    numbers = range(1, row["attention_mask"].max() + 1)
+    pieces = [row["input_ids"][row["attention_mask"] == n] for n in numbers]
+    return [TOKENIZER.decode(piece, skip_special_tokens=True) for piece in pieces]
+
+
 def test_a_stream_leaves_out_what_it_validates_on_and_reads_all_else(tmp_path):
     texts = make_texts(100)
     data = set_up(write_lines(tmp_path / "a.txt", texts), streaming=True)
     held = texts_of(data.val_dataset)
-    read = [TOKENIZER.decode(ids) for ids in data.stream_tokens()]
-    assert held == sorted(texts[9::10]) and sorted(read + held) == sorted(texts)
+    assert len(held) == 10 and sorted(read_pass(data) + held) == sorted(texts)
     assert "first documents of the stream" in data.describe()
 
 
@@ -503,14 +496,13 @@ def test_a_streamed_hub_dataset_is_read_whole_by_any_number_of_workers(tmp_path,
         rows = (json.dumps({"text": text}) for text in texts[47 * number : 47 * number + 47])
         write_lines(tmp_path / "hub" / f"{number}.jsonl", rows)
     data = set_up(str(tmp_path / "hub"), streaming=True, num_workers=num_workers, max_sequence_length=8, train_batch_size=2,
-                  data_kwargs={"shuffle_buffer": 0})  # fmt: skip
+                  data_kwargs={"buffer_size": 400})  # fmt: skip
     held, batches = texts_of(data.val_dataset), data.train_dataloader()
     read, state = [], None
     for batch in islice(batches, 85):  # a document a row: the pass has 170
         read += [TOKENIZER.decode(row[row > 3]) for row in original_ids(batch)]
         state = batches.state_dict() if len(read) == 100 else state
-    assert held == sorted(text for n, text in enumerate(texts) if n % 10 == 9)
-    assert sorted(read + held) == sorted(texts)
+    assert len(held) == 18 and sorted(read + held) == sorted(texts)
     resumed = data.train_dataloader()
     resumed.load_state_dict(json.loads(json.dumps(state)))
     again = [
@@ -519,28 +511,13 @@ def test_a_streamed_hub_dataset_is_read_whole_by_any_number_of_workers(tmp_path,
     assert again == read[100:]
 
 
-def test_a_token_stream_resumes_at_the_very_next_document_anywhere(tmp_path):
-    path = write_lines(tmp_path / "a.txt", make_texts(4100, longest=6))  # three batches of texts
-    make = lambda: TokenStream(
-        TextStream([path], leave_out=lambda number: number % 10 == 9), TOKENIZER
-    )
-    whole = [ids.tolist() for ids in make()]
-    for stop in (1, 700, 1799, 1800, 1801, 2500, len(whole) - 1, len(whole)):
-        stream = make()
-        iterator = iter(stream)
-        begun = [next(iterator).tolist() for _ in range(stop)]
-        again = make()
-        again.load_state_dict(json.loads(json.dumps(stream.state_dict())))
-        assert begun + [ids.tolist() for ids in again] == whole, stop
-
-
 def test_streams_are_mixed_by_rates(tmp_path):
     a = write_lines(tmp_path / "a.txt", ["w1 w2 w3"] * 400)
     b = write_lines(tmp_path / "b.txt", ["w4 w5 w6"] * 400)
     data = set_up(
-        [a, b], streaming=True, data_kwargs={"mixture_weights": [3, 1], "shuffle_buffer": 0}
+        [a, b], streaming=True, data_kwargs={"mixture_weights": [3, 1], "buffer_size": 900}
     )
-    ids = torch.cat([original_ids(batch).flatten() for batch in take(data.train_dataloader(), 5)])
+    ids = torch.cat([original_ids(batch).flatten() for batch in take(data.train_dataloader(), 20)])
     share = (ids == TOKENIZER.convert_tokens_to_ids("w1")).sum() / (
         (ids == TOKENIZER.convert_tokens_to_ids("w1")).sum()
         + (ids == TOKENIZER.convert_tokens_to_ids("w4")).sum()
@@ -549,7 +526,7 @@ def test_streams_are_mixed_by_rates(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "fraction, held", [(0.1, 10), (0.4, 40), (0.6, 60), (0.7, 70), (0.9, 90), (0.29, 29), (0, 0)]
+    "fraction, held", [(0.1, 10), (0.4, 40), (0.6, 60), (0.7, 70), (0.9, 90), (0, 0)]
 )
 @pytest.mark.parametrize("kind", ["ids", "stream"])
 def test_the_share_that_is_asked_for_is_held_out(tmp_path, kind, fraction, held):
@@ -563,49 +540,22 @@ def test_the_share_that_is_asked_for_is_held_out(tmp_path, kind, fraction, held)
         assert len(data.train_dataset.documents) == 100 - held
     else:
         data = set_up(write_lines(tmp_path / "a.txt", texts), streaming=True, **options)
-        assert sum(1 for _ in data.stream_tokens()) == 100 - held
+        assert len(read_pass(data)) == 100 - held
     assert sum(len(part.documents) for part in data.val_datasets) == held
-
-
-def test_a_mixture_of_streams_trains_on_nothing_that_it_validates_on(tmp_path):
-    sizes = {
-        "a": 103,
-        "b": 87,
-        "c": 45,
-    }  # none a multiple of ten: each stream has a count of its own
-    texts = {
-        name: [f"w{k} w{n % 90} w{n // 90}" for n in range(size)]
-        for k, (name, size) in enumerate(sizes.items())
-    }
-    paths = [write_lines(tmp_path / f"{name}.txt", texts[name]) for name in texts]
-    data = set_up(paths, streaming=True, data_kwargs={"mixture_weights": [103, 87, 45]})
-    held = texts_of(data.val_dataset)
-    read = [
-        TOKENIZER.decode(ids) for stream in data.stream_tokens().streams.values() for ids in stream
-    ]
-    assert held == sorted(text for one in texts.values() for text in one[9::10])
-    assert sorted(read + held) == sorted(text for one in texts.values() for text in one)
 
 
 def write_shards(path, texts):
     "Tokens in several blocks, as `bertlab tokenize` leaves them."
     ids = TOKENIZER(texts, add_special_tokens=False).input_ids
     encode = lambda first: ((np.array(one, np.int32), np.array([len(one)])) for one in ids[first:])  # noqa: E731
-    write_part(path, 0, encode, "key", block_tokens=70)
-    finish_shards(path, 1, "key")
+    write_part(path, 0, encode, "key", file_tokens=70)
+    finish_dataset(path, 1)
     return str(path)
 
 
 def texts_in(rows):
-    "The texts that stand in a dataset's rows, sorted."
-    found = []
-    for row in (rows[n] for n in range(len(rows))):
-        pieces = [
-            row["input_ids"][row["attention_mask"] == n]
-            for n in range(1, row["attention_mask"].max() + 1)
-        ]
-        found += [TOKENIZER.decode(piece, skip_special_tokens=True) for piece in pieces]
-    return sorted(found)
+    "The texts of a dataset's rows, sorted."
+    return sorted(text for n in range(len(rows)) for text in row_texts(rows[n]))
 
 
 @pytest.mark.parametrize("sizes, options", [
@@ -618,41 +568,10 @@ def test_shards_train_on_nothing_that_they_validate_on(tmp_path, sizes, options)
         [write_shards(tmp_path / str(k), some) for k, some in enumerate(texts)], **options
     )
     mixed, every = "data_kwargs" in options, sorted(text for some in texts for text in some)
-    read, held = (
-        texts_in(data.train_dataset.first if mixed else data.train_dataset),
-        texts_in(data.val_dataset),
-    )
-    assert held == sorted(text for some in texts for text in some[9::10])
-    assert sorted(read + held) == every if not mixed else set(read) < set(every) - set(held)
-
-
-def test_what_stands_twice_in_shards_is_trained_on_and_not_validated_on(tmp_path, monkeypatch):
-    texts = make_texts(200, seed=4)
-    texts += texts[9:60:10] + texts[100:140]  # held out and again later; trained on and again later
-    path = write_shards(tmp_path / "shards", texts)
-    with pytest.warns(
-        UserWarning, match="of 24 held-out documents stand in the training text, too"
-    ):
-        data = set_up(path)
-    assert data.sources[0].stored.num_blocks > 5
-    read, held = texts_in(data.train_dataset), texts_in(data.val_dataset)
-    assert held and not set(held) & set(read)
-    kept = [n for n in range(len(texts)) if n % 10 != 9]
-    assert held == sorted(set(texts[9::10]) - {texts[n] for n in kept})
-    assert read == sorted(texts[n] for n in kept), "what a run trains on stays as it was"
-    monkeypatch.setattr(
-        "bertlab.data.module._blocks_of", None
-    )  # to read all of it again would fail
-    with pytest.warns(UserWarning, match="stand in the training text"):
-        again = set_up(path)
-    assert texts_in(again.val_dataset) == held
-    ids = TOKENIZER(texts, add_special_tokens=False)["input_ids"]
-    monkeypatch.undo()
-    given = make_module(None)
-    given.set_datasets(ids)
-    with pytest.warns(UserWarning, match="stand in the training text"):
-        given.setup()
-    assert texts_in(given.val_dataset) == held and texts_in(given.train_dataset) == read
+    rows = data.train_dataset.datasets if mixed else [data.train_dataset]
+    read = sorted(text for dataset in rows for text in texts_in(dataset))
+    held = texts_in(data.val_dataset)
+    assert len(held) == sum(size // 10 for size in sizes) and sorted(read + held) == every
 
 
 @pytest.mark.parametrize("options", [{}, {"objective": "diffusion", "max_ends": 4}])
@@ -660,131 +579,11 @@ def test_what_a_source_of_many_blocks_trains_on_is_not_held_out_of_another(tmp_p
     shared, own = make_texts(60, seed=1), make_texts(140, seed=2)
     shards = write_shards(tmp_path / "shards", own + shared)
     other = write_lines(tmp_path / "one.txt", make_texts(300, seed=3) + shared)
-    with pytest.warns(UserWarning, match="held-out documents stand in the training text, too"):
-        data = set_up([shards, other], **options)
-    assert load_tokens(shards).num_blocks > 1
+    data = set_up([shards, other], **options)
     read, held = texts_in(data.train_dataset), texts_in(data.val_dataset)
     assert any(held) and not set(filter(None, held)) & set(
         read
     )  # ends may have a piece to themselves
-
-
-def test_shards_of_which_everything_stands_twice_hold_out_nothing_and_say_so(tmp_path):
-    with pytest.warns(UserWarning) as said:
-        data = set_up(write_shards(tmp_path / "shards", ["w1 w2 w3"] * 60))
-    assert data.val_datasets == [] and len(texts_in(data.train_dataset)) == 54
-    assert "6 of 6 held-out" in str(said[0].message) and "nothing is held out" in str(
-        said[1].message
-    )
-
-
-@pytest.mark.parametrize("mixed", [False, True])
-def test_a_stream_trains_on_no_copy_of_what_it_validates_on(tmp_path, monkeypatch, mixed):
-    monkeypatch.setattr("bertlab.data.module.HELD_OUT_AMONG", 50)
-    texts = [f"w1 w{n % 90} w{n // 90}" for n in range(100)]
-    texts[20] = texts[9]  # among the first: trained on, and so not validated on
-    later = (
-        texts
-        + [texts[19], texts[29], "w7 w7", texts[19]]
-        + [f"w2 w{n % 90} w{n // 90}" for n in range(150)]
-    )
-    names = [write_lines(tmp_path / "a.txt", later)]
-    options = {"data_kwargs": {"lanes": 1}}
-    if mixed:  # the other source has a copy, too
-        names.append(
-            write_lines(
-                tmp_path / "b.txt", [f"w3 w{n % 90} w{n // 90}" for n in range(60)] + [texts[39]]
-            )
-        )
-        options = {"data_kwargs": {"mixture_weights": [255, 60], "max_repetition": 9}}
-    with pytest.warns(
-        UserWarning,
-        match=f"1 of {10 if mixed else 5} held-out documents stand in the training text",
-    ):
-        data = set_up(names, streaming=True, **options)
-    held, stream = texts_of(data.val_dataset), data.stream_tokens()
-    read = [
-        TOKENIZER.decode(ids)
-        for one in (stream.streams.values() if mixed else [stream])
-        for ids in one
-    ]
-    assert not set(held) & set(read) and texts[9] in read and texts[9] not in held
-    assert {texts[19], texts[29], texts[39], texts[49]} <= set(held)
-    assert set(read) | set(held) == set(later) | set(
-        f"w3 w{n % 90} w{n // 90}" for n in range(60) if mixed
-    )
-
-
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_stream_that_passes_copies_over_resumes_and_is_shared_out_as_any(
-    tmp_path, monkeypatch, num_workers
-):
-    monkeypatch.setattr("bertlab.data.module.HELD_OUT_AMONG", 50)
-    texts = make_texts(50, seed=1)
-    every = texts + [
-        text for k in range(40) for text in (*make_texts(20, seed=2 + k), texts[9 + 10 * (k % 5)])
-    ]
-    path = write_lines(tmp_path / "a.txt", every)
-    monkeypatch.setattr("bertlab.data.cache.BATCH_TEXTS", 30)
-    make = lambda: set_up(
-        path, streaming=True, num_workers=num_workers, data_kwargs={"shuffle_buffer": 5}
-    )  # noqa: E731
-    rows = lambda batches, number: [
-        tuple(r.tolist()) for b in take(batches, number) for r in original_ids(b)
-    ]  # noqa: E731
-    data = make()
-    whole = rows(data.train_dataloader(), 60)
-    for stop in (1, 17, 40):
-        stopped = data.train_dataloader()
-        head = rows(stopped, stop)
-        resumed = make().train_dataloader()
-        resumed.load_state_dict(json.loads(json.dumps(stopped.state_dict())))
-        assert head + rows(resumed, 60 - stop) == whole
-    shares = []
-    for rank in (0, 1):
-        data.process = lambda rank=rank: {"rank": rank, "world_size": 2}
-        shares.append(rows(data.train_dataloader(), 30))
-    dealt = [
-        share[n : n + 4] for n in range(0, 120, 4) for share in shares
-    ]  # four rows a batch, in turn
-    assert [row for batch in dealt for row in batch] == whole
-    stream = data.stream_tokens()
-    given = [ids.tolist() for ids in stream]
-    for stop in range(0, len(given), 37):
-        stopped, again = data.stream_tokens(), data.stream_tokens()
-        head = [ids.tolist() for ids in islice(stopped, stop)]
-        again.load_state_dict(json.loads(json.dumps(stopped.state_dict())))
-        assert head + [ids.tolist() for ids in again] == given
-    assert len(given) == 45 + 40 * 20
-
-
-def test_what_a_user_leaves_out_of_shards_is_in_no_part(tmp_path):
-    texts = [f"w1 w{n}" for n in range(60)]
-    data = make_module(None)
-    data.set_datasets(load_tokens(write_shards(tmp_path, texts)).without([0, 9, 30]))
-    data.setup()
-    kept = [text for n, text in enumerate(texts) if n not in (0, 9, 30)]
-    assert sorted(texts_in(data.train_dataset) + texts_in(data.val_dataset)) == sorted(kept)
-
-
-@pytest.mark.parametrize("options, named", [
-    ({"train_split": "train[:90%]"}, "train_split='train"), ({"val_split": "train[90%:]"}, "val_split='train"),
-    ({"data_kwargs": {"max_documents": 5, "config_name": "a"}}, "config_name='a', max_documents=5"),
-    ({"data_kwargs": {"min_chars": 9}}, "min_chars=9"), ({"data_kwargs": {"lines": "paragraphs"}}, "lines='paragraphs'"),
-    ({"data_kwargs": {"on_error": "skip"}}, "on_error='skip'"),
-])  # fmt: skip
-def test_an_option_that_chooses_among_texts_is_refused_for_shards(tmp_path, options, named):
-    shards = write_shards(tmp_path / "a", make_texts(20))
-    with pytest.raises(ValueError, match=f"leave out .*{re.escape(named)}"):
-        make_module(shards, **options)
-
-
-def test_options_that_say_what_is_so_already_or_are_for_a_text_beside_are_no_mistake_for_shards(
-    tmp_path,
-):
-    shards = write_shards(tmp_path / "a", make_texts(20))
-    make_module(shards, train_split="train", data_kwargs={"lines": "auto", "max_documents": None})
-    make_module([shards, "nowhere.txt"], data_kwargs={"lines": "documents", "on_error": "skip"})
 
 
 def test_the_report_counts_lengths_and_shows_readable_rows(tmp_path):
@@ -803,106 +602,49 @@ def test_the_report_counts_lengths_and_shows_readable_rows(tmp_path):
     assert "[CLS] w" in report and "#" in report
 
 
-MISTAKES = {
-    "objective": ({"objective": "nonsense"}, "objective='nonsense' is unknown.*choose one of.*mlm"),
-    "tokenizer": ({"pretrained_tokenizer_name_or_path": None}, "name a tokenizer"),
-    "batch": ({"train_batch_size": 0}, "train_batch_size must be 1 or more, got 0"),
-    "length": ({"max_sequence_length": 4}, "max_sequence_length must be 8 or more"),
-    "option": (
-        {"data_kwargs": {"max_document": 3}},
-        "no option 'max_document'; it has.*max_documents",
+TWO = {"train_dataset_name_or_path": ["a.txt", "b.txt"]}
+MISTAKES = [
+    ({"max_sequence_length": 4}, ["max_sequence_length", "4"]),
+    ({"train_batch_size": 0}, ["train_batch_size", "0"]),
+    ({"num_workers": -1}, ["num_workers", "-1"]),
+    ({"pretrained_tokenizer_name_or_path": None}, ["pretrained_tokenizer_name_or_path"]),
+    ({"objective": "mml"}, ["objective", "mml", "mlm"]),
+    ({"collator_kwargs": {"mlm_probabilty": 0.2}}, ["mlm_probabilty", "mlm_probability"]),
+    ({"data_kwargs": {"max_document": 9}}, ["max_document", "max_documents"]),
+    ({"data_kwargs": {"overlap": 9}}, ["overlap", "stride"]),
+    ({"data_kwargs": {"lines": "paragraph"}}, ["lines", "paragraph"]),
+    ({"data_kwargs": {"on_error": "ignore"}}, ["on_error", "ignore"]),
+    ({"data_kwargs": {"min_chars": 0}}, ["min_chars", "0"]),
+    ({"data_kwargs": {"validation_fraction": 1.5}}, ["validation_fraction", "1.5"]),
+    ({"data_kwargs": {"overflow": "cut"}}, ["overflow", "cut"]),
+    ({"max_sequence_length": 32, "data_kwargs": {"stride": 30}}, ["stride=30", "below 30"]),
+    ({"data_kwargs": {"length_mixture": {0: 1}}}, ["length_mixture", "{0: 1}"]),
+    ({"data_kwargs": {"mixture_weights": [1]}}, ["mixture_weights", "list"]),
+    ({"data_kwargs": {"budget_tokens": 9}}, ["budget_tokens", "mixture_weights"]),
+    (
+        {**TWO, "data_kwargs": {"mixture_weights": [1, 1], "max_repetition": 0}},
+        ["max_repetition", "0"],
     ),
-    "rates": ({"data_kwargs": {"mixture_weights": [1]}}, "mix several sources"),
-    "shards": ({"streaming": True, "num_shards": 2, "num_workers": 2}, "set num_workers=0"),
-    "fraction": (
-        {"data_kwargs": {"validation_fraction": 5}},
-        "validation_fraction=5",
+    ({"streaming": True, "train_dataset_name_or_path": None}, ["streaming"]),
+    ({"streaming": True, "data_kwargs": {"buffer_size": 0}}, ["buffer_size", "0"]),
+    (
+        {"streaming": True, "data_kwargs": {"length_mixture": {4: 1}}},
+        ["length_mixture", "streaming"],
     ),
-    "fraction of a stream": (
-        {"streaming": True, "data_kwargs": {"validation_fraction": -0.1}},
-        "got -0.1",
-    ),
-    "lines": ({"data_kwargs": {"lines": "paragraph"}}, "lines must be .*got 'paragraph'"),
-    "lines of a stream": (
-        {"streaming": True, "data_kwargs": {"lines": "paragraph"}},
-        "lines must be .*got 'paragraph'",
-    ),
-    "on_error": ({"data_kwargs": {"on_error": "ignore"}}, "on_error must be .*got 'ignore'"),
-    "characters": ({"data_kwargs": {"min_chars": 0}}, "min_chars=0"),
-    "overflow": ({"data_kwargs": {"overflow": "cut"}}, "overflow must be one of .*got 'cut'"),
-    "overlap": (
-        {"max_sequence_length": 32, "data_kwargs": {"overlap": 30}},
-        "overlap must be 0 or more and below 30",
-    ),
-    "shortage": (
-        {
-            "train_dataset_name_or_path": ["a.txt", "b.txt"],
-            "data_kwargs": {"mixture_weights": [1, 1], "on_shortage": "x"},
-        },
-        "on_shortage must be .*got 'x'",
-    ),
-    **{
-        f"{part} of a stream": (
-            {
-                "train_dataset_name_or_path": ["a.txt", "b.txt"],
-                "streaming": True,
-                "data_kwargs": {"mixture_weights": [1, 1], "max_repetition": part},
-            },
-            f"max_repetition of a stream must be a whole number.*got {part}",
-        )
-        for part in (2.9, 0.5)
-    },
-    "stream": (
-        {"streaming": True, "train_dataset_name_or_path": None},
-        "name one, or set it to False",
-    ),
-    **{
-        name: (
-            {
-                "train_dataset_name_or_path": ["a.txt", "b.txt"],
-                "data_kwargs": {"mixture_weights": [1, 1], **option},
-            },
-            words,
-        )
-        for name, option, words in (
-            (
-                "a rate's name",
-                {"mixture_weights": {"a.txt": 1, "c.txt": 1}},
-                "only one of them has .*'b.txt', 'c.txt'",
-            ),
-            ("a rate below 0", {"mixture_weights": [1, -1]}, "rates.*must be 0 or more, got -1"),
-            ("no rate", {"mixture_weights": [0, 0]}, "all rates are 0"),
-            ("no budget", {"budget_tokens": 0}, "budget_tokens must be 1 or more"),
-            ("no repetition", {"max_repetition": 0}, "max_repetition of 'a.txt' must be above 0"),
-            (
-                "a repetition's name",
-                {"max_repetition": {"a.txt": 1, "b.txt": 1, "c": 2}},
-                "max_repetition names .*'c'.*a.txt",
-            ),
-            (
-                "more than all of a source",
-                {"max_source_fraction": 2},
-                "max_source_fraction of 'a.txt'",
-            ),
-            (
-                "a fraction's name",
-                {"max_source_fraction": {"typo": 0.5}},
-                "max_source_fraction names .*'typo'",
-            ),
-        )
-    },
-}
+    ({"max_ends": 3}, ["max_ends=3", "diffusion"]),
+    ({"prompt_column": "question"}, ["prompt_column", "diffusion", "max_ends"]),
+]
 
 
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_is_named_before_anything_is_read(mistake):
-    change, message = MISTAKES[mistake]
+@pytest.mark.parametrize("change, words", MISTAKES)
+def test_a_mistake_is_named_before_anything_is_read(change, words):
     options = {
         "train_dataset_name_or_path": "nowhere.txt",
         "pretrained_tokenizer_name_or_path": TOKENIZER,
     }
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError) as error:
         PretrainingDataModule(**{**options, **change})
+    assert all(word in str(error.value) for word in words)
 
 
 def test_a_missing_column_or_file_or_split_is_named(tmp_path):
@@ -950,42 +692,12 @@ def test_a_document_that_is_too_long_may_keep_its_end(tmp_path, streaming):
     assert TOKENIZER.decode(original_ids(batch)[0][1:-1]) == " ".join(WORDS[30:60])
 
 
-@pytest.mark.parametrize("second", ["a.txt", "./a.txt", "the same by a link"])
-def test_a_mixture_with_the_same_file_twice_is_refused_before_it_is_read(
-    tmp_path, monkeypatch, second
-):
-    monkeypatch.chdir(tmp_path)
-    write_lines(tmp_path / "a.txt", make_texts(20))
-    (tmp_path / "the same by a link").symlink_to(tmp_path / "a.txt")
-    with pytest.raises(ValueError, match="mixture_weights.*'a.txt' twice"):
-        make_module(["a.txt", second], data_kwargs={"mixture_weights": [1, 2]})
-
-
 def test_two_corpora_in_memory_are_mixed_and_kept_apart(tmp_path):
     corpora = [
         load_corpus(write_lines(tmp_path / f"{n}.txt", make_texts(60, seed=n))) for n in range(2)
     ]
     data = set_up(corpora, data_kwargs={"mixture_weights": [1, 1]})
-    shares = data.train_dataset.first.documents.describe()
-    assert list(shares) == ["given texts", "given texts 2"]
-    assert all(abs(share["obtained"] - 0.5) < 0.05 for share in shares.values())
-
-
-def test_a_part_of_a_source_a_budget_and_a_shortage_are_reached_by_data_kwargs(tmp_path):
-    a, b = (write_lines(tmp_path / f"{n}.txt", make_texts(200, seed=n)) for n in range(2))
-    options = {"mixture_weights": [1, 1], "max_source_fraction": {a: 0.5}, "budget_tokens": 3000}
-    with pytest.raises(ValueError, match="on_shortage='scale'"):
-        set_up([a, b], val_dataset_name_or_path=a, data_kwargs={**options, "budget_tokens": 10**6})
-    whole = set_up(
-        [a, b], val_dataset_name_or_path=a, data_kwargs={**options, "on_shortage": "scale"}
-    )
-    mixture = whole.train_dataset.first.documents
-    assert abs(int(np.diff(mixture.offsets).sum()) - 3000) < 60
-    assert mixture.describe()[a]["available"] < 0.6 * mixture.describe()[b]["available"]
-    with pytest.raises(ValueError, match="no option 'on_shortage'"):
-        make_module(
-            [a, b], streaming=True, data_kwargs={"mixture_weights": [1, 1], "on_shortage": "scale"}
-        )
+    assert [name for name in data.train_dataset.describe()] == ["given texts", "given texts (2)"]
 
 
 def test_blank_rows_complete_an_epoch_of_a_mixture(tmp_path):
@@ -1069,21 +781,12 @@ def test_a_collator_with_an_objective_of_its_own_is_for_the_models_of_the_one_it
             make_module(["a cat"], collator=collator)
 
 
-def test_endless_batches_have_a_length_that_no_run_reaches_and_an_epoch_of_a_stream_has_none():
-    stream = PackedStream([[5, 6, 7]] * 10, 8, **SPECIAL, block_size=2)
-    with pytest.raises(TypeError, match="no length"):
-        len(StreamLoader(stream, list))
-    endless = StreamLoader(stream, list, endless=True)
-    assert len(endless) == 10**12 and len(take(endless, 50)) == 50
-    with pytest.raises(ValueError, match="no document"):
-        next(iter(StreamLoader(PackedStream([], 8, **SPECIAL), list, endless=True)))
-
-
 def test_the_module_tells_the_texts_that_a_tokenizer_is_trained_on(tmp_path):
     texts = make_texts(100)
     path = write_lines(tmp_path / "a.txt", texts)
     planned, streamed = make_module(path), make_module(path, streaming=True)
-    assert streamed.training_texts() == [text for n, text in enumerate(texts) if n % 10 != 9]
+    streamed.setup()
+    assert sorted(streamed.training_texts() + texts_of(streamed.val_dataset)) == sorted(texts)
     planned.setup()
     assert sorted(planned.training_texts()) == texts_of(planned.train_dataset)
 
@@ -1094,12 +797,10 @@ def test_a_tokenizer_hears_every_source_of_a_mixture_and_nothing_that_is_held_ou
     monkeypatch.setattr("bertlab.data.module.TOKENIZER_SAMPLE", 60)
     parts = [make_texts(103, seed=1), make_texts(57, seed=2)]
     paths = [write_lines(tmp_path / f"{n}.txt", part) for n, part in enumerate(parts)]
-    heard = make_module(
-        paths, streaming=True, data_kwargs={"mixture_weights": [1, 1]}
-    ).training_texts()
-    assert sorted(heard) == sorted(
-        text for part in parts for text in [t for n, t in enumerate(part) if n % 10 != 9][:30]
-    )
+    data = set_up(paths, streaming=True, data_kwargs={"mixture_weights": [1, 1]})
+    texts, held = data.training_texts(), texts_of(data.val_dataset)
+    assert len(set(texts) & set(parts[0])) > 20 and len(set(texts) & set(parts[1])) > 20
+    assert not set(texts) & set(held) and len(held) == 15
 
 
 @pytest.mark.parametrize("streaming", [False, True])
@@ -1113,20 +814,10 @@ def test_a_table_without_a_header_is_trained_on_by_the_number_of_its_column(tmp_
     assert texts_of(data.val_dataset) == sorted(texts)
 
 
-def test_mixed_lengths_keep_every_token_in_order():
-    documents = TokenizedDocuments.from_sequences([range(n) for n in (0, 5, 17, 40)])
-    mixed = mix_lengths(documents, {4: 0.5, 16: 0.5}, seed=3)
-    assert np.array_equal(mixed.tokens, documents.tokens) and set(documents.offsets) <= set(
-        mixed.offsets
-    )
-    assert np.diff(mixed.offsets).max() <= 16
-    assert np.array_equal(mix_lengths(documents, {4: 0.5, 16: 0.5}, seed=3).offsets, mixed.offsets)
-
-
 def test_a_module_cuts_what_it_trains_on_and_leaves_what_it_validates_on(tmp_path):
     path = write_lines(tmp_path / "text.txt", make_texts())
     plain, cut = (
-        set_up(path, data_kwargs=kwargs) for kwargs in ({}, {"mix_lengths": {4: 0.5, 12: 0.5}})
+        set_up(path, data_kwargs=kwargs) for kwargs in ({}, {"length_mixture": {4: 0.5, 12: 0.5}})
     )
     documents, pieces = plain.train_dataset.documents, cut.train_dataset.documents
     assert (
@@ -1135,23 +826,11 @@ def test_a_module_cuts_what_it_trains_on_and_leaves_what_it_validates_on(tmp_pat
     )
     assert np.array_equal(plain.val_dataset.documents.offsets, cut.val_dataset.documents.offsets)
     kept = set_up(
-        path, data_kwargs={"mix_lengths": {4: 0.5, 12: 0.5}}, cache_dir=tmp_path / "cache"
+        path, data_kwargs={"length_mixture": {4: 0.5, 12: 0.5}}, cache_dir=tmp_path / "cache"
     ).train_dataset.documents
     assert np.array_equal(kept.tokens, pieces.tokens) and np.array_equal(
         kept.offsets, pieces.offsets
     )
-
-
-@pytest.mark.parametrize(
-    "shares", [{}, {0: 1.0}, {4: -1.0}, {4: 0.0}, [4], {"4": 1.0}, {4: float("nan")}, {4: "all"}]
-)
-def test_lengths_that_say_nothing_are_refused_before_a_text_is_read(shares):
-    with pytest.raises(ValueError, match="mix_lengths"):
-        PretrainingDataModule("no/such/file.txt", TOKENIZER, data_kwargs={"mix_lengths": shares})
-    with pytest.raises(ValueError, match="mix_lengths"):
-        PretrainingDataModule(
-            "no/such/file.txt", TOKENIZER, streaming=True, data_kwargs={"mix_lengths": {4: 1.0}}
-        )
 
 
 def test_what_reading_left_out_is_told(tmp_path):

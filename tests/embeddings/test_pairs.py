@@ -283,7 +283,7 @@ def test_the_order_is_a_function_of_seed_and_epoch_and_a_resume_goes_on_at_the_n
 def test_processes_get_disjoint_pairs_that_together_are_the_batch():
     data = small_data(draw_pairs(64), batch=8)
     data.setup()
-    from bertlab.data.module import EpochBatches
+    from bertlab.data.loaders import EpochBatches
 
     rows = data.datasets["train"]
     keys = [EpochBatches(rows, data.collator, 4, rank=r, world_size=2).keys(0, 1) for r in range(2)]

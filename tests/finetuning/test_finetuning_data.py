@@ -24,7 +24,7 @@ from bertlab.finetuning.data import (
     write_reading,
 )
 from bertlab.finetuning.metrics import rank_answers, choose_answer
-from bertlab.data.module import EpochBatches
+from bertlab.data.loaders import EpochBatches
 
 many = settings(max_examples=100, deadline=None, derandomize=True)
 pytestmark = pytest.mark.filterwarnings("ignore:there is no validation split")

@@ -31,21 +31,15 @@ def packed(documents, length, **options):
 
 
 def padded(documents, length):
-    from bertlab.data.packing import PaddedDataset
-
-    return PaddedDataset(documents, length, seed=7, **SPECIAL)
+    return packed(documents, length, packing=False)
 
 
 def in_blocks(documents, length):
-    from bertlab.data.packing import TokenizedDocuments
-    from bertlab.data.shards import BlockedDataset
-
-    documents = TokenizedDocuments.from_sequences(documents)
-    return BlockedDataset(documents, length, seed=7, **SPECIAL)
+    return packed(documents, length)  # of more documents than a block holds
 
 
 def strided(documents, length, stride):
-    return packed(documents, length, overlap=stride)
+    return packed(documents, length, stride=stride)
 
 
 def collator(objective, **options):

@@ -16,9 +16,9 @@ from test_training import word_tokenizer
 
 from bertlab.core.serialization import load_json
 from bertlab.data.collators import MaskedLanguageModelingCollator
-from bertlab.data.module import EpochBatches, PretrainingDataModule
+from bertlab.data.loaders import EpochBatches, ignore_parent_signals
+from bertlab.data.module import PretrainingDataModule
 from bertlab.data.packing import PackedDataset
-from bertlab.data.streaming import ignore_parent_signals
 from bertlab.model.heads import BertLabForCausalLM
 from bertlab.model.config import BertLabConfig
 from bertlab.train.averages import EMA

@@ -49,7 +49,6 @@ from bertlab.train.checkpoints import (
     RunCheckpoint,
     AtomicCheckpointIO,
     check_resume,
-    dataset_fingerprint,
     latest_checkpoint,
     rng_state,
     read_checkpoint,
@@ -356,7 +355,7 @@ def validation_text():
     "What the marker of any version says of the text."
     data = data_of()
     data.setup("validate")
-    return dataset_fingerprint(data.val_datasets[0].documents)
+    return data.val_datasets[0].documents.fingerprint
 
 
 def rewrite_marker(directory, **changes):
@@ -971,31 +970,6 @@ def test_a_run_of_an_older_version_goes_on_without_options_that_stood_in_a_wrong
         )
 
 
-@pytest.mark.parametrize(
-    "said, now, other",
-    [
-        (2.9, 2, 3),
-        (2.9, 2.0, 1),
-        (0.5, 1, 2),
-        (float("inf"), float("inf"), 2),
-        ({"a": 2.9, "b": 1}, {"a": 2, "b": 1}, {"a": 3, "b": 1}),
-    ],
-)
-def test_a_mixture_of_streams_that_was_begun_with_a_part_of_a_reading_goes_on_with_the_whole_ones(
-    said, now, other
-):
-    facts = lambda cap, streaming=True: {
-        "streaming": streaming,
-        "data_kwargs": {"max_repetition": cap},
-    }  # noqa: E731
-    check_same_run("run.ckpt", facts(said), facts(now))
-    with pytest.raises(ValueError, match="data_kwargs is"):
-        check_same_run("run.ckpt", facts(said), facts(other))
-    if said != now:  # a planned mixture takes a part of a reading at its word
-        with pytest.raises(ValueError, match="data_kwargs is"):
-            check_same_run("run.ckpt", facts(said, False), facts(now, False))
-
-
 def test_a_decay_among_the_options_of_ones_own_optimizer_is_part_of_the_run(begun):
     _, _, make_module = begun
     for own in (momentum, "test_checkpoints.momentum"):
@@ -1330,7 +1304,7 @@ def test_a_run_over_several_files_goes_on_in_micro_batches_of_another_size_with_
         return watch, trainer
 
     whole, trainer = fit(tmp_path / "whole", 4, 2)
-    assert len(trainer.datamodule.stream_lanes) == 3
+    assert trainer.datamodule.batches.stream.num_shards == 3
     later, _ = fit(tmp_path / "later", rows, window, tmp_path / "whole" / "step-00000003.ckpt")
     assert sorted(later.rows) == list(range(3, 8))
     assert [later.rows[step] for step in range(3, 8)] == [whole.rows[step] for step in range(3, 8)]
@@ -1350,9 +1324,7 @@ def test_a_place_that_batches_cannot_take_is_refused_before_anything_is_written(
     module, data, trainer = parts(4, 1)
     trainer.fit(module, data)
     module, data, trainer = parts(2, 2)
-    with pytest.raises(
-        ValueError, match="limit_train_batches counts batches; resume with batches of 4"
-    ):
+    with pytest.raises(ValueError, match="limit_train_batches counts.*resume with batches of 4"):
         check_resume(tmp_path / "run" / "step-00000002.ckpt", module, data, 4, trainer=trainer)
 
 
@@ -1363,15 +1335,13 @@ def test_rows_that_make_no_whole_rounds_of_another_size_are_refused(begun):
         data.prepare_data()
         data.setup("fit")
     state = {**before.train_dataloader().state_dict(), "delivered": 3}
-    with pytest.raises(ValueError, match="6 rows of its epoch are read; resume with batches of 2"):
+    with pytest.raises(ValueError, match="after 6 rows.*resume with batches of 2"):
         after.train_dataloader().load_state_dict(state)
     loader = after.train_dataloader()
     loader.load_state_dict(
         {**state, "delivered": len(before.batches) + 4}
     )  # the second epoch's fifth batch
     assert loader.delivered == len(loader) + 2
-    loader.load_state_dict({"delivered": 3})  # of an earlier version
-    assert loader.delivered == 3
 
 
 def test_a_checkpoint_without_a_fingerprint_is_only_asked_for_its_step(begun, tmp_path):
@@ -1390,8 +1360,8 @@ def test_a_fingerprint_is_plain_and_knows_a_stream_by_its_sources(begun):
 
 
 @pytest.mark.parametrize("changed, message", [
-    ({"mixture_weights": [0.95, 0.05]}, "data_kwargs is .*0.95"),
-    ({"shuffle_buffer": 64}, "data_kwargs is .*'shuffle_buffer': 64"),
+    ({"mixture_weights": [0.95, 0.05]}, "mixture_weights is .*0.95"),
+    ({"buffer_size": 64}, "buffer_size is .*64"),
     ({"validation_fraction": 0.3}, "how the text is read is .*'validation_fraction': 0.3"),
     ({"lines": "paragraphs"}, "how the text is read is .*'lines': 'paragraphs'"),
 ])  # fmt: skip
@@ -1414,7 +1384,7 @@ def test_a_stream_that_is_mixed_read_or_held_out_otherwise_is_another_run(begun,
     older = {
         name: value
         for name, value in kept.items()
-        if name not in ("data_kwargs", "how the text is read")
+        if name not in ("mixture_weights", "buffer_size", "how the text is read")
     }
     check_same_run("run.ckpt", older, now)
 
@@ -1424,7 +1394,7 @@ def test_texts_in_memory_that_are_mixed_otherwise_are_another_run(begun):
     files = [str(path.parents[1] / name) for name in ("text.txt", "other.txt")]
     facts = [run_fingerprint(make_module(), PretrainingDataModule(
         files, word_tokenizer(WORDS), data_kwargs={"mixture_weights": rates})) for rates in ([1, 1], [1, 2])]  # fmt: skip
-    with pytest.raises(ValueError, match="data_kwargs is"):
+    with pytest.raises(ValueError, match="mixture_weights is"):
         check_same_run("run.ckpt", *facts)
 
 

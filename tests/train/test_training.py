@@ -19,7 +19,8 @@ from ranks import run_on_ranks
 
 from bertlab.train.checkpoints import RunCheckpoint, TrainingInterrupted
 from bertlab.train.history import History
-from bertlab.data.module import EpochBatches, PretrainingDataModule, filled_batches
+from bertlab.data.loaders import EpochBatches, filled_batches
+from bertlab.data.module import PretrainingDataModule
 from bertlab.train.modules import PretrainingModule
 from bertlab.train.stopping import NonFiniteGuard
 from bertlab.train.steps import check_scaler, validation_metrics

@@ -1,0 +1,402 @@
+"Token ids in memory, in a cache and on disk are the same; copies of held-out documents are never trained on."
+
+import multiprocessing
+import pickle
+
+import datasets
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bertlab.data import tokens as module
+from bertlab.data.diffusion import encode_pairs
+from bertlab.data.packing import PackedDataset
+from bertlab.data.rows import encode_rows
+from bertlab.data.supervised import SequenceClassificationCollator
+from bertlab.data.tokenizers import hide_special_pieces, tokenize_plain, train_tokenizer
+from bertlab.data.tokens import (
+    BatchEncoder,
+    StaleTokens,
+    TokenizedDocuments,
+    cut_to_lengths,
+    finish_dataset,
+    iter_blocks,
+    load_tokens,
+    part_record,
+    serialize_tokenizer,
+    split_held_out,
+    text_batches,
+    tokenize_documents,
+    write_part,
+)
+
+TEXTS = [f"text {n} has {n % 7} words or more of [MASK] and café" for n in range(300)]
+SPECIAL = {"pad_token_id": 0, "cls_token_id": 2, "sep_token_id": 3}
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return train_tokenizer(TEXTS, 200)
+
+
+@pytest.fixture
+def small_blocks(monkeypatch):
+    monkeypatch.setattr(module, "BLOCK_TOKENS", 60)
+    monkeypatch.setattr(module, "BLOCK_DOCUMENTS", 20)
+
+
+def make_batches(lengths, seed=0):
+    "All documents as one batch, from any of them on."
+    lengths = np.array(lengths, dtype=np.int64)
+    ids = np.random.default_rng(seed).integers(5, 60_000, lengths.sum()).astype(np.int32)
+    starts = np.append(0, np.cumsum(lengths))
+    return ids, lambda first: iter([(ids[starts[first] :], lengths[first:])])
+
+
+def write(directory, lengths, parts=2, **options):
+    "Write the same documents as every part; the ids of one."
+    ids, batches = make_batches(lengths)
+    for part in range(parts):
+        write_part(directory, part, batches, key=f"key {part}", **options)
+    finish_dataset(directory, parts, options.get("dtype", "int32"))
+    return ids
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.lists(st.integers(0, 9), max_size=40), st.integers(1, 12), st.integers(1, 8), st.data())
+def test_blocks_do_not_depend_on_batches(lengths, block_tokens, block_documents, data):
+    ids, batches = make_batches(lengths)
+    whole = list(iter_blocks(batches(0), block_tokens, block_documents))
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(lengths)), max_size=4)))
+    starts = np.append(0, np.cumsum(lengths)).astype(int)
+    parts = [(ids[starts[a] : starts[b]], np.array(lengths[a:b], np.int64))
+             for a, b in zip([0, *cuts], [*cuts, len(lengths)])]  # fmt: skip
+    again = list(iter_blocks(parts, block_tokens, block_documents))
+    assert len(whole) == len(again)
+    for one, other in zip(whole, again):
+        assert all(np.array_equal(a, b) for a, b in zip(one, other))
+    if whole:
+        assert np.array_equal(np.concatenate([block[0] for block in whole]), ids)
+
+
+@pytest.mark.parametrize("dtype", ["uint16", "int32"])
+def test_datasets_opens_what_is_written(tmp_path, small_blocks, dtype):
+    lengths = np.random.default_rng(1).integers(0, 20, 100)
+    ids = write(tmp_path, lengths, dtype=dtype, file_tokens=200)
+    opened = datasets.load_from_disk(str(tmp_path))
+    assert np.concatenate([row["input_ids"] for row in opened]).tolist() == [*ids, *ids]
+    stored = load_tokens(tmp_path)
+    assert stored.num_blocks > 5 and len(stored) == 200 and stored.tokens.dtype == dtype
+    assert np.array_equal(stored.tokens, np.tile(ids, 2))
+    assert np.array_equal(np.diff(stored.offsets), np.tile(lengths, 2))
+    assert stored[101].tolist() == opened[101]["input_ids"]
+    assert stored[-1].tolist() == opened[199]["input_ids"]
+
+
+def test_a_killed_part_keeps_its_complete_files(tmp_path, small_blocks):
+    lengths = [10] * 60
+    ids, batches = make_batches(lengths)
+
+    def dies(first):
+        for block in iter_blocks(batches(first), 60):
+            yield block
+            if first == 0 and len(list(tmp_path.glob("data-*"))) == 2:
+                raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write_part(tmp_path, 0, dies, "key", file_tokens=60)
+    with pytest.raises(ValueError, match="part 0"):
+        finish_dataset(tmp_path, 1)
+    with pytest.raises(FileNotFoundError, match="bertlab tokenize"):
+        load_tokens(tmp_path)
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.glob("data-*")}
+    first_documents = []
+    write_part(tmp_path, 0, lambda n: (first_documents.append(n), batches(n))[1], "key",
+               file_tokens=60)  # fmt: skip
+    finish_dataset(tmp_path, 1)
+    assert first_documents == [12] and len(before) == 2
+    assert all(path.stat().st_mtime_ns == time for path, time in before.items())
+    assert np.array_equal(load_tokens(tmp_path).tokens, ids)
+
+
+def test_a_part_with_another_key_is_written_again(tmp_path):
+    write(tmp_path, [3, 4])
+    ids, batches = make_batches([5], seed=9)
+    assert part_record(tmp_path, 0, "other") is None
+    write_part(tmp_path, 0, batches, "other")
+    finish_dataset(tmp_path, 1)
+    assert np.array_equal(load_tokens(tmp_path).tokens, ids)
+    assert len(list(tmp_path.glob("data-*.arrow"))) == 1
+
+
+def test_a_cut_file_is_named_when_it_is_opened(tmp_path):
+    write(tmp_path, [30] * 50)
+    path = next(tmp_path.glob("data-*.arrow"))
+    path.write_bytes(path.read_bytes()[:-400])
+    with pytest.raises(StaleTokens, match=str(tmp_path)):
+        load_tokens(tmp_path)
+
+
+def test_a_dataset_of_a_user_is_read_without_a_copy():
+    dataset = datasets.Dataset.from_dict({"input_ids": [[5, 6], [], [7], [8, 9]]})
+    documents = TokenizedDocuments.from_dataset(dataset)
+    assert [ids.tolist() for ids in documents] == [[5, 6], [], [7], [8, 9]]
+    values = dataset.data.column("input_ids").chunks[0].values.to_numpy()
+    assert np.shares_memory(values, documents.tokens)
+    chosen = TokenizedDocuments.from_dataset(dataset.select([3, 0]))
+    assert [ids.tolist() for ids in chosen] == [[8, 9], [5, 6]]
+
+
+def test_rows_are_equal_in_memory_and_on_disk(tmp_path, small_blocks):
+    lengths = np.random.default_rng(2).integers(0, 30, 150)
+    ids = write(tmp_path, lengths, parts=1)
+    memory = TokenizedDocuments(ids, np.append(0, np.cumsum(lengths)))
+    rows = [
+        PackedDataset(documents, 32, **SPECIAL) for documents in (load_tokens(tmp_path), memory)
+    ]
+    assert len(rows[0]) == len(rows[1]) and rows[0].documents.num_blocks > 5
+    for key in [(epoch, index) for epoch in range(2) for index in range(len(rows[0]))]:
+        one, other = (dataset[key] for dataset in rows)
+        assert all(np.array_equal(one[name], other[name]) for name in one)
+    again = PackedDataset(load_tokens(tmp_path), 32, **SPECIAL)  # from the file of counts
+    assert again.describe() == rows[0].describe() and list(tmp_path.glob("counts-*.npy"))
+
+
+def test_what_goes_to_a_worker_is_a_path(tmp_path):
+    write(tmp_path, [50] * 2000)
+    stored = split_held_out(load_tokens(tmp_path), 0.1)[0]
+    data = pickle.dumps(stored)
+    again = pickle.loads(data)
+    assert len(data) < 50_000 and np.array_equal(again.tokens, stored.tokens)
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.lists(st.lists(st.integers(5, 7), max_size=3), min_size=1, max_size=40),
+       st.floats(0, 0.9), st.lists(st.lists(st.integers(5, 7), max_size=3), max_size=10))  # fmt: skip
+def test_no_copy_of_a_held_out_document_is_trained_on(documents, fraction, more):
+    stored = TokenizedDocuments.from_sequences(documents)
+    train, held_out = split_held_out(stored, fraction)
+    keys = {ids.tobytes() for ids in held_out}
+    assert len(held_out) == min(int(fraction * len(stored) + 1e-6), len(keys))
+    assert not keys & {ids.tobytes() for ids in train}
+    assert sorted(ids.tobytes() for ids in stored if ids.tobytes() not in keys) == sorted(
+        ids.tobytes() for ids in train
+    )
+    joined = TokenizedDocuments.concatenate([train, TokenizedDocuments.from_sequences(more)])
+    assert [ids.tolist() for ids in joined] == [ids.tolist() for ids in train] + more
+
+
+def test_joined_documents_stay_on_disk(tmp_path, small_blocks):
+    ids = write(tmp_path, [5] * 30, parts=1)
+    memory = TokenizedDocuments.from_sequences([[7, 8]])
+    joined = TokenizedDocuments.concatenate([load_tokens(tmp_path), memory])
+    assert len(joined) == 31 and np.array_equal(joined.tokens, [*ids, 7, 8])
+    assert joined[30].tolist() == [7, 8] and joined.num_tokens == 152
+
+
+@pytest.mark.parametrize("stored", [False, True])
+def test_tokens_are_those_of_the_tokenizer(tokenizer, tmp_path, stored):
+    documents = tokenize_documents(TEXTS, tokenizer, cache_dir=tmp_path if stored else None)
+    expected = tokenizer(TEXTS, add_special_tokens=False, split_special_tokens=True).input_ids
+    assert [ids.tolist() for ids in documents] == expected
+    assert tokenizer.mask_token_id not in documents.tokens
+
+
+@pytest.mark.parametrize("texts", [[], ["", " "]])
+@pytest.mark.parametrize("stored", [False, True])
+def test_texts_without_tokens_are_documents(tokenizer, tmp_path, texts, stored):
+    documents = tokenize_documents(texts, tokenizer, cache_dir=tmp_path if stored else None)
+    assert len(documents) == len(texts) and not len(documents.tokens)
+
+
+def test_a_second_call_tokenizes_nothing(tokenizer, tmp_path, monkeypatch):
+    first = tokenize_documents(iter(TEXTS), tokenizer, cache_dir=tmp_path)
+    monkeypatch.setattr(module, "BatchEncoder", None)
+    again = tokenize_documents(TEXTS, tokenizer, cache_dir=tmp_path)
+    assert np.array_equal(first.tokens, again.tokens)
+
+
+@pytest.mark.parametrize("change", ["text", "order", "borders", "tokenizer", "key"])
+def test_another_content_is_another_file(tokenizer, tmp_path, change):
+    tokenize_documents(["a b", "c"], tokenizer, cache_dir=tmp_path)
+    texts = {"text": ["a b", "d"], "order": ["c", "a b"], "borders": ["a", "bc"]}
+    other = train_tokenizer(TEXTS, 210) if change == "tokenizer" else tokenizer
+    key = "given" if change == "key" else None
+    tokenize_documents(texts.get(change, ["a b", "c"]), other, cache_dir=tmp_path, content_key=key)
+    assert len(list(tmp_path.glob("*.arrow"))) == 2
+
+
+def test_a_damaged_cache_is_built_again(tokenizer, tmp_path):
+    first = tokenize_documents(TEXTS, tokenizer, cache_dir=tmp_path).tokens.copy()
+    path = next(tmp_path.glob("*.arrow"))
+    data = path.read_bytes()
+    path.unlink()  # the old file stays mapped
+    path.write_bytes(data[:-300])
+    with pytest.warns(UserWarning, match="built again"):
+        again = tokenize_documents(TEXTS, tokenizer, cache_dir=tmp_path)
+    assert np.array_equal(again.tokens, first)
+
+
+def _tokenize_in_process(directory, queue):
+    tokenizer = train_tokenizer(TEXTS, 200)
+    queue.put(tokenize_documents(TEXTS, tokenizer, cache_dir=directory).tokens.tolist())
+
+
+def test_processes_that_build_at_once_get_equal_tokens(tokenizer, tmp_path):
+    context = multiprocessing.get_context("fork")
+    queue = context.Queue()
+    processes = [context.Process(target=_tokenize_in_process, args=(tmp_path, queue))
+                 for _ in range(2)]  # fmt: skip
+    [process.start() for process in processes]
+    results = [queue.get(timeout=120) for _ in processes]
+    [process.join() for process in processes]
+    expected = tokenize_documents(TEXTS, tokenizer).tokens.tolist()
+    assert results == [expected, expected] and len(list(tmp_path.glob("*.arrow"))) == 1
+
+
+def test_a_settings_call_changes_neither_key_nor_tokens(tmp_path):
+    tokenizer = train_tokenizer(TEXTS, 200)
+    before = tokenize_documents(TEXTS, tokenizer, cache_dir=tmp_path).tokens.tolist()
+    tokenizer(TEXTS, truncation=True, max_length=3, padding="max_length")
+    assert tokenize_documents(TEXTS, tokenizer, cache_dir=tmp_path).tokens.tolist() == before
+    assert len(list(tmp_path.glob("*.arrow"))) == 1
+
+
+def test_batches_read_no_further_than_they_must(monkeypatch):
+    monkeypatch.setattr(module, "BATCH_TEXTS", 3)
+    texts, read = ["a"] * 10, []
+    batches = text_batches(text for text in texts if read.append(text) is None)
+    assert next(batches) == ["a"] * 3 and len(read) == 3
+
+
+@pytest.mark.parametrize("texts, words", [
+    ("one text", ["one string"]),
+    ([3], ["texts[0]", "int"]),
+    (["a", None], ["texts[1]", "NoneType"]),
+])  # fmt: skip
+def test_what_is_no_text_is_named(tokenizer, texts, words):
+    with pytest.raises(ValueError) as error:
+        tokenize_documents(texts, tokenizer)
+    assert all(word in str(error.value) for word in words)
+
+
+def test_a_directory_that_cannot_be_written_is_named(tokenizer, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match="cache_dir .*file"):
+        tokenize_documents((1 / 0 for _ in "a"), tokenizer, cache_dir=tmp_path / "file" / "x")
+
+
+@pytest.mark.parametrize("document, words", [
+    ([[1, 2]], ["document 0", "flat"]),
+    ([1.5], ["document 0", "float"]),
+    ([-1], ["document 0", "-1"]),
+    ([2**31], ["document 0", str(2**31)]),
+])  # fmt: skip
+def test_a_document_that_is_no_ids_is_named(document, words):
+    with pytest.raises(ValueError) as error:
+        TokenizedDocuments.from_sequences([document])
+    assert all(word in str(error.value) for word in words)
+
+
+def test_offsets_that_do_not_fit_are_refused():
+    for offsets in ([0, 2], [1, 3], [0, 3, 2, 3], []):
+        with pytest.raises(ValueError, match="offsets"):
+            TokenizedDocuments(np.arange(3), offsets)
+
+
+def test_cutting_to_lengths_keeps_every_token_in_order():
+    documents = TokenizedDocuments.from_sequences([range(12)] * 2000 + [[]])
+    pieces = cut_to_lengths(documents, {3: 0.75, 12: 0.25})
+    lengths = np.diff(pieces.offsets)
+    assert np.array_equal(pieces.tokens, documents.tokens)
+    assert set(lengths.tolist()) == {0, 3, 12} and abs((lengths == 12).sum() / 2000 - 0.25) < 0.03
+    assert np.array_equal(pieces.offsets, cut_to_lengths(documents, {3: 0.75, 12: 0.25}).offsets)
+
+
+@pytest.mark.parametrize("shares", [{}, {0: 1}, {4: 0}, {4: -1, 5: 2}, [1]])
+def test_lengths_that_cannot_be_are_refused(shares):
+    with pytest.raises(ValueError, match="length_mixture"):
+        cut_to_lengths(TokenizedDocuments.from_sequences([[5]]), shares)
+
+
+def sentencepiece_form():
+    "A Unigram tokenizer in XLM-R's form: special tokens are entries with score 0, and one is added that is none."
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    pieces = [("<s>", 0.0), ("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0)]
+    pieces += [
+        (piece, -5.0 - n / 10) for n, piece in enumerate(["▁", *"abcdeknmpsu<>/", "▁mask", "ab"])
+    ] + [("<mask>", 0.0)]
+    backend = Tokenizer(models.Unigram(pieces, unk_id=3))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace()
+    backend.decoder = decoders.Metaspace()
+    backend.add_tokens([AddedToken("<name>", normalized=False)])
+    return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>", cls_token="<s>", sep_token="</s>",
+                                   pad_token="<pad>", unk_token="<unk>", mask_token="<mask>")  # fmt: skip
+
+
+def test_special_tokens_that_are_pieces_of_the_model_are_words_too_where_a_text_says_them():
+    tokenizer = sentencepiece_form()
+    texts = ["<s> ab </s>", "a<mask>b", "<pad> <unk>", "ab <name> ab z"]
+    switched = tokenizer(texts, add_special_tokens=False, split_special_tokens=True).input_ids
+    assert {0, 2, 23} & {id for ids in switched for id in ids}, (
+        "else there would be nothing to mend"
+    )
+    ids, lengths = BatchEncoder(serialize_tokenizer(tokenizer))(texts)
+    found = [part.tolist() for part in np.split(ids, np.cumsum(lengths)[:-1])]
+    special = {*tokenizer.all_special_ids} - {tokenizer.unk_token_id}
+    assert not special & {*ids.tolist()}
+    assert [tokenizer.decode(some) for some in found[:3]] == texts[:3]
+    assert (
+        found[3] == tokenizer(texts[3], add_special_tokens=False).input_ids
+    )  # no special token in it, one that is added
+    assert len(tokenizer) - 1 in found[3] and tokenizer.unk_token_id in found[3]
+    assert tokenizer("<mask>", add_special_tokens=False).input_ids == [
+        tokenizer.mask_token_id
+    ]  # the tokenizer is as it was
+
+
+def test_so_they_are_in_rows_of_text_of_labels_and_of_prompts_with_their_answers():
+    from tokenizers.processors import RobertaProcessing
+
+    tokenizer, says = sentencepiece_form(), "ab </s> a<mask>b"
+    tokenizer.backend_tokenizer.post_processor = RobertaProcessing(("</s>", 2), ("<s>", 0))
+    inner = {*tokenizer.all_special_ids} - {tokenizer.unk_token_id}
+    collate = SequenceClassificationCollator.from_tokenizer(
+        tokenizer, label_column=None, num_labels=2
+    )
+    for row in (
+        encode_rows([says], "text", tokenizer, 40)[0]["input_ids"],
+        collate.encode([{"text": says}])[0]["input_ids"],
+    ):
+        assert not inner & {*row[1:-1]} and tokenizer.decode(row[1:-1]) == says
+        assert [row[0], row[-1]] == [
+            tokenizer.cls_token_id,
+            tokenizer.sep_token_id,
+        ]  # the frame stays
+    row = encode_pairs(tokenizer, ["ab <s> e"], [says], max_ends=1)[0]
+    end = row.index(tokenizer.sep_token_id)
+    assert (tokenizer.decode(row[:end]), tokenizer.decode(row[end + 1 : -1])) == (says, "ab <s> e")
+    tokenizer.add_tokens(["new"])  # after a first call
+    assert (
+        tokenizer.convert_tokens_to_ids("new")
+        in encode_rows(["ab new"], "text", tokenizer, 40)[0]["input_ids"]
+    )
+
+
+@pytest.mark.parametrize("kind", ["wordpiece", "bpe", "unigram"])
+def test_reading_plainly_is_a_call_with_its_switch_for_tokenizers_without_the_hole(kind):
+    one, says = train_tokenizer(TEXTS, 400, kind=kind), [*TEXTS[:20], "[CLS] of a [MASK]"]
+    how = {"truncation": True, "max_length": 9, "return_offsets_mapping": True}
+    plain, switched = tokenize_plain(one, says, **how), one(says, split_special_tokens=True, **how)
+    assert dict(plain) == dict(switched)
+    assert [plain.word_ids(n) for n in range(len(says))] == [
+        switched.word_ids(n) for n in range(len(says))
+    ]
+
+
+def test_other_tokenizers_are_copied_as_they_are(tokenizer):
+    for one in (tokenizer, train_tokenizer(TEXTS, 300, kind="bpe")):
+        assert hide_special_pieces(serialize_tokenizer(one)) == serialize_tokenizer(one)
