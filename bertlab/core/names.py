@@ -146,8 +146,12 @@ def check_range(
     is_above = value > low if exclude_low else value >= low
     is_below = value < high if exclude_high else value <= high
     if not (is_above and is_below):
-        brackets = "(["[not exclude_low], ")]"[not exclude_high]
-        raise ValueError(f"{argument}={value!r} must be in {brackets[0]}{low}, {high}{brackets[1]}")
+        if high == math.inf:
+            limits = f"above {low}" if exclude_low else f"{low} or more"
+        else:
+            opening, closing = "(["[not exclude_low], ")]"[not exclude_high]
+            limits = f"in {opening}{low}, {high}{closing}"
+        raise ValueError(f"{argument}={value!r} must be {limits}")
 
 
 def check_minimum(

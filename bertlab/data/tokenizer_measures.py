@@ -16,12 +16,12 @@ from .tokenizers import iter_texts
 
 # %% ../../nbs/data/19_tokenizer_measures.ipynb #b384ad8b
 def count_pieces(
-    offsets_TX: np.ndarray,  # (T, 2): where each piece begins and ends, characters
-    spans_WX: np.ndarray,  # (W, 2): the same of words
-) -> np.ndarray:  # (W,): pieces that stand in each word, as a whole or in part
-    "Count the pieces of each word; pieces without a character count nowhere."
-    real_TX = offsets_TX[offsets_TX[:, 0] < offsets_TX[:, 1]]
-    starts_T, ends_T = np.sort(real_TX[:, 0]), np.sort(real_TX[:, 1])
+    offsets_TX: np.ndarray,  # (T, 2): start and end of each piece, characters
+    spans_WX: np.ndarray,  # (W, 2): start and end of each word
+) -> np.ndarray:  # (W,): pieces that overlap each word
+    "Count the pieces of each word; empty pieces are not counted."
+    nonempty_TX = offsets_TX[offsets_TX[:, 0] < offsets_TX[:, 1]]
+    starts_T, ends_T = np.sort(nonempty_TX[:, 0]), np.sort(nonempty_TX[:, 1])
     before_end = np.searchsorted(starts_T, spans_WX[:, 1], "left")
     before_start = np.searchsorted(ends_T, spans_WX[:, 0], "right")
     return before_end - before_start
@@ -30,7 +30,7 @@ def count_pieces(
 def find_runs(
     text: str,
     pattern: str,  # a regular expression that knows \p{L}
-) -> np.ndarray:  # (W, 2): where each match begins and ends, characters
+) -> np.ndarray:  # (W, 2): start and end of each match, characters
     "Find all matches of a pattern, with the classes of letters that Python's `re` lacks."
     from tokenizers import Regex, pre_tokenizers
 
@@ -44,39 +44,42 @@ class TokenizerMeasures:
     "What a tokenizer does to a text."
 
     vocabulary: int  # entries, special tokens included
-    pieces_per_word: float  # of runs of letters; 1 is the least
+    pieces_per_word: float  # of runs of letters; at least 1
     whole_words: float  # share of words that are one piece
     bytes_per_piece: float  # UTF-8, spaces included
-    unknown: float  # share of characters, spaces left out, that stand in an unknown piece
-    split_numbers: float  # share of numbers of two or more digits that are cut; nan without any
+    unknown: float  # share of characters, without spaces, in unknown pieces
+    split_numbers: float  # share of numbers of two or more digits that are split; nan without any
     used: float  # share of the vocabulary that the text uses
     restored: float  # share of texts that decoding gives back exactly
 
 
-def _share(part: float, whole: float) -> float:
-    return float(part / whole) if whole else float("nan")
+def _share(part: float, total: float) -> float:
+    return float(part / total) if total else float("nan")
 
 
 def measure_tokenizer(
     tokenizer: Any,  # a fast one of transformers
     texts: Iterable[str],  # or what `iter_texts` takes: better text that it was not trained on
 ) -> TokenizerMeasures:
-    "Measure a tokenizer on texts. Raises `ValueError` for one without offsets, or without text."
+    "Measure a tokenizer on texts. Raises `ValueError` for a tokenizer without offsets."
     if not getattr(tokenizer, "is_fast", False):
         raise ValueError(
-            f"{type(tokenizer).__name__} does not say where its pieces stand; "
-            "measures need a fast tokenizer"
+            f"{type(tokenizer).__name__} has no offsets; measures need a fast tokenizer"
         )
     texts, unknown_id = iter_texts(texts), tokenizer.unk_token_id
     words, numbers, used = [], [], set()
     num_pieces = num_bytes = num_characters = num_unknown = num_restored = 0
     for text in texts:
-        got = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-        ids, offsets_TX = got.input_ids, np.array(got.offset_mapping, np.int64).reshape(-1, 2)
+        encoded = tokenizer(
+            text, add_special_tokens=False, return_offsets_mapping=True, verbose=False
+        )
+        ids = encoded.input_ids
+        offsets_TX = np.array(encoded.offset_mapping, np.int64).reshape(-1, 2)
         words.append(count_pieces(offsets_TX, find_runs(text, r"[\p{L}\p{M}]+")))
         numbers.append(count_pieces(offsets_TX, find_runs(text, r"\p{N}{2,}")))
-        gone = (range(*span) for id, span in zip(ids, got.offset_mapping) if id == unknown_id)
-        num_unknown += sum(not text[i].isspace() for i in {i for span in gone for i in span})
+        spans = (span for id, span in zip(ids, encoded.offset_mapping) if id == unknown_id)
+        unknown = {i for span in spans for i in range(*span)}
+        num_unknown += sum(not text[i].isspace() for i in unknown)
         num_characters += sum(not c.isspace() for c in text)
         num_pieces, num_bytes = num_pieces + len(ids), num_bytes + len(text.encode())
         num_restored += tokenizer.decode(ids, clean_up_tokenization_spaces=False) == text
@@ -95,17 +98,17 @@ def measure_tokenizer(
 
 # %% ../../nbs/data/19_tokenizer_measures.ipynb #e1c9e267
 def compare_tokenizers(
-    tokenizers: Mapping[str, Any],  # by the name that the table shows
+    tokenizers: Mapping[str, Any],  # by name
     texts: Iterable[str],  # that no tokenizer was trained on
     more: Mapping[str, Mapping[str, float]] | None = None,  # name: further measures
 ) -> dict[str, dict[str, float]]:  # name: measures
-    "Measure several tokenizers on the same texts. Raises `ValueError` where there is none."
+    "Measure several tokenizers on the same texts. Raises `ValueError` without tokenizers."
     if not tokenizers:
         raise ValueError("tokenizers is empty: name at least one")
     texts = iter_texts(texts)
     return {
-        name: {**asdict(measure_tokenizer(one, texts)), **(more or {}).get(name, {})}
-        for name, one in tokenizers.items()
+        name: {**asdict(measure_tokenizer(tokenizer, texts)), **(more or {}).get(name, {})}
+        for name, tokenizer in tokenizers.items()
     }
 
 
@@ -133,8 +136,8 @@ def measures_table(measures: Mapping[str, Mapping[str, float]]) -> str:  # Markd
     return "\n".join(
         "| "
         + " | ".join(
-            text.ljust(width) if number == 0 else text.rjust(width)
-            for number, (text, width) in enumerate(zip(row, widths))
+            text.rjust(width) if index else text.ljust(width)
+            for index, (text, width) in enumerate(zip(row, widths))
         )
         + " |"
         for row in rows

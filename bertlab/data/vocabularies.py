@@ -16,31 +16,35 @@ from heapq import heapify, heappop, heappush
 from math import log
 from typing import Any, NamedTuple
 
+from ..core.names import check_range
 from .tokens import serialize_tokenizer
 from .documents import has_unspaced
 from .tokenizers import byte_letters, num_token_ids, iter_texts
 
 # %% ../../nbs/data/20_vocabularies.ipynb #7f4ef17f
 def tokenizer_state(tokenizer: Any) -> dict[str, Any]:  # of a fast tokenizer of transformers
-    "The JSON state, with the added tokens among the model's entries. Raises `ValueError`."
+    "Return the JSON state, with the added tokens among the model's entries."
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
-        raise ValueError(f"{type(tokenizer).__name__} is no fast tokenizer; load it with use_fast")
+        raise ValueError(
+            f"{type(tokenizer).__name__} is not a fast tokenizer; load it with use_fast=True"
+        )
     state = json.loads(backend.to_str())
     model, added = state["model"], sorted(state["added_tokens"], key=lambda t: t["id"])
-    kind = model["type"]
-    if kind not in ("WordPiece", "BPE", "Unigram"):
+    model_type = model["type"]
+    if model_type not in ("WordPiece", "BPE", "Unigram"):
         raise ValueError(
-            f"a vocabulary of kind {kind} cannot be changed; WordPiece, BPE and Unigram can"
+            f"a vocabulary of type {model_type} cannot be changed; WordPiece, BPE and Unigram can"
         )
-    marks = model.get("continuing_subword_prefix"), model.get("end_of_word_suffix")
-    if kind == "BPE" and any(marks):
+    if model_type == "BPE" and (
+        model.get("continuing_subword_prefix") or model.get("end_of_word_suffix")
+    ):
         raise ValueError(
-            "BPE with marks inside or behind words cannot be changed; byte-level BPE "
-            "and SentencePiece's can"
+            "BPE with a prefix or suffix of pieces cannot be changed; byte-level BPE and "
+            "SentencePiece's can"
         )
-    for token in added:  # then every id is the model's, and none is dealt anew when it is loaded
-        if kind != "Unigram":
+    for token in added:  # then every id is the model's, and none changes when it is loaded
+        if model_type != "Unigram":
             model["vocab"].setdefault(token["content"], token["id"])
         elif token["id"] >= len(model["vocab"]):
             model["vocab"].append([token["content"], 0.0])
@@ -51,7 +55,7 @@ def with_tokenizer_state(
     tokenizer: Any,
     state: dict[str, Any],  # of `tokenizer_state`, changed
 ) -> Any:  # a copy of the tokenizer
-    "Put a changed state into a copy of a tokenizer."
+    "Return a copy of a tokenizer with a changed state."
     from tokenizers import Tokenizer
 
     changed = copy.deepcopy(tokenizer)
@@ -60,93 +64,93 @@ def with_tokenizer_state(
 
 
 def entries_of(state: dict[str, Any]) -> dict[str, int]:  # entry: id
-    "The entries of a state, whatever the family."
+    "Return the entries of a state of any family."
     vocabulary = state["model"]["vocab"]
     if isinstance(vocabulary, dict):
         return vocabulary
-    return {piece: number for number, (piece, _) in enumerate(vocabulary)}
+    return {piece: index for index, (piece, _) in enumerate(vocabulary)}
 
 # %% ../../nbs/data/20_vocabularies.ipynb #8d0d0e40
-def _cut_words(
+def _count_segmentations(
     tokenizer: Any, texts: list[str]
 ) -> Counter[tuple[int, ...]]:  # the pieces of each word
     "Count words by their pieces; words with an unknown or special piece are left out."
     from tokenizers import Tokenizer
 
-    words, left_out = Counter(), {tokenizer.unk_token_id, *tokenizer.all_special_ids}
-    backend = Tokenizer.from_str(serialize_tokenizer(tokenizer))  # which cuts nothing off
+    words, excluded = Counter(), {tokenizer.unk_token_id, *tokenizer.all_special_ids}
+    backend = Tokenizer.from_str(serialize_tokenizer(tokenizer))  # without truncation
     for text in texts:
         encoded = backend.encode(text, add_special_tokens=False)
-        word, last = [], None
-        for id, number in [*zip(encoded.ids, encoded.word_ids), (None, -1)]:
-            if number != last and word:
-                if len(word) > 1 and not left_out.intersection(word):
+        word, previous = [], None
+        for id, index in [*zip(encoded.ids, encoded.word_ids), (None, -1)]:
+            if index != previous and word:
+                if len(word) > 1 and not excluded.intersection(word):
                     words[tuple(word)] += 1
                 word = []
             word.append(id)
-            last = number
+            previous = index
     return words
 
 
-def _join_on(
+def _continue_merging(
     words: Counter[tuple[int, ...]],
-    names: dict[int, str],  # id: piece; the new ones join
+    names: dict[int, str],  # id: piece; gets the new ones
     num_pieces: int,
-    least: int,  # occurrences that a pair must have
+    min_count: int,  # occurrences that a pair must have
     prefix: str,  # "##" of WordPiece
     max_length: int,  # characters of a new piece
-) -> dict[int, tuple[tuple[int, int], int]]:  # new id: the two that it joins, and how often
-    "Join the most frequent neighbours, equal ones by their text (Sennrich et al. 2016, sec. 3.2)."
-    cut = [list(word) for word in sorted(words)]
-    numbers = [words[tuple(word)] for word in cut]
-    counts, where, taken = Counter(), defaultdict(set), set(names.values())
-    for place, word in enumerate(cut):
+) -> dict[int, tuple[tuple[int, int], int]]:  # new id: its two parts, and its count
+    "Merge the most frequent neighbours, ties by their text (Sennrich et al. 2016, sec. 3.2)."
+    segmentations = [list(word) for word in sorted(words)]
+    word_counts = [words[tuple(word)] for word in segmentations]
+    counts, words_with, pieces = Counter(), defaultdict(set), set(names.values())
+    for index, word in enumerate(segmentations):
         for pair in zip(word, word[1:]):
-            counts[pair] += numbers[place]
-            where[pair].add(place)
+            counts[pair] += word_counts[index]
+            words_with[pair].add(index)
     ranked = lambda pair: (-counts[pair], names[pair[0]], names[pair[1]], pair)
     heap = [ranked(pair) for pair in counts]
     heapify(heap)
-    joined, next_id = {}, max(names) + 1
-    while len(joined) < num_pieces and heap:
-        number, _, _, pair = heappop(heap)
-        if -number < least:
+    merged, next_id = {}, max(names) + 1
+    while len(merged) < num_pieces and heap:
+        negative_count, _, _, pair = heappop(heap)
+        if -negative_count < min_count:
             break
         name = names[pair[0]] + names[pair[1]].removeprefix(prefix)
         if (
-            -number != counts[pair]
-            or name in taken  # it was counted anew since, or is there
+            -negative_count != counts[pair]  # an outdated entry of the heap
+            or name in pieces
             or len(name.removeprefix(prefix)) > max_length
         ):
             continue
-        joined[next_id], names[next_id] = (pair, counts[pair]), name
-        taken.add(name)
+        merged[next_id], names[next_id] = (pair, counts[pair]), name
+        pieces.add(name)
         changed = set()
-        for place in where.pop(pair):
-            word, found, start = cut[place], [], 0
-            for old in zip(word, word[1:]):
-                counts[old] -= numbers[place]
-                changed.add(old)
+        for index in words_with.pop(pair):
+            word, new_word, start = segmentations[index], [], 0
+            for old_pair in zip(word, word[1:]):
+                counts[old_pair] -= word_counts[index]
+                changed.add(old_pair)
             while start < len(word):
-                together = tuple(word[start : start + 2]) == pair
-                found.append(next_id if together else word[start])
-                start += 1 + together
-            cut[place] = found
-            for new in zip(found, found[1:]):
-                counts[new] += numbers[place]
-                where[new].add(place)
-                changed.add(new)
-        for other in changed:
-            heappush(heap, ranked(other))
+                is_pair = tuple(word[start : start + 2]) == pair
+                new_word.append(next_id if is_pair else word[start])
+                start += 1 + is_pair
+            segmentations[index] = new_word
+            for new_pair in zip(new_word, new_word[1:]):
+                counts[new_pair] += word_counts[index]
+                words_with[new_pair].add(index)
+                changed.add(new_pair)
+        for changed_pair in changed:
+            heappush(heap, ranked(changed_pair))
         next_id += 1
-    return joined
+    return merged
 
 
 class ExtendedTokenizer(NamedTuple):
-    "A tokenizer with new pieces, and what each of them is made of."
+    "A tokenizer with new pieces, and the old pieces that each consists of."
 
     tokenizer: Any
-    parts: dict[int, list[int]]  # new id: ids of the old tokenizer, in their order
+    parts: dict[int, list[int]]  # new id: ids of the old tokenizer, in order
 
 
 def extend_tokenizer(
@@ -156,34 +160,32 @@ def extend_tokenizer(
     min_count: int = 5,  # occurrences that a new piece must have in the texts
     max_length: int = 32,  # characters of a new piece
 ) -> ExtendedTokenizer:
-    "Join on where training stopped. Raises `ValueError` where the texts have nothing to join."
-    for name, value in {"num_pieces": num_pieces, "min_count": min_count}.items():
-        if value < 1:
-            raise ValueError(f"{name} must be 1 or more, got {value}")
-    if max_length < 2:
-        raise ValueError(f"max_length must be 2 or more, got {max_length}: pieces are joined")
+    "Continue merging where training stopped. Raises `ValueError` if nothing can be merged."
+    check_range("num_pieces", num_pieces, 1)
+    check_range("min_count", min_count, 1)
+    check_range("max_length", max_length, 2)
     state, texts = tokenizer_state(tokenizer), iter_texts(texts)
     model = state["model"]
     if model.get("ignore_merges"):
         raise ValueError(
-            "a BPE tokenizer with ignore_merges takes whole words from its list; "
-            "transplant a tokenizer of your own instead"
+            "a BPE tokenizer with ignore_merges takes whole words from its vocabulary; "
+            "transplant your own tokenizer instead"
         )
     names = {id: piece for piece, id in entries_of(state).items()}
     prefix = model.get("continuing_subword_prefix") or ""
-    words = _cut_words(tokenizer, texts)
-    joined = _join_on(words, names, num_pieces, min_count, prefix, max_length)
-    if not joined:
+    words = _count_segmentations(tokenizer, texts)
+    merged = _continue_merging(words, names, num_pieces, min_count, prefix, max_length)
+    if not merged:
         raise ValueError(
-            f"no two pieces stand side by side {min_count} times within the words of "
-            "these texts: nothing to add; lower min_count, or bring more text"
+            f"no two neighbouring pieces occur min_count={min_count} times within words of "
+            "these texts; lower min_count, or give more text"
         )
-    parts, total = {}, sum(number * len(word) for word, number in words.items())
-    for id, ((left, right), count) in joined.items():
+    parts, total = {}, sum(count * len(word) for word, count in words.items())
+    for id, ((left, right), count) in merged.items():
         parts[id] = [*parts.get(left, [left]), *parts.get(right, [right])]
         if model["type"] == "Unigram":
-            together = model["vocab"][left][1] + model["vocab"][right][1]
-            model["vocab"].append([names[id], max(log(count / total), together + 1e-3)])
+            score = model["vocab"][left][1] + model["vocab"][right][1]
+            model["vocab"].append([names[id], max(log(count / total), score + 1e-3)])
             continue
         model["vocab"][names[id]] = id
         if model["type"] == "BPE":
@@ -193,21 +195,21 @@ def extend_tokenizer(
 # %% ../../nbs/data/20_vocabularies.ipynb #b5dc1b42
 def _replay(
     piece: str,
-    ranks: dict[tuple[str, str], int],  # of the joins
-) -> list[tuple[str, str]]:  # the joins that make the piece, in their order
-    "Cut a piece into characters and join them as BPE does."
-    parts, done = list(piece), []
+    ranks: dict[tuple[str, str], int],  # of the merges
+) -> list[tuple[str, str]]:  # the merges that make the piece, in order
+    "Split a piece into characters and merge them as BPE does."
+    parts, merges = list(piece), []
     while True:
         pairs = [
-            (ranks[pair], place)
-            for place, pair in enumerate(zip(parts, parts[1:]))
+            (ranks[pair], index)
+            for index, pair in enumerate(zip(parts, parts[1:]))
             if pair in ranks
         ]
         if not pairs:
-            return done
-        place = min(pairs)[1]
-        done.append((parts[place], parts[place + 1]))
-        parts[place : place + 2] = ["".join(parts[place : place + 2])]
+            return merges
+        index = min(pairs)[1]
+        merges.append((parts[index], parts[index + 1]))
+        parts[index : index + 2] = ["".join(parts[index : index + 2])]
 
 
 def _keep_joins(
@@ -224,7 +226,7 @@ def _keep_joins(
 
 
 def _renumber(processor: Any, new_id: dict[int, int]) -> None:
-    "Give the frame of a document (a post-processor) the new ids, in place."
+    "Put new ids into a post-processor, which frames documents, in place."
     if not isinstance(processor, dict):
         return
     for token in (processor.get("special_tokens") or {}).values():
@@ -237,26 +239,26 @@ def _renumber(processor: Any, new_id: dict[int, int]) -> None:
 
 
 class TrimmedTokenizer(NamedTuple):
-    "A tokenizer with fewer entries, and where each of them was."
+    "A tokenizer with fewer entries, and their old ids."
 
     tokenizer: Any
-    kept: list[int]  # old id of each new one, rising
+    kept: list[int]  # old id of each new id, increasing
 
 
 def trim_tokenizer(
     tokenizer: Any,  # a fast one of transformers; it stays as it is
-    texts: Iterable[str],  # or what `iter_texts` takes: these are cut exactly as before
+    texts: Iterable[str],  # or what `iter_texts` takes; their ids stay the same up to renumbering
     keep: Sequence[str] = (),  # entries that stay although the texts do not use them
-    keep_characters: bool = True,  # single characters, so that other texts can be written
+    keep_characters: bool = True,  # single characters, so that other texts can be tokenized
 ) -> TrimmedTokenizer:
-    "Drop the entries that texts never use. Raises `ValueError` for one to keep that is not there."
+    "Drop the entries that texts never use. Raises `ValueError` for an unknown entry in `keep`."
     from tokenizers import Tokenizer
 
     state = tokenizer_state(tokenizer)
     model, entries = state["model"], entries_of(state)
     if unknown := [piece for piece in keep if piece not in entries]:
         raise ValueError(f"keep names {unknown[0]!r}, which the tokenizer does not have")
-    backend = Tokenizer.from_str(serialize_tokenizer(tokenizer))  # which cuts nothing off
+    backend = Tokenizer.from_str(serialize_tokenizer(tokenizer))  # without truncation
     used = {id for text in iter_texts(texts) for id in backend.encode(text).ids}
     used.update(tokenizer.all_special_ids)
     prefix = model.get("continuing_subword_prefix") or ""
@@ -268,7 +270,7 @@ def trim_tokenizer(
         if len(piece) == 1 or len(bare) == 1:
             kept.add(piece)
     if model["type"] == "BPE":
-        letters = byte_letters()  # of byte-level BPE: without them a text could not be written
+        letters = byte_letters()  # without them byte-level BPE cannot write every text
         kept |= {piece for piece in entries if piece in letters}
         _keep_joins(model, kept)
     if model.get("byte_fallback"):
@@ -291,45 +293,46 @@ def trim_tokenizer(
 
 # %% ../../nbs/data/20_vocabularies.ipynb #abbebc5d
 class PieceSurface(NamedTuple):
-    "A piece as all families could write it."
+    "The text of a piece, in a form that all families share."
 
     text: bytes
-    begins: bool  # with a space before it: a word begins here
+    begins: bool  # whether a word begins here
 
 
 def piece_surfaces(
     tokenizer: Any,
-) -> list[PieceSurface | None]:  # by id; None: special, or no entry
-    "Translate every piece of a vocabulary into bytes."
+) -> list[PieceSurface | None]:  # by id; None: special or unused
+    "Return the bytes of every piece of a vocabulary."
     state, letters = tokenizer_state(tokenizer), byte_letters()
-    kind, prefix = state["model"]["type"], state["model"].get("continuing_subword_prefix") or ""
-    by_bytes = kind == "BPE" and "ByteLevel" in json.dumps(
+    model_type = state["model"]["type"]
+    prefix = state["model"].get("continuing_subword_prefix") or ""
+    is_byte_level = model_type == "BPE" and "ByteLevel" in json.dumps(
         [state["pre_tokenizer"], state["decoder"]]
     )
     special = set(tokenizer.all_special_ids)
-    spelled: list[PieceSurface | None] = [None] * num_token_ids(tokenizer)
+    surfaces: list[PieceSurface | None] = [None] * num_token_ids(tokenizer)
     for piece, id in entries_of(state).items():
-        if id in special or id >= len(spelled):
+        if id in special or id >= len(surfaces):
             continue
-        if kind == "WordPiece":
-            spelled[id] = PieceSurface(
+        if model_type == "WordPiece":
+            surfaces[id] = PieceSurface(
                 piece.removeprefix(prefix).encode(), not piece.startswith(prefix)
             )
-        elif by_bytes and all(letter in letters for letter in piece):
+        elif is_byte_level and all(letter in letters for letter in piece):
             raw = bytes(letters[letter] for letter in piece)
-            spelled[id] = PieceSurface(raw.removeprefix(b" "), raw.startswith(b" "))
+            surfaces[id] = PieceSurface(raw.removeprefix(b" "), raw.startswith(b" "))
         elif piece.startswith("<0x") and piece.endswith(">") and len(piece) == 6:
-            spelled[id] = PieceSurface(bytes([int(piece[3:5], 16)]), False)
+            surfaces[id] = PieceSurface(bytes([int(piece[3:5], 16)]), False)
         else:
             raw = piece.replace("▁", " ").encode()
-            spelled[id] = PieceSurface(raw.removeprefix(b" "), raw.startswith(b" "))
-    return spelled
+            surfaces[id] = PieceSurface(raw.removeprefix(b" "), raw.startswith(b" "))
+    return surfaces
 
 
 class VocabularyMap(NamedTuple):
     "For each new id: ids of the old vocabulary."
 
-    parts: list[list[int]]  # one: its twin; several: its parts; none: nothing is known
+    parts: list[list[int]]  # one: the same piece; several: its parts; none: unknown
     twins: set[int]  # new ids that have a twin
 
 
@@ -340,35 +343,38 @@ def map_vocabulary(
     old: Any,  # tokenizer of transformers, as the next one
     new: Any,
 ) -> VocabularyMap:
-    "Find each piece of a new vocabulary in an old one: itself, or what it is cut into there."
-    ours, theirs = piece_surfaces(old), piece_surfaces(new)
-    places = {spelled: id for id, spelled in reversed(list(enumerate(ours))) if spelled}
-    parts: list[list[int]] = [[] for _ in theirs]
+    "Map each piece of a new vocabulary to the same piece of an old one, or to its parts there."
+    old_surfaces, new_surfaces = piece_surfaces(old), piece_surfaces(new)
+    old_ids = {surface: id for id, surface in reversed(list(enumerate(old_surfaces))) if surface}
+    parts: list[list[int]] = [[] for _ in new_surfaces]
     unknown = old.unk_token_id
-    # A comma begins a word for some; a letter of Chinese does, or does not, by the kind alone.
+    # Families differ in whether a comma or a Chinese letter begins a word.
     is_word = lambda text: all(unicodedata.category(letter)[0] in "LM" for letter in text)
-    for id, spelled in enumerate(theirs):
-        if spelled is None:
+    for id, surface in enumerate(new_surfaces):
+        if surface is None:
             continue
-        text = spelled.text.decode("utf-8", "ignore")
-        other = spelled._replace(begins=not spelled.begins)
+        text = surface.text.decode("utf-8", "ignore")
+        other = surface._replace(begins=not surface.begins)
         is_bound = text and is_word(text) and not has_unspaced(text)
-        found = places.get(spelled, None if is_bound else places.get(other))
-        if found is None:
-            text = f" {text}" if spelled.begins and text else text
-            cut = old.backend_tokenizer.encode(text, add_special_tokens=False).ids
-            cut = [part for part in cut if part != unknown and ours[part] and ours[part].text]
-            if len(cut) > 0 and not spelled.begins:  # WordPiece: the inner form, where there is one
-                inner = places.get(ours[cut[0]]._replace(begins=False))
-                cut[0] = cut[0] if inner is None else inner
-            parts[id] = cut
-        else:
-            parts[id] = [found]
+        same_id = old_ids.get(surface, None if is_bound else old_ids.get(other))
+        if same_id is not None:
+            parts[id] = [same_id]
+            continue
+        text = f" {text}" if surface.begins and text else text
+        pieces = [
+            piece
+            for piece in old.backend_tokenizer.encode(text, add_special_tokens=False).ids
+            if piece != unknown and old_surfaces[piece] and old_surfaces[piece].text
+        ]
+        if pieces and not surface.begins:  # WordPiece: the form inside a word, if it exists
+            inner = old_ids.get(old_surfaces[pieces[0]]._replace(begins=False))
+            pieces[0] = pieces[0] if inner is None else inner
+        parts[id] = pieces
     for role in _ROLES:
-        mine, its = getattr(old, f"{role}_id"), getattr(new, f"{role}_id")
-        if mine is not None and its is not None:
-            parts[its] = [mine]
+        old_id, new_id = getattr(old, f"{role}_id"), getattr(new, f"{role}_id")
+        if old_id is not None and new_id is not None:
+            parts[new_id] = [old_id]
     for token, id in new.get_added_vocab().items():
         if not parts[id] and token in old.get_vocab():
             parts[id] = [old.get_vocab()[token]]
-    return VocabularyMap(parts, {id for id, found in enumerate(parts) if len(found) == 1})
+    return VocabularyMap(parts, {id for id, pieces in enumerate(parts) if len(pieces) == 1})

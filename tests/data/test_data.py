@@ -69,7 +69,7 @@ def test_every_document_is_trained_on_or_held_out_and_none_is_both(tmp_path):
     train, held = texts_of(data.train_dataset), texts_of(data.val_dataset)
     assert sorted(train + held) == sorted(set(texts)) and not set(train) & set(held)
     assert 0.05 < len(held) / len(texts) < 0.15
-    assert "held out" in data.describe() and "normalising" not in data.describe()
+    assert "held out" in data.describe() and "normalization" not in data.describe()
 
 
 def test_it_is_said_of_a_text_whose_bytes_the_tokenizer_changes(tmp_path):
@@ -77,7 +77,10 @@ def test_it_is_said_of_a_text_whose_bytes_the_tokenizer_changes(tmp_path):
     data = PretrainingDataModule(write_lines(tmp_path / "a.txt", texts), train_tokenizer(texts, 400, strip_accents=True),
                                  max_sequence_length=32)  # fmt: skip
     data.setup()
-    assert "a.txt: normalising makes 2." in data.describe() and "bits per byte" in data.describe()
+    assert (
+        "a.txt: normalization turns each byte of this text into 2." in data.describe()
+        and "bits per byte" in data.describe()
+    )
 
 
 def test_a_named_validation_set_is_read_whole_and_nothing_is_held_out(tmp_path):

@@ -369,7 +369,7 @@ def test_byte_level_bpe_joins_a_letter_with_its_marks_and_cuts_english_as_gpt2()
     assert train_tokenizer(TEXTS, 900, kind="bpe").get_vocab() == plain.get_vocab()
 
 
-def test_it_is_noted_where_normalising_changes_the_bytes_of_a_text():
+def test_a_note_says_that_normalization_changes_bytes():
     korean, hindi = APART["korean"][0] * 9, APART["hindi"][0] * 9
     for texts, share in (
         (korean, "2.31"),
