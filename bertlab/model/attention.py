@@ -44,14 +44,14 @@ def document_mask(
 def document_position_ids(
     documents_BL: Tensor,  # 0 for padding, 1, 2, ... for the document a token belongs to
 ) -> Tensor:  # (B, L) int64: 0, 1, 2, ... in each document, 0 at padding
-    "Count the earlier tokens of the same document: its place within it, with static shapes."
+    "Number tokens within their documents, with static shapes."
     same_BLL = document_mask(documents_BL)[:, 0]
     return same_BLL.tril(diagonal=-1).sum(dim=-1)
 
 # %% ../../nbs/model/03_attention.ipynb #72295d04
 @dataclass(frozen=True)
 class AttentionMaskSpec:
-    "Who sees whom and how distance counts: what a kernel prepares once for all layers of a kind."
+    "Which tokens attend to each other, and how distance counts; prepared once per layer type."
 
     documents_BL: Tensor  # 0 for padding, 1, 2, ... for the document a token belongs to
     window: int | None = None  # places to each side; None: the whole document
@@ -73,14 +73,14 @@ def alibi_bias(
 
 # %% ../../nbs/model/03_attention.ipynb #467faa1b
 class DenseMask(NamedTuple):
-    "A pattern written out: for the kernels that look at all pairs."
+    "A dense mask and bias, for kernels that compute all pairs."
 
     mask_B1LL: Tensor  # bool, True where the query may look
     bias_1HLL: Tensor | None = None  # added to the scores, nats
 
 
 def make_dense_mask(pattern: AttentionMaskSpec) -> DenseMask:
-    "Make the mask of a pattern, and its bias where distance counts."
+    "Build the dense mask of a spec, and its bias for ALiBi."
     queries = pattern.queries or slice(None)
     mask_B1LL = document_mask(pattern.documents_BL, pattern.window, queries, pattern.is_causal)
     if pattern.slopes_H is None:
@@ -92,7 +92,7 @@ def repeat_kv(
     kv_BGLK: Tensor,  # G heads of keys or values
     num_heads: int,  # H of the queries, a multiple of G
 ) -> Tensor:  # (B, H, L, K)
-    "Give each group of queries its head of keys or values (Ainslie et al. 2023, sec. 2.2)."
+    "Repeat heads of keys or values for grouped queries (Ainslie et al. 2023, sec. 2.2)."
     groups = kv_BGLK.shape[1]
     return kv_BGLK if groups == num_heads else kv_BGLK.repeat_interleave(num_heads // groups, 1)
 
@@ -119,7 +119,7 @@ def zero_empty_rows(
     y_BHLK: Tensor,
     mask_B1LL: Tensor,  # bool
 ) -> Tensor:  # 0 for queries that may look nowhere
-    "Give queries without a key nothing: they are padding."
+    "Set the output of queries without a key, which are padding, to 0."
     return y_BHLK.masked_fill(~mask_B1LL.any(-1, keepdim=True), 0.0)
 
 
@@ -130,7 +130,7 @@ def eager_attention(
     scoring: DenseMask,
     dropout: float = 0.0,  # share of attention weights set to 0
 ) -> Tensor:  # (B, H, L, K)
-    "Attention in the open: the one to read and to check the others by."
+    "Compute attention step by step, as the reference for the other kernels."
     weights_BHLL = attention_weights(q_BHLK, k_BGLK, scoring).to(v_BGLK.dtype)
     if dropout:
         weights_BHLL = apply_dropout(weights_BHLL, dropout)
@@ -140,7 +140,7 @@ def eager_attention(
 def unmask_empty_rows(
     mask_B1LL: Tensor,  # bool, True where the query may look
 ) -> Tensor:  # (B, 1, L, L) bool
-    "Let queries that may look nowhere look everywhere; what they bring home is silenced later."
+    "Let queries without a key attend everywhere; their output is set to 0 later."
     # cuDNN's kernel, which torch 2.11 takes in 16 bits on an H100, answers a row of False with
     # numbers of its own and NaN as the query's gradient, which then spreads to every weight.
     return mask_B1LL | ~mask_B1LL.any(-1, keepdim=True)
@@ -153,7 +153,7 @@ def sdpa_attention(
     scoring: DenseMask,
     dropout: float = 0.0,  # share of attention weights set to 0
 ) -> Tensor:  # (B, H, L, K)
-    "torch's fused kernel: the same numbers, and on most devices without storing the scores."
+    "Compute attention with torch's fused kernel."
     k_BHLK, v_BHLK = (repeat_kv(t, q_BHLK.shape[1]) for t in (k_BGLK, v_BGLK))
     mask = scoring.mask_B1LL
     if scoring.bias_1HLL is not None:
@@ -175,7 +175,7 @@ _TABLES = [
 
 
 class FlexMask(NamedTuple):
-    "A pattern as FlexAttention reads it: whole blocks that nobody sees are never computed."
+    "A mask for FlexAttention, which skips blocks that are masked entirely."
 
     block_mask: Any
     score_mod: Callable | None
@@ -217,7 +217,7 @@ def make_flex_mask(pattern: AttentionMaskSpec) -> FlexMask:
 
 # %% ../../nbs/model/03_attention.ipynb #0757476c
 def raise_recompile_limit(most: int = 64) -> None:
-    "Let torch compile a function so often: it counts over all models of a process, and stops at 8."
+    "Raise torch's limit on recompilations, which counts over all models of a process."
     from torch._dynamo import config
 
     config.recompile_limit = max(config.recompile_limit, most)
@@ -277,7 +277,7 @@ def flex_attention(
 def unpad_input(
     documents_BL: Tensor,  # 0 for padding, 1, 2, ... for the document a token belongs to
 ) -> tuple[Tensor, Tensor]:  # places (N,) of the tokens in B * L; numbers (1, N), unlike neighbours
-    "Lay the tokens of a batch into one row without padding. Shapes depend on the data."
+    "Put the tokens of a batch into one row without padding; shapes depend on the data."
     rows_B1 = torch.arange(len(documents_BL), device=documents_BL.device)[:, None]
     numbers_BL = documents_BL + rows_B1 * (documents_BL.max() + 1)
     places_N = documents_BL.flatten().nonzero()[:, 0]
@@ -289,13 +289,13 @@ def pad_input(
     places_N: Tensor,  # of `unpad_input`
     shape: tuple[int, int],  # B and L
 ) -> Tensor:  # (B, L, D), 0 at padding
-    "Put tokens back to their places."
+    "Put tokens back into their rows."
     out = x_1ND.new_zeros(shape[0] * shape[1], x_1ND.shape[-1])
     return out.index_copy(0, places_N, x_1ND[0]).unflatten(0, shape)
 
 # %% ../../nbs/model/03_attention.ipynb #98be5c07
 class VarlenMetadata(NamedTuple):
-    "Documents end to end in one row without padding: where each begins."
+    "Where documents begin in one row without padding."
 
     cu_lengths: Tensor  # (documents + 1,) int32: 0, then the sum of the lengths so far
     max_length: int  # no document is longer
@@ -360,7 +360,7 @@ def varlen_attention(
 
 # %% ../../nbs/model/03_attention.ipynb #88a32b8e
 class KernelRequest(NamedTuple):
-    "Where attention runs and what is asked of it: decides which kernels can."
+    "Where attention runs and what it must support; this decides which kernels can run."
 
     device: str  # type: cpu, cuda, mps, xla
     dtype: torch.dtype = torch.float32  # of the products: of autocast where it is on
@@ -382,7 +382,7 @@ def device_capability(device: torch.device) -> tuple[int, int]:  # (8, 0) and up
 
 
 def _limits_of_flex(setting: KernelRequest) -> str:  # empty: no unsupported_reason
-    "Say why FlexAttention cannot run in a setting."
+    "Explain why FlexAttention cannot run."
     s = setting
     if s.dropout:
         return f"it has no dropout: set attention_dropout {s.dropout} to 0"
@@ -394,7 +394,7 @@ def _limits_of_flex(setting: KernelRequest) -> str:  # empty: no unsupported_rea
 
 
 def _limits_of_varlen(setting: KernelRequest) -> str:  # empty: no unsupported_reason
-    "Say why variable-length attention cannot run in a setting."
+    "Explain why variable-length attention cannot run."
     s = setting
     if s.device != "cuda" or s.capability < (8, 0):
         here = f"CUDA of capability {s.capability}" if s.device == "cuda" else s.device
@@ -409,7 +409,7 @@ def _limits_of_varlen(setting: KernelRequest) -> str:  # empty: no unsupported_r
 
 
 class AttentionKernel(NamedTuple):
-    "How a kernel reads a pattern, once a forward pass, and how it attends by it, in each layer."
+    "How a kernel prepares a mask once per forward pass, and how it attends in each layer."
 
     prepare: Callable[[AttentionMaskSpec], Any]
     attend: Callable[..., Tensor]
@@ -418,7 +418,7 @@ class AttentionKernel(NamedTuple):
     keeps_weights: bool = False  # can the attention weights be returned?
 
     def unsupported_reason(self, setting: KernelRequest) -> str:  # empty: no unsupported_reason
-        "Say why the kernel cannot do what a setting asks."
+        "Explain why the kernel cannot serve a request."
         forgets = setting.weights and not self.keeps_weights
         return self.limits(setting) or (
             "it never stores the weights that output_attentions asks for" if forgets else ""
@@ -497,7 +497,7 @@ _ON_CUDA = {  # the one that skips most first
 def choose_kernel(
     setting: KernelRequest,
 ) -> tuple[str, str]:  # a key of KERNELS, and why
-    "Pick the fastest kernel that is exact in a setting."
+    "Choose the fastest exact kernel."
     if setting.weights:
         return "eager", "the only one that can return attention weights"
     s = setting

@@ -68,6 +68,10 @@ def _check_each(config: PretrainedConfig) -> None:
                 "." in str(value)
             )
             raise ValueError(f"{name} {value!r} is unknown; choose one of {listed}{own}")
+    if not isinstance(config.family, str | None):
+        raise ValueError(
+            f"family must be a model_type of transformers or None, got {config.family!r}"
+        )
     for name in SWITCHES:
         if type(value := getattr(config, name)) is not bool:
             raise ValueError(f"{name} must be True or False, got {value!r}")
@@ -169,7 +173,7 @@ class BertLabConfig(PretrainedConfig):
     position_offset: int = 0  # rows of the learned table before position 0 (RoBERTa: 2)
     type_vocab_size: int = 0  # segments with an embedding of their own (BERT: 2)
     embedding_norm: bool = True  # normalize the sum of the embeddings
-    embedding_dropout: float = 0.0  # share of numbers behind the embeddings
+    embedding_dropout: float = 0.0  # after the embeddings
     tie_word_embeddings: bool = True  # the head scores with the embedding table
     head_activation: str | None = None  # None: hidden_activation
     head_bias: bool = False  # of the head's dense layer
@@ -184,13 +188,13 @@ class BertLabConfig(PretrainedConfig):
     is_causal: bool = False  # tokens attend only to those before them: BertLabForCausalLM
     family: str | None = None  # of transformers, from which the model came: bert, xlm-roberta, ...
 
-    # Who sees whom, and how order is told.
+    # Which tokens attend to each other, and how positions are encoded.
     num_attention_heads: int = 12
     num_key_value_heads: int | None = None  # fewer than heads: queries share them; None: as many
     attention_positions: str = "rope"  # in every block: none, rope, alibi
     global_rope_theta: float = 160000.0  # base of the angles in global layers
     local_rope_theta: float = 10000.0  # base of the angles in local layers
-    partial_rotary_factor: float = 1.0  # of each head's numbers that are turned
+    partial_rotary_factor: float = 1.0  # fraction of each head's dimensions that are rotated
     # Longer rows, in global layers: {rope_type: linear, factor: 4}, or yarn; as in transformers.
     rope_scaling: dict | None = None
     global_attention_every_n_layers: int = 3  # layers 0, n, 2n, ... see the whole document
@@ -200,7 +204,7 @@ class BertLabConfig(PretrainedConfig):
     output_gate: str = "none"  # on what attention returns, by a sigmoid: none, head, element
     attention_dropout: float = 0.0  # on its weights; without hidden_dropout on its output too
 
-    # What a block is made of besides attention, and how its weights begin.
+    # What a block consists of besides attention, and how its weights are initialized.
     num_hidden_layers: int = 22
     intermediate_size: int = 1152  # I, width inside the MLP
     mlp: str = "glu"  # or plain
@@ -215,8 +219,8 @@ class BertLabConfig(PretrainedConfig):
     norm_eps: float = 1e-5  # keeps a norm from dividing by zero
     norm_groups: int = 8  # of norm "group"
     initialization: str = "megatron"  # truncated_normal, kaiming, xavier
-    initializer_range: float = 0.02  # deviation of fresh weights; not of kaiming and xavier
-    initializer_cutoff_factor: float = 2.0  # deviations that are kept; likewise
+    initializer_range: float = 0.02  # standard deviation of new weights; not of kaiming and xavier
+    initializer_cutoff_factor: float = 2.0  # standard deviations before the cut; likewise
 
     def __post_init__(self, **kwargs):
         for name in kwargs:  # what is left over after the fields is a typing error
@@ -229,7 +233,7 @@ class BertLabConfig(PretrainedConfig):
         self.architectures = self.architectures or []  # Auto classes iterate over it
 
     def check(self) -> None:
-        "Raise `ValueError` where no model can be built, naming the setting, its value and the fix."
+        "Raise `ValueError` for a setting from which no model can be built."
         _check_each(self)
         _check_stretch(self.rope_scaling)
         _check_together(self)
@@ -243,11 +247,11 @@ class BertLabConfig(PretrainedConfig):
         return self.num_key_value_heads or self.num_attention_heads
 
     @property
-    def rotary_dim(self) -> int:  # numbers of a head that rotary positions turn
+    def rotary_dim(self) -> int:  # dimensions of a head that are rotated
         return round(self.head_dim * self.partial_rotary_factor)
 
     @property
-    def window(self) -> int:  # how many tokens to each side a local layer sees
+    def window(self) -> int:  # tokens to each side that a local layer attends to
         return self.local_attention // 2
 
     @property
@@ -261,11 +265,11 @@ class BertLabConfig(PretrainedConfig):
         ]
 
     @property
-    def has_pre_norm(self) -> bool:  # is what enters attention and MLP normed?
+    def has_pre_norm(self) -> bool:  # a norm before attention and MLP?
         return self.norm_position in ("pre", "pre_and_post")
 
     @property
-    def has_post_norm(self) -> bool:  # is what leaves them, or their sum with the stream, normed?
+    def has_post_norm(self) -> bool:  # a norm after them, or after the residual sum?
         return self.norm_position in ("post", "pre_and_post")
 
     @property
@@ -274,7 +278,7 @@ class BertLabConfig(PretrainedConfig):
         return blocks - self.skips_first_norm + self.embedding_norm + self.has_pre_norm + 1
 
     @property
-    def skips_first_norm(self) -> bool:  # the embedding has just been normed: a second is idle
+    def skips_first_norm(self) -> bool:  # the embedding was just normalized
         return self.has_pre_norm and self.embedding_norm
 
     def num_params(self) -> int:  # trainable numbers of BertLabForMaskedLM
@@ -293,7 +297,7 @@ class BertLabConfig(PretrainedConfig):
 def matmul_parameters(
     config: "BertLabConfig",
 ) -> dict[str, int]:  # part -> numbers of one layer (or of the head) that multiply each token
-    "Count what a token is multiplied by, without biases and scales; an own MLP counts as `plain`."
+    "Count the parameters that multiply each token; biases, scales and own MLPs' extras aside."
     D, I, K = config.hidden_size, config.intermediate_size, config.head_dim
     gate = {"none": 0, "head": config.num_attention_heads, "element": D}[config.output_gate]
     return {

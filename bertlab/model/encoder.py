@@ -42,12 +42,12 @@ from .layers import apply_rope, sinusoidal_positions
 
 # %% ../../nbs/model/04_encoder.ipynb #b30422e9
 def make_norm(config: BertLabConfig, wanted: bool = True) -> nn.Module:
-    "A norm over the width, of the kind that the configuration names; not wanted: nothing."
+    "Build the configured norm, or an identity."
     return NORMS[config.norm](config) if wanted else nn.Identity()
 
 
 class Embeddings(nn.Module):
-    "Token ids -> vectors, with their positions and segments where the configuration has them."
+    "Embed token ids, with positions and segments if the configuration has them."
 
     def __init__(self, config: BertLabConfig):
         super().__init__()
@@ -65,7 +65,7 @@ class Embeddings(nn.Module):
         position_ids: Tensor,  # (B, L)
         dtype: torch.dtype,  # of the waves; a learned table has its own
     ) -> Tensor | None:  # (B, L, D); None: nothing is added for a position
-        "What is added to a token for its position."
+        "Compute what is added to a token for its position."
         if self.positions is not None:
             return self.positions(position_ids + self.config.position_offset)
         if self.config.embedding_positions == "sinusoidal":
@@ -125,7 +125,7 @@ def prepare_inputs(
     token_type_ids: Tensor | None = None,  # (B, L)
     inputs_embeds: Tensor | None = None,  # (B, L, D), in place of input_ids
 ) -> EncoderInputs:
-    "Check a batch by its shapes, and fill in what is missing. Raises `ValueError`."
+    "Check the shapes of a batch and fill in defaults. Raises `ValueError`."
     if (input_ids is None) == (inputs_embeds is None):
         raise ValueError("give either input_ids or inputs_embeds, and not both")
     tokens, D = input_ids if inputs_embeds is None else inputs_embeds, config.hidden_size
@@ -170,7 +170,7 @@ def prepare_inputs(
 # %% ../../nbs/model/04_encoder.ipynb #ac8d2d02
 @dataclass(frozen=True)
 class LayerContext:
-    "What all layers of a kind share in one forward pass."
+    "What all layers of a type share in one forward pass."
 
     kernel: str  # a key of KERNELS
     prepared: Any  # of the kernel's `prepare`
@@ -207,7 +207,7 @@ def make_layer_context(
     gather: Callable[[Tensor, int], Tensor] | None = None,  # the whole row, along an axis
     table: tuple[Tensor, Tensor] | None = None,  # of `layer_rope`; None: made here
 ) -> LayerContext:
-    "Make what all layers of a kind share, once per forward pass."
+    "Prepare what all layers of a type share, once per forward pass."
     slopes_H = None
     if config.attention_positions == "alibi":
         slopes_H = alibi_slopes(config.num_attention_heads, documents_BL.device)[heads]
@@ -226,7 +226,7 @@ def split_qkv(
     norms: tuple[nn.Module, nn.Module] | None,  # of queries and keys
     table: tuple[Tensor, Tensor] | None,  # of rotary positions
 ) -> list[Tensor]:  # (B, H, L, K), (B, G, L, K), (B, G, L, K)
-    "Part the heads; norm and turn queries and keys."
+    "Split the heads; normalize and rotate queries and keys."
     H, G = num_heads, (heads_BLXK.shape[2] - num_heads) // 2
     # split, because the backward pass of a slice fills a whole tensor with zeros; and once where
     # nothing happens to queries and keys, because the backward pass of each writes all of them.
@@ -242,7 +242,7 @@ def split_qkv(
 
 # %% ../../nbs/model/04_encoder.ipynb #ad1e819e
 class SelfAttention(nn.Module):
-    "Project to queries, keys and values, turn the first two, attend, gate, project back."
+    "Project to queries, keys and values, attend, gate, and project back."
 
     def __init__(self, config: BertLabConfig):
         super().__init__()
@@ -297,7 +297,7 @@ def residual_add(
     alpha: float | None,  # factor of the stream where the sum is normed; None: it is not
     in_fp32: bool = True,  # False: a normed sum goes on in the precision of y
 ) -> Tensor:  # (B, L, D)
-    "norm(alpha x + y) where the sum is normed, x + norm(y) else."
+    "Return norm(alpha x + y) for post-norm, else x + norm(y)."
     if alpha is None:
         return x_BLD + end_norm(y_BLD)
     x_BLD = end_norm(x_BLD + y_BLD if alpha == 1 else alpha * x_BLD + y_BLD)
@@ -305,7 +305,7 @@ def residual_add(
 
 # %% ../../nbs/model/04_encoder.ipynb #71cc73a3
 class Block(GradientCheckpointingLayer):
-    "Tokens talk, then each thinks; norms stand where the configuration puts them."
+    "Attention and MLP, with norms as configured."
 
     def __init__(self, config: BertLabConfig, layer: int):
         super().__init__()
@@ -341,7 +341,7 @@ class Block(GradientCheckpointingLayer):
 
 # %% ../../nbs/model/04_encoder.ipynb #3bf75251
 class BertLabPreTrainedModel(PreTrainedModel):
-    "What every bertlab model shares: its configuration class and how its weights begin."
+    "The base of bertlab's models: configuration class and initialization."
 
     config_class = BertLabConfig
     base_model_prefix = "encoder"
@@ -386,7 +386,7 @@ def run_blocks(
     wanted_BM: Tensor | None = None,  # places whose vectors are read; None: all
     tables: Mapping[str, Any] | None = None,  # of `layer_rope`, by kind; None: made here
 ) -> dict[str, Any]:  # fields of BaseModelOutput
-    "Embed, run the blocks, the last one behind its attention for what is wanted alone, and norm."
+    "Embed, run the blocks, and normalize; after the last attention, only the output positions."
     c = model.config
     part = {} if share is None else {"places": share.places(rows.documents.shape[1]),
                                      "gather": share.gather}  # fmt: skip
@@ -420,7 +420,7 @@ def run_blocks(
 
 # %% ../../nbs/model/04_encoder.ipynb #8aa73dc6
 class BertLabModel(BertLabPreTrainedModel):
-    "The encoder: rows of token ids -> one vector per token, each document by itself."
+    "The encoder: one vector per token, each document computed as if it were alone."
 
     def __init__(self, config: BertLabConfig):
         config.check()  # it may have been changed since it was built
@@ -479,7 +479,7 @@ class BertLabModel(BertLabPreTrainedModel):
         with_states: bool,
         wanted_BM: Tensor | None,
     ) -> BaseModelOutput:
-        "Compute a row of tokens without padding, and put them back into their places."
+        "Run the blocks on one row without padding, then restore the rows."
         flat, places_N = rows.unpadded()
         (B, L), wanted_1M = rows.documents.shape, None
         if wanted_BM is not None and len(places_N):  # at padding: that of a token before it
@@ -496,7 +496,7 @@ class BertLabModel(BertLabPreTrainedModel):
         return BaseModelOutput(last, hidden_states=states)
 
     def _shared_rows(self, rows: EncoderInputs, want: list[bool]) -> BaseModelOutput:
-        "Compute this process's places, and put the rows together again."
+        "Compute this process's positions, and gather the rows."
         L, share = rows.documents.shape[1], self.sequence_shard
         if any(want):
             raise ValueError(
@@ -518,7 +518,7 @@ class BertLabModel(BertLabPreTrainedModel):
         row_length: int,
         with_weights: bool = False,  # are the attention weights to be returned?
     ) -> tuple[str, str]:  # a key of KERNELS, and why
-        "The kernel of a forward pass here and now: the one that was asked for, or the fastest."
+        "Choose the kernel of a forward pass: the configured one, or the fastest."
         c, kind, tracing = self.config, device.type, torch.compiler.is_compiling()
         # Where this is so, no shape may hang on the data.
         compiled = tracing or self.compiled_blocks is not None or self.sequence_shard is not None

@@ -25,12 +25,12 @@ from .config import CHOICES
 
 # %% ../../nbs/model/02_layers.ipynb #65337ea3
 def rope_frequencies(
-    rotary_dim: int,  # R, how many of a head's numbers are turned, even
+    rotary_dim: int,  # R, dimensions of a head that are rotated, even
     theta: float,  # base of the wavelengths
     stretch: Mapping[str, float] | None = None,  # of `BertLabConfig.rope_scaling`
     device: torch.device | None = None,
 ) -> tuple[Tensor, float]:  # (R / 2,) radians per position; a factor of cosine and sine
-    "How fast each pair turns (Su et al. 2021, eq. 15); stretched: Peng et al. 2023, sec. 3."
+    "Compute the rotation speed of each pair (Su et al. 2021, eq. 15; Peng et al. 2023, sec. 3)."
     even = torch.arange(0, rotary_dim, 2, dtype=torch.float32, device=device)
     plain = 1.0 / theta ** (even / rotary_dim)
     if stretch is None:
@@ -54,11 +54,11 @@ def rope_frequencies(
 
 def rope_cos_sin(
     positions_BL: Tensor,  # place of each token in its document
-    rotary_dim: int,  # how many of a head's numbers are turned, even
+    rotary_dim: int,  # dimensions of a head that are rotated, even
     theta: float,  # base of the wavelengths, in radians per position
     stretch: Mapping[str, float] | None = None,  # of `BertLabConfig.rope_scaling`
 ) -> tuple[Tensor, Tensor]:  # cosine and sine, each (B, L, rotary_dim / 2), float32
-    "The angle of each pair at each position (Su et al. 2021, eq. 15), once per forward pass."
+    "Compute the angle of each pair at each position (Su et al. 2021, eq. 15)."
     turns, scale = rope_frequencies(rotary_dim, theta, stretch, positions_BL.device)
     angles = positions_BL[..., None].float() * turns
     return (
@@ -70,7 +70,7 @@ def apply_rope(
     x: Tensor,  # queries or keys: (B, L, ..., K)
     table: tuple[Tensor, Tensor],  # of rope_cos_sin, broadcast over the axes in between
 ) -> Tensor:  # the same shape and type
-    "Turn pair (i, i + R/2) of the first R numbers by its angle (Su et al. 2021, eq. 34)."
+    "Rotate pair (i, i + R/2) of the first R dimensions by its angle (Su et al. 2021, eq. 34)."
     cos, sin = (t.view(t.shape[:2] + (1,) * (x.dim() - 3) + t.shape[2:]) for t in table)
     half = cos.shape[-1]
     left, right, rest = x.split((half, half, x.shape[-1] - 2 * half), dim=-1)
@@ -92,7 +92,7 @@ def alibi_slopes(
     num_heads: int,  # H
     device: torch.device | str | None = None,  # made there: a copy would make a GPU's host wait
 ) -> Tensor:  # (H,) float32, nats per token of distance
-    "How fast each head forgets with distance: 2^(-8h/H) (Press et al. 2022, sec. 3)."
+    "Compute each head's penalty per token of distance: 2^(-8h/H) (Press et al. 2022, sec. 3)."
     power = 2 ** math.floor(math.log2(num_heads))
     h_H = torch.arange(num_heads, device=device, dtype=torch.float32)
     # Between powers of two: every other slope of the next power (their published code).
@@ -138,7 +138,7 @@ class DynamicTanh(nn.Module):
         self.bias = nn.Parameter(torch.zeros(hidden_size)) if bias else None
 
     def init_weights_(self, config) -> None:  # a BertLabConfig
-        "Let the slope begin where it is asked to; weight and bias begin as in any norm."
+        "Initialize the slope; weight and bias are initialized as in any norm."
         nn.init.constant_(self.slope, self.first_slope)
 
     def forward(self, x: Tensor) -> Tensor:  # (..., D)
@@ -216,7 +216,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 def make_activation(
     name: str,  # a key of ACTIVATIONS
 ) -> Callable[[Tensor], Tensor]:
-    "Find an activation. One that is a module is made anew for each who asks, with its own weights."
+    "Look up an activation; a module is built anew for each layer, with weights of its own."
     found = ACTIVATIONS[name]
     if isinstance(found, nn.Module):
         return copy.deepcopy(found)  # a `training` of its own
@@ -289,7 +289,7 @@ def gather_positions(
     values: Tensor,  # (B, L) or (B, L, D)
     positions_BM: Tensor,  # int64, which of the L; the same number in every row
 ) -> Tensor:  # (B, M) or (B, M, D)
-    "Take M positions of each row. Static shapes: no device has to count first."
+    "Gather M positions of each row, with static shapes."
     if values.dim() == 2:
         return values.gather(1, positions_BM)
     index_BMD = positions_BM[..., None].expand(-1, -1, values.shape[-1])
@@ -337,7 +337,7 @@ def register_layer(
     name: str,  # as a configuration will say it
     build: Callable,  # norm: of a BertLabConfig; mlp: as `MLP`; activation: of a tensor
 ) -> None:
-    """Let configurations know a layer of your own by name; defined anew, it takes its old place.
+    """Register a layer of your own under a name; defining it again replaces it.
 
     An activation is a function, a module without weights, or a module's class, which is built
     without arguments. Raises `ValueError` for another one, and for a name in use.
@@ -378,7 +378,7 @@ def _name_layer(setting: str, layer: Any) -> str:
 def resolve_layers(
     settings: dict[str, Any],  # of BertLabConfig; layers by name, by class, or as my_file.MyNorm
 ) -> dict[str, Any]:  # the same with names alone, all of them known
-    "Add the layers of your own that settings name. Raises `ValueError` for one that is none."
+    "Import and register the layers that settings name. Raises `ValueError` for what is no layer."
     found = dict(settings)
     for key, table in _OWN.items():
         asked = found.get(key)
@@ -422,7 +422,7 @@ def init_linear_(
     residual: bool = False,  # does its output go into the residual stream?
     sections: Sequence[int] = (),  # rows of each projection in it, if it holds several
 ) -> Tensor:  # the same tensor
-    "Begin a matrix as `initialization` says: by a fixed width, or by the fans of what it holds."
+    "Initialize a matrix as `initialization` says: by a fixed width, or by its fan-in and fan-out."
     if config.initialization == "kaiming":
         return nn.init.kaiming_normal_(weight, nonlinearity="relu")  # He et al. 2015, eq. 10
     if config.initialization == "xavier":

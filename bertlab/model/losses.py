@@ -154,7 +154,7 @@ def select_labelled(
     labels: Tensor,  # (...)
     weights: Tensor | None = None,  # (...)
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # (N, D), (N,), (N,): N labels, which may be 0
-    "Leave out every position without a label."
+    "Select the positions with a label."
     kept = labels != IGNORE_INDEX
     return values[kept], labels[kept], None if weights is None else weights[kept]
 
@@ -170,7 +170,7 @@ def z_loss(
 # %% ../../nbs/model/05_losses.ipynb #0df91cdb
 @dataclass(frozen=True)
 class LossConfig:
-    "How labels are scored. Raises `ValueError` for a number out of its range."
+    "Options of the loss. Raises `ValueError` for a value out of its range."
 
     label_smoothing: float = 0.0  # share of the target that is spread over the vocabulary
     z_weight: float = 0.0  # of the z-loss; 1e-4 is usual
@@ -190,7 +190,7 @@ class LossConfig:
 
 
 class LossSums(NamedTuple):
-    "What labels have to say, as sums that add up over parts of a batch."
+    "The loss as sums and counts, which add up over parts of a batch."
 
     loss_sum: Tensor  # cross-entropy, nats
     num_labels: Tensor
@@ -198,7 +198,7 @@ class LossSums(NamedTuple):
     num_correct: Tensor | None  # labels that had the highest score; None: nobody asks
 
     def mean(self) -> Tensor:  # nats per label
-        "What a step follows downhill: cross-entropy and z-loss over the labels."
+        "Return the mean of cross-entropy and z-loss over the labels."
         return mean_loss(self.loss_sum + self.z_loss, self.num_labels)
 
 
@@ -208,7 +208,7 @@ def sum_losses(
     rule: LossConfig = LossConfig(),
     weights: Tensor | None = None,  # (...): of each label's cross-entropy; None: 1
 ) -> LossSums:
-    "Sum up what a batch of labels says about its scores."
+    "Sum the losses of a batch."
     loss_sum, num_labels = masked_lm_loss(logits, labels, weights, rule.label_smoothing)
     z = rule.z_weight * z_loss(logits, labels) if rule.z_weight else torch.zeros_like(loss_sum)
     if rule.loss_only:
@@ -225,7 +225,7 @@ def sum_losses_chunked(
     weights: Tensor | None = None,  # (...): of each label's cross-entropy; None: 1
     score: Callable[..., LossSums] = sum_losses,  # what is done with a chunk's scores
 ) -> LossSums:
-    "The same sums, while no more than one chunk's scores exist, in both directions."
+    "Sum the losses with no more than one chunk's logits in memory, forward and backward."
 
     def sums_of(x_nD: Tensor, labels_n: Tensor, weights_n: Tensor | None) -> LossSums:
         return score(head(x_nD), labels_n, rule, weights_n)

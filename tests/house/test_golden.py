@@ -89,7 +89,7 @@ def losses(command, directory):
     )  # fmt: skip
     assert result.returncode == 0, result.stderr
     with open(directory / "run" / "history.csv", newline="") as file:
-        return [row["loss"] for row in csv.DictReader(file)]
+        return [row["train_loss"] for row in csv.DictReader(file)]
 
 
 def hash_arrays(arrays):

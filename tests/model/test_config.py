@@ -61,7 +61,7 @@ OTHER = dict(
     classifier_pooling="cls", classifier_head="tanh", classifier_dropout=0.1, pad_token_id=0,
     cls_token_id=2, sep_token_id=3, mask_token_id=4, num_attention_heads=6, num_key_value_heads=3,
     attention_positions="alibi", global_rope_theta=500.0, local_rope_theta=100.0, partial_rotary_factor=0.5,
-    rope_scaling={"rope_type": "linear", "factor": 2.0}, global_attention_every_n_layers=2, local_attention=6, attention_bias=True, qk_norm=True,
+    rope_scaling={"rope_type": "linear", "factor": 2.0}, is_causal=True, family="bert", global_attention_every_n_layers=2, local_attention=6, attention_bias=True, qk_norm=True,
     output_gate="head", attention_dropout=0.1, num_hidden_layers=3, intermediate_size=20,
     mlp="plain", hidden_activation="silu", mlp_bias=True, mlp_dropout=0.1, hidden_dropout=0.1,
     norm="deep", norm_position="post", norm_bias=True, residual_in_fp32=False, norm_eps=1e-6, norm_groups=4,
@@ -320,7 +320,7 @@ def test_costs_of_nothing_are_refused(arguments, message):
 
 @pytest.mark.parametrize("name", OWN)
 def test_nonsense_is_refused_by_its_name(name):
-    for nonsense in (object(), "nonsense", -1, float("nan"), [1]):
+    for nonsense in (object(), *["nonsense"] * (name != "family"), -1, float("nan"), [1]):
         with pytest.raises(ValueError, match=name):
             small(**{name: nonsense})
 
