@@ -694,7 +694,7 @@ def test_mismatched_parts_are_refused():
     seed_everything(0)
     data = small_data()
     data.tokenizer = train_tokenizer(["a quite different text with other words in it " * 3], 120)
-    with pytest.raises(ValueError, match="given to both"):
+    with pytest.raises(ValueError, match="another tokenizer"):
         fit(other, data, 1)
 
 

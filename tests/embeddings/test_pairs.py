@@ -273,7 +273,7 @@ def test_the_order_is_a_function_of_seed_and_epoch():
     loader = data.train_dataloader()
     seen = [batch["input_ids"] for _ in range(2) for batch in loader]  # two epochs
     resumed = data.train_dataloader()
-    resumed.load_state_dict({"delivered": 4})
+    resumed.load_state_dict({**loader.state_dict(), "delivered": 4})
     for expected, batch in zip(seen[4:6], resumed):
         assert torch.equal(batch["input_ids"], expected)
     orders = [data.datasets["train"].order(epoch).tolist() for epoch in range(2)]
