@@ -141,7 +141,7 @@ def their_side(case: dict, task, tokenizer) -> dict:
 
 def measure(case: dict) -> dict[str, float]:
     "Measure one case in this process."
-    from bertlab.finetuning.tasks import load_builtin_dataset
+    from bertlab.finetuning.builtin import load_builtin_dataset
 
     _, tokenizer = load_text(SHAPES[case["model"]][3], case["documents"])
     sizes = {"validation": 50, "test": 50}

@@ -87,7 +87,8 @@ _FACE = {
     "finetuning.module": "FinetuningModule",
     "finetuning.runs": "finetune finetune_seeds",
     "finetuning.predictions": "Predictor load_predictor",
-    "finetuning.tasks": "BuiltinDataset load_builtin_dataset",
+    "finetuning.task": "Task get_task",
+    "finetuning.builtin": "BuiltinDataset load_builtin_dataset",
     # embeddings: one text, one vector, and search
     "embeddings.losses": "ContrastiveLoss",
     "embeddings.bi_encoder": "BiEncoder",

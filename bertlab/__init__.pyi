@@ -127,8 +127,10 @@ from .finetuning.runs import finetune as finetune
 from .finetuning.runs import finetune_seeds as finetune_seeds
 from .finetuning.predictions import Predictor as Predictor
 from .finetuning.predictions import load_predictor as load_predictor
-from .finetuning.tasks import BuiltinDataset as BuiltinDataset
-from .finetuning.tasks import load_builtin_dataset as load_builtin_dataset
+from .finetuning.task import Task as Task
+from .finetuning.task import get_task as get_task
+from .finetuning.builtin import BuiltinDataset as BuiltinDataset
+from .finetuning.builtin import load_builtin_dataset as load_builtin_dataset
 from .embeddings.losses import ContrastiveLoss as ContrastiveLoss
 from .embeddings.bi_encoder import BiEncoder as BiEncoder
 from .embeddings.pairs import EmbeddingDataModule as EmbeddingDataModule

@@ -19,10 +19,10 @@ from .vocabularies import copy_sentence_transformers_files
 from ..core.serialization import load_json, load_yaml
 from ..core.files import RUN_FILE
 from ..data.tokenizers import TOKENIZER_FILES, load_tokenizer
-from ..finetuning.data import load_reading, write_reading
+from ..finetuning.task import load_task
 from ..finetuning.module import FinetuningModule
-from ..finetuning.runs import mode_of, find_monitor
-from ..finetuning.task_models import save_predictor
+from ..finetuning.runs import mode_of, prepare
+from ..finetuning.models import save_predictor
 from ..model.context import extend_context
 from ..model.huggingface import merged_copy, save_model
 from ..model.loading import check_finite
@@ -75,7 +75,7 @@ def _average_seeds(directory: Path, output: Path, how: str) -> str:
     adapted = FinetuningModule(**run.module_options)
     plain = FinetuningModule(**{**run.module_options, "adapter": None, "freeze_layers": None})
     for module in (adapted, plain):
-        find_monitor(module, run.data, run.monitor)
+        prepare(module, run.data, run.monitor)
         module.configure_model()
     weights = _load_seeds(paths, adapted)
 
@@ -94,7 +94,7 @@ def _average_seeds(directory: Path, output: Path, how: str) -> str:
     value = score(mean)
     with atomic_directory(output, new=True) as temporary:
         save_predictor(plain.model, temporary, run.tokenizer)
-        write_reading(run.data, temporary)
+        run.data.save_task(temporary)
         note = {
             "average_of": chosen,
             "how": how,
@@ -157,7 +157,7 @@ def _cut_length(place: Path) -> int | None:  # None: nothing is said about it
     "At how many tokens the text of a fine-tuned model, or of one of text vectors, is cut."
     path = place / "sentence_bert_config.json"
     found = load_json(path).get("max_seq_length") if path.is_file() else None
-    return load_reading(place).get("max_sequence_length", found)
+    return load_task(place).get("max_sequence_length", found)
 
 
 def lengthen(

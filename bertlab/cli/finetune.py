@@ -33,16 +33,15 @@ from ..core.serialization import dump_yaml, one_line, parse_yaml, load_json, loa
 from ..data.tokenizers import save_tokenizer
 from ..data.sources import in_hub_form
 from ..data.tokenizers import resolve_tokenizer, train_tokenizer
-from ..finetuning.baselines import compute_baselines, describe_draw
-from ..finetuning.data import FinetuningDataModule, write_reading
-from ..finetuning.evaluations import evaluate
-from ..finetuning.module import FinetuningModule, make_scores
-from ..finetuning.predictions import WRITERS, PredictionOptions, check_output
+from ..finetuning.baselines import compute_baselines
+from ..finetuning.data import FinetuningDataModule
+from ..finetuning.module import FinetuningModule
+from ..finetuning.predictions import WRITERS, check_output, evaluate
 from ..finetuning.predictions import load_predictor, predict_file
-from ..finetuning.runs import ScoreLines, SeedResults, check_monitor, find_monitor
-from ..finetuning.runs import finetune, metric_rank, validation_places
-from ..finetuning.task_models import save_predictor
-from ..finetuning.tasks import BUILTIN_DATASETS, describe_dataset, load_builtin_dataset
+from ..finetuning.runs import ScoreLines, SeedResults, check_monitor, finetune
+from ..finetuning.runs import metric_rank, prepare
+from ..finetuning.models import save_predictor
+from ..finetuning.builtin import BUILTIN_DATASETS, describe_dataset, load_builtin_dataset
 from ..model.config import SPECIAL_TOKEN_IDS
 from ..model.loading import weight_files
 from ..optim.optimizers import optimizer_spec
@@ -303,9 +302,8 @@ class FinetuningRun:
         usual = GLUE[run.glue][1] if run.glue and not run.monitor else run.monitor
         with naming_options():
             module = FinetuningModule(**self.module_options)
-            self.monitor = find_monitor(module, data, usual)
-            scores = make_scores(module.hparams.task, module.labels, data)
-            known = ["val_loss", *(f"val_{name}" for name in (scores.metrics if scores else ()))]
+            self.monitor = prepare(module, data, usual)
+            known = [f"val_{name}" for name in ("loss", *module.task.metric_names)]
             if self.monitor not in known:
                 raise ValueError(f"run.monitor {self.monitor!r} is none of {', '.join(known)}")
             module.configure_model()
@@ -314,10 +312,6 @@ class FinetuningRun:
             steps = run.num_epochs * batches // window
             optimizer = module.build_optimizer(max(1, steps))["optimizer"]
             self._check_optimizer(optimizer, module.hparams.optimizer_class)
-            if run.validations_per_epoch > 1:
-                limit = self.trainer_options.get("limit_train_batches", 1.0)
-                most = min(batches, limit) if isinstance(limit, int) else int(batches * limit)
-                validation_places(most, run.validations_per_epoch, window)
         self.description = module.describe()
         self.fingerprint = run_fingerprint(module, data) if self.resume else {}
 
@@ -443,8 +437,7 @@ class FinetuningRun:
             write_json(path, metrics)
             if watch is not None and watch.pruned:
                 break
-        drawn = [describe_draw(self.data)] if baselines else []
-        print("\n".join([results.table(baselines), *filter(None, drawn)]), flush=True)
+        print(results.table(baselines), flush=True)
         self._finish(best, found[best])
         return load_json(path)
 
@@ -486,13 +479,13 @@ class FinetuningRun:
     def _finish(self, seed: int, metrics: Mapping[str, float]) -> None:
         "Write model, tokenizer and evaluation of the best seed, and say what came out."
         module = FinetuningModule(**self.module_options)
-        find_monitor(module, self.data, self.monitor)
+        prepare(module, self.data, self.monitor)
         module.configure_model()
         best = read_checkpoint(self.output / f"seed-{seed}" / "best.ckpt")
         module.load_state_dict(best["state_dict"])
         # The model before its pictures: none of them is worth a run that cannot be written.
         save_predictor(module.model, self.output, self.tokenizer)
-        write_reading(self.data, self.output)
+        self.data.save_task(self.output)
         split = "test" if any(name.startswith("test_") for name in metrics) else "validation"
         kind = find_accelerator(self.config["trainer"]["accelerator"])
         module.to(kind if kind in ("cuda", "mps") else "cpu")  # it has no trainer that would
@@ -559,12 +552,14 @@ def predict(
     "Label what a file or standard input holds; print JSON lines, or write a file."
     if output is not None:  # before the model is loaded
         check_output(output, file, overwrite)
-    options = PredictionOptions(batch_size, all_probabilities, null_threshold, num_best)
     predictor = load_predictor(directory, max_sequence_length)
-    told, found = predict_file(
-        predictor, file, output, text_column, format, options, header, overwrite, delimiter
-    )
+    answers = {"num_best": num_best, "null_threshold": null_threshold}
+    options = {k: v for k, v in answers.items() if k in predictor.task.prediction_options}
+    rows, result = predict_file(
+        predictor, file, output, text_column, format, header, overwrite, delimiter,
+        batch_size=batch_size, all_probabilities=all_probabilities, **options,
+    )  # fmt: skip
     if output is None:
-        sys.stdout.write(WRITERS["jsonl"](told))
+        sys.stdout.write(WRITERS["jsonl"](rows))
         sys.stdout.flush()
-    print(found.describe(predictor.task), file=sys.stderr, flush=True)
+    print(result.describe(predictor.task), file=sys.stderr, flush=True)

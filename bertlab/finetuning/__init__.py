@@ -5,13 +5,17 @@ from .. import _lazy_parts
 
 __getattr__, __dir__ = _lazy_parts(__name__, (
     "files",
+    "task",
+    "evaluation",
+    "classification",
+    "tokens",
+    "answers",
+    "spans",
     "data",
-    "tasks",
-    "task_models",
-    "metrics",
-    "baselines",
+    "models",
     "module",
     "runs",
-    "evaluations",
     "predictions",
+    "baselines",
+    "builtin",
 ))

@@ -56,7 +56,7 @@ def rebuild(
 # How a model is used: the columns and the length that bertlab predict reads, and the pooling of
 # text vectors, as sentence-transformers says it; modules.json last, because it names the others.
 SENTENCE_TRANSFORMERS_FILES = (
-    "bertlab_reading.json",
+    "task.json",
     "1_Pooling/config.json",
     "2_Normalize/config.json",
     "sentence_bert_config.json",

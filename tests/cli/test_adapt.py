@@ -14,8 +14,8 @@ from bertlab.cli.adapt import average, lengthen
 from bertlab.cli.vocabularies import extend, transplant, trim
 from bertlab.data.tokenizers import load_tokenizer, train_tokenizer
 from bertlab.embeddings.bi_encoder import BiEncoder, read_st_config
-from bertlab.finetuning.data import READING
-from bertlab.finetuning.predictions import load_predictor, predict_rows
+from bertlab.finetuning.predictions import load_predictor
+from bertlab.finetuning.task import TASK_FILE
 from bertlab.model.config import modernbert_tiny
 from bertlab.model.encoder import BertLabModel
 from bertlab.model.heads import BertLabForMaskedLM
@@ -47,10 +47,10 @@ def finetuned(tmp_path):
     place = save_model(model, tokenizer, tmp_path / "finetuned")
     reading = {
         "task": "classification",
-        "text_columns": ["text", "hint"],
+        "columns": {"text": "text", "text_pair": "hint"},
         "max_sequence_length": 12,
     }
-    (place / READING).write_text(json.dumps(reading))
+    (place / TASK_FILE).write_text(json.dumps(reading))
     (tmp_path / "text.txt").write_text(TEXT)
     return place
 
@@ -71,14 +71,13 @@ def test_what_is_made_of_a_finetuned_model_predicts_as_it_did(finetuned, tmp_pat
     "Two columns, cut at 12 tokens: the same inputs, and so the same answers, but where vectors are new (extend)."
     texts = TEXT.split("\n")
     rows = [{"text": one, "hint": other} for one, other in zip(texts[:6], texts[6:])]
-    want = predict_rows(load_predictor(finetuned), rows).rows
+    want = load_predictor(finetuned).predict(rows).rows
     for place in make_others(finetuned, tmp_path):
         predictor = load_predictor(place)
-        assert (predictor.text_columns, predictor.max_sequence_length) == (("text", "hint"), 12), (
-            place.name
-        )
+        assert predictor.columns == {"text": "text", "text_pair": "hint"}, place.name
+        assert predictor.max_sequence_length == 12, place.name
         if place.name != "extended":
-            for one, other in zip(predict_rows(predictor, rows).rows, want):
+            for one, other in zip(predictor.predict(rows).rows, want):
                 assert one == {
                     **other,
                     "probability": pytest.approx(other["probability"], abs=1e-5),

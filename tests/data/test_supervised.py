@@ -20,7 +20,7 @@ from bertlab.data.supervised import (
     whole_letters,
 )
 from bertlab.data.tokenizers import train_tokenizer
-from bertlab.finetuning.metrics import rank_answers
+from bertlab.finetuning.answers import rank_answers
 
 many = settings(max_examples=120, deadline=None, derandomize=True)
 IGNORE_INDEX = -100

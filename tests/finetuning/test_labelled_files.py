@@ -3,15 +3,12 @@
 import gzip
 import json
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bertlab.data.rows import IGNORE_INDEX
-from bertlab.data.tokenizers import train_tokenizer
-from bertlab.finetuning.data import LabelNames
-from bertlab.finetuning.metrics import Answer, rank_answers, choose_answer
+from bertlab.finetuning.task import LabelNames
 from bertlab.finetuning.files import (
     choose_reader,
     find_split_files,
@@ -75,7 +72,7 @@ def test_words_are_read_and_ranges_and_empty_nodes_are_none(tmp_path):
 def test_an_underscore_is_no_tag_where_tags_may_be_unknown_and_a_value_elsewhere(tmp_path):
     row = rows_of(save(tmp_path / "a.conllu", CONLLU))[0]
     assert row["XPOS"] == ["V", IGNORE_INDEX, "E", "D", "N", "F"] and row["FEATS"][1] == "_"
-    assert LabelNames.of(row["XPOS"]).names == ("D", "E", "F", "N", "V")
+    assert LabelNames.from_data(row["XPOS"]).names == ("D", "E", "F", "N", "V")
 
 
 def test_joined_words_have_the_form_of_their_token_and_all_labels(tmp_path):
@@ -377,42 +374,6 @@ def test_an_unknown_format_lists_the_known(tmp_path):
 
 
 # --- answers --------------------------------------------------------------------------------------
-
-
-def test_the_threshold_decides_between_an_answer_and_none():
-    answers = [Answer("", 5.0, 0, 0), Answer("fox", 4.0, 2, 5)]
-    assert [choose_answer(answers, t).text for t in (0.0, 0.99, 1.0, float("inf"))] == [
-        "",
-        "",
-        "fox",
-        "fox",
-    ]
-    assert choose_answer(answers[::-1], -2).text == "" and choose_answer(answers[:1], 3).text == ""
-
-
-@pytest.mark.parametrize("kind", ["wordpiece", "bpe", "unigram"])
-def test_an_answer_begins_with_its_first_letter_and_is_never_a_space(kind):
-    context = "The capital of France is  Paris ."
-    made = train_tokenizer([context] * 9, 300, kind=kind)(
-        context, add_special_tokens=False, return_offsets_mapping=True
-    )
-    offsets = [(-1, -1), *made["offset_mapping"]]
-    score = [
-        1.0 if context[a:b].strip() == "Paris" else 5.0 if not context[a:b].strip() else 0.0
-        for a, b in offsets[1:]
-    ]
-    found = rank_answers(
-        [[-9, *score]], [[-9, *score]], [np.array(offsets)], [0], [context], max_answer_tokens=1
-    )[0]
-    assert found[0] == ("Paris", 2.0, 26, 31) and all(one.text == one.text.strip() for one in found)
-
-
-def test_the_empty_answer_stays_in_a_short_list():
-    offsets = [[-1, -1], [0, 1], [1, 2], [2, 3]]
-    found = rank_answers(
-        [[-9, 1, 2, 3]], [[-9, 1, 2, 3]], [np.array(offsets)], [0], ["abc"], num_best=2
-    )
-    assert [answer.text for answer in found[0]] == ["c", "bc", ""]
 
 
 def test_a_paragraph_without_a_context_is_said_to_lack_it(tmp_path):

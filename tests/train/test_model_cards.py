@@ -256,13 +256,13 @@ def test_a_hub_that_refuses_is_one_sentence_and_a_dry_run_asks_nobody(run, hub):
 
 
 def test_what_says_how_a_model_is_used_is_pushed_with_it(run):
-    from bertlab.finetuning.data import READING
+    from bertlab.finetuning.task import TASK_FILE
     from bertlab.train.model_directories import SENTENCE_TRANSFORMERS_FILES
 
     place = place_of(run)
     assert (
-        READING in SENTENCE_TRANSFORMERS_FILES
-        and push_model(place, "me/cats", dry_run=True)["files"].count(READING) == 0
+        TASK_FILE in SENTENCE_TRANSFORMERS_FILES
+        and push_model(place, "me/cats", dry_run=True)["files"].count(TASK_FILE) == 0
     )
     for name in SENTENCE_TRANSFORMERS_FILES:
         (place / name).parent.mkdir(exist_ok=True)

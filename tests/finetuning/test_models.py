@@ -16,10 +16,10 @@ from bertlab.model.huggingface import save_model
 from bertlab.data.tokenizers import train_tokenizer
 from bertlab.model.heads import BertLabForMaskedLM
 from bertlab.model.task_heads import BertLabForSequenceClassification, BertLabForTokenClassification
-from bertlab.finetuning.task_models import (
-    TASK_MODELS, TaskLabels, build_task_model, finetuning_groups, freeze_bottom, layer_depth, load_task_model,
-    rate_overrides, rates_by_depth, reinit_top, save_predictor, settle_labels,
-)  # fmt: skip
+from bertlab.finetuning.models import finetuning_groups, layerwise_rates, load_task_model
+from bertlab.finetuning.models import reinit_top_layers, save_predictor
+from bertlab.model.adapters import freeze_weights, layer_depth
+from bertlab.finetuning.task import LabelNames, get_task
 
 WORDS = "apple pear plum fig saw hammer drill file the is in here where what oslo rome"
 TOKENIZER = train_tokenizer([WORDS] * 30, 120)
@@ -30,7 +30,13 @@ TINY = modernbert_tiny(
     num_attention_heads=2,
     intermediate_size=48,
 )
-LABELS = TaskLabels(2, ("fruit", "tool"), "single_label_classification")
+
+
+def task_of(*names, kind="classification"):
+    return get_task(kind, labels=LabelNames(names, names))
+
+
+TASK = task_of("fruit", "tool")
 FRESH = ["task_head.classifier.bias", "task_head.classifier.weight"]
 SMALL = {"vocab_size": 120, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48,
          "max_position_embeddings": 40}  # fmt: skip
@@ -57,7 +63,7 @@ def pretrained(tmp_path_factory):
 def test_both_kinds_of_directory_give_the_same_encoder_and_head(pretrained):
     model, folder = pretrained
     for kind in ("ours", "theirs"):
-        loaded, fresh = load_task_model("classification", folder / kind, LABELS)
+        loaded, fresh, _ = load_task_model(TASK, folder / kind)
         assert sorted(fresh) == FRESH and loaded.config.id2label == {0: "fruit", 1: "tool"}
         state = loaded.state_dict()
         for key, weight in model.state_dict().items():
@@ -71,9 +77,7 @@ def test_both_kinds_of_directory_give_the_same_encoder_and_head(pretrained):
         }
 
 
-@pytest.mark.parametrize(
-    "task", [task for task in TASK_MODELS if task != "span_classification"]
-)  # theirs has none
+@pytest.mark.parametrize("task", ["classification", "token_classification", "question_answering"])
 @pytest.mark.parametrize("kind", ["Bert", "Roberta", "ModernBert"])
 def test_a_checkpoint_of_transformers_gets_the_head_that_transformers_gives_it(
     tmp_path, kind, task
@@ -82,11 +86,11 @@ def test_a_checkpoint_of_transformers_gets_the_head_that_transformers_gives_it(
         **SMALL, bos_token_id=2, cls_token_id=2, eos_token_id=3, sep_token_id=3, pad_token_id=0
     )
     shaken(getattr(transformers, f"{kind}ForMaskedLM")(config)).save_pretrained(tmp_path / "mlm")
-    labels = LABELS if task == "classification" else TaskLabels(2)
-    ours, fresh = load_task_model(task, tmp_path / "mlm", labels)
+    task = task_of("fruit", "tool", kind=task)
+    ours, fresh, _ = load_task_model(task, tmp_path / "mlm")
     # Their own class, with the weights that were drawn here: equal scores mean equal everything else.
     save_predictor(ours, tmp_path / "saved", TOKENIZER)
-    head = TASK_MODELS[task].__name__.removeprefix("BertLab")
+    head = task.architecture
     theirs, report = getattr(transformers, kind + head).from_pretrained(
         tmp_path / "mlm", num_labels=2, output_loading_info=True
     )
@@ -106,16 +110,16 @@ def test_a_checkpoint_of_transformers_gets_the_head_that_transformers_gives_it(
 def test_a_classifier_that_answered_to_other_names_is_forgotten_and_the_same_one_kept(tmp_path):
     old = shaken(
         BertLabForSequenceClassification(
-            BertLabConfig(**{**TINY.to_diff_dict(), **LABELS.settings()})
+            BertLabConfig(**{**TINY.to_diff_dict(), **TASK.config_settings()})
         )
     )
     old.save_pretrained(tmp_path)
-    kept, fresh = load_task_model("classification", tmp_path, LABELS)
+    kept, fresh, _ = load_task_model(TASK, tmp_path)
     assert fresh == [] and torch.equal(
         kept.task_head.classifier.weight, old.task_head.classifier.weight
     )
-    for labels in (TaskLabels(2, ("tool", "fruit")), TaskLabels(3)):
-        anew, fresh = load_task_model("classification", tmp_path, labels)
+    for labels in (task_of("tool", "fruit"), get_task("classification", num_labels=3)):
+        anew, fresh, _ = load_task_model(labels, tmp_path)
         assert (
             sorted(fresh) == FRESH and anew.task_head.classifier.out_features == labels.num_labels
         )
@@ -124,14 +128,14 @@ def test_a_classifier_that_answered_to_other_names_is_forgotten_and_the_same_one
             assert not torch.equal(
                 anew.task_head.classifier.weight, old.task_head.classifier.weight
             )
-    other, fresh = load_task_model("token_classification", tmp_path, TaskLabels(2))
+    other, fresh, _ = load_task_model(get_task("token_classification", num_labels=2), tmp_path)
     assert sorted(fresh) == FRESH and isinstance(other, BertLabForTokenClassification)
 
 
 def test_a_loaded_model_can_be_saved_and_loaded_again(pretrained, tmp_path):
-    model, _ = load_task_model("classification", pretrained[1] / "ours", LABELS)
+    model, *_ = load_task_model(TASK, pretrained[1] / "ours")
     model.save_pretrained(tmp_path)
-    again, fresh = load_task_model("classification", tmp_path, LABELS)
+    again, fresh, _ = load_task_model(TASK, tmp_path)
     assert fresh == []
     for key, weight in model.state_dict().items():
         assert torch.equal(again.state_dict()[key], weight), key
@@ -145,7 +149,7 @@ def test_options_reach_the_model(pretrained):
         "attn_implementation": "eager",
     }
     for kind in ("ours", "theirs"):
-        model, _ = build_task_model("classification", pretrained[1] / kind, LABELS, options)
+        model, *_ = load_task_model(TASK, pretrained[1] / kind, options)
         assert model.task_head.dropout.p == 0.3 and model.config._attn_implementation == "eager"
         assert {
             m.p for m in model.encoder.blocks[0].mlp.modules() if isinstance(m, torch.nn.Dropout)
@@ -155,7 +159,7 @@ def test_options_reach_the_model(pretrained):
 
 def test_a_half_precision_checkpoint_is_trained_in_float32(tmp_path):
     BertLabForMaskedLM(TINY).to(torch.bfloat16).save_pretrained(tmp_path)
-    model, _ = load_task_model("classification", tmp_path, LABELS)
+    model, *_ = load_task_model(TASK, tmp_path)
     assert {p.dtype for p in model.parameters()} == {torch.float32}
 
 
@@ -168,9 +172,9 @@ def test_an_encoder_with_holes_is_refused(tmp_path):
     save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
     with pytest.raises(
         ValueError,
-        match="lacks weights of its own encoder, such as 'encoder.blocks.1.attention.qkv.weight'",
+        match="encoder.blocks.1.attention.qkv.weight",
     ):
-        load_task_model("classification", tmp_path, LABELS)
+        load_task_model(TASK, tmp_path)
 
 
 @pytest.mark.parametrize("name, kwargs, said", [
@@ -178,32 +182,10 @@ def test_an_encoder_with_holes_is_refused(tmp_path):
 ])  # fmt: skip
 def test_a_source_that_is_none_is_refused(name, kwargs, said):
     with pytest.raises(ValueError, match=said):
-        build_task_model("classification", name, LABELS, None, kwargs)
+        load_task_model(TASK, name, None, kwargs)
 
 
 # --- labels ---------------------------------------------------------------------------------------
-
-
-def test_user_and_data_agree_on_labels_or_the_user_is_told():
-    nothing = {"num_labels": None, "id2label": None, "problem_type": None}
-    found = {"num_labels": 2, "id2label": ("a", "b"), "problem_type": "single_label_classification"}
-    assert settle_labels("classification", nothing, found) == TaskLabels(
-        2, ("a", "b"), "single_label_classification"
-    )
-    assert settle_labels("question_answering", nothing, {"num_labels": None}) == TaskLabels(2)
-    assert settle_labels("classification", {**nothing, "num_labels": 4}, {}).names == ()
-    for change, said in (
-        ({"num_labels": 3}, "num_labels=3, but the data has 2"),
-        ({"id2label": ("b", "a")}, "id2label"),
-    ):
-        with pytest.raises(ValueError, match=said):
-            settle_labels("classification", {**nothing, **change}, found)
-    with pytest.raises(ValueError, match="num_labels is None"):
-        settle_labels("classification", nothing, {})
-    with pytest.raises(ValueError, match="id2label names 3"):
-        settle_labels(
-            "classification", {**nothing, "num_labels": 2, "id2label": ("a", "b", "c")}, {}
-        )
 
 
 # --- layers ---------------------------------------------------------------------------------------
@@ -223,7 +205,7 @@ def test_depths_count_from_the_tokens_up():
 @settings(max_examples=50, deadline=None, derandomize=True)
 @given(st.floats(1e-6, 1.0), st.floats(0.05, 1.0), st.integers(1, 24))
 def test_rates_fall_by_one_factor_a_layer_and_end_at_the_heads(rate, decay, num_layers):
-    rates = rates_by_depth(rate, decay, num_layers)
+    rates = layerwise_rates(rate, decay, num_layers)
     assert len(rates) == num_layers + 2 and rates[-1] == rate
     for low, high in zip(rates, rates[1:]):
         assert low == pytest.approx(high * decay)
@@ -243,9 +225,12 @@ def test_every_weight_is_in_one_group_with_the_rate_of_its_depth():
 
 def test_frozen_layers_have_no_group():
     model = fresh_model()
-    freeze_bottom(model, 2)
-    overrides = rate_overrides(model, 1.0, 0.5)
-    assert overrides == {"encoder.blocks.2.*": {"lr": 0.5}}
+    freeze_weights(model, 2, "freeze_layers")
+    hparams = SimpleNamespace(
+        optimizer_class="adamw", learning_rate=1.0, layer_decay=0.5, weight_decay=0.0
+    )
+    groups = finetuning_groups(model, hparams)
+    assert {group["lr"] for group in groups if "lr" in group} == {0.5}
 
 
 @pytest.mark.parametrize("how_many, moving", [
@@ -255,7 +240,7 @@ def test_frozen_layers_have_no_group():
 ])  # fmt: skip
 def test_freezing_counts_blocks_from_below(how_many, moving):
     model = fresh_model()
-    frozen = freeze_bottom(model, how_many)
+    frozen = freeze_weights(model, how_many, "freeze_layers")
     free = {name for name, p in model.named_parameters() if p.requires_grad}
     assert free.isdisjoint(frozen) and len(free) + len(frozen) == len(list(model.parameters()))
     parts = {name.removeprefix("encoder.").replace("task_head", "head") for name in free}
@@ -264,9 +249,9 @@ def test_freezing_counts_blocks_from_below(how_many, moving):
 
 def test_reinit_begins_the_top_anew_and_leaves_the_rest(tmp_path):
     shaken(BertLabForMaskedLM(TINY)).save_pretrained(tmp_path)
-    model, _ = load_task_model("classification", tmp_path, LABELS)
+    model, *_ = load_task_model(TASK, tmp_path)
     before = {k: v.clone() for k, v in model.state_dict().items()}
-    anew = reinit_top(model, 2)
+    anew = reinit_top_layers(model, 2)
     changed = {
         key for key, weight in model.state_dict().items() if not torch.equal(weight, before[key])
     }
@@ -283,14 +268,14 @@ def test_reinit_begins_the_top_anew_and_leaves_the_rest(tmp_path):
     widths = {key: fresh_model().state_dict()[key].std() for key in expected if "norm" not in key}
     for key, width in widths.items():
         assert model.state_dict()[key].std() == pytest.approx(width.item(), rel=0.15), key
-    assert reinit_top(model, 0) == []
+    assert reinit_top_layers(model, 0) == []
 
 
 def test_reinit_narrows_what_deepnorm_narrows_though_transformers_marks_it_as_loaded(tmp_path):
     config = BertLabConfig(**{**TINY.to_diff_dict(), "norm": "deep", "norm_position": "post"})
     shaken(BertLabForMaskedLM(config)).save_pretrained(tmp_path)
     model, fresh = BertLabForMaskedLM.from_pretrained(tmp_path), BertLabForMaskedLM(config)
-    reinit_top(model, 1)
+    reinit_top_layers(model, 1)
     narrow, expected = (
         one.encoder.blocks[2].attention.out_proj.weight.std().item() for one in (model, fresh)
     )
@@ -328,8 +313,7 @@ def save_all(source, folder):
     "A model for each task, saved for its pipeline."
     models = {}
     for pipeline, task in PIPELINES.items():
-        labels = TaskLabels(2) if task == "question_answering" else TaskLabels(3, TAGS)
-        models[task] = load_task_model(task, source, labels).model.eval()
+        models[task] = load_task_model(task_of(*TAGS, kind=task), source).model.eval()
         save_predictor(models[task], folder / pipeline, TOKENIZER)
         assert not list((folder / pipeline).glob(".saving*"))
     return models

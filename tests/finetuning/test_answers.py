@@ -1,0 +1,235 @@
+"Answers: scored as SQuAD's and MLQA's scripts do, and cut out of windows to the character."
+
+import re
+import string
+import unicodedata
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bertlab.data.tokenizers import train_tokenizer
+from bertlab.finetuning.answers import (
+    Answer,
+    AnswerScores,
+    answer_scores,
+    choose_answer,
+    normalize_answer,
+    rank_answers,
+    score_answer,
+)
+
+
+# SQuAD's rules, written from the paper and the script's description, by other means than the module's.
+PUNCTUATION = re.escape("!\"#$%&'()*+,-./:;<=>?@[\\]^_`{|}~")
+
+
+def squad_words(text: str) -> list[str]:
+    words = re.findall(r"\w+|\W", re.sub(f"[{PUNCTUATION}]", "", text.lower()))
+    return "".join(" " if word in {"a", "an", "the"} else word for word in words).split()
+
+
+def squad_scores(answer: str, golds: list[str]) -> tuple[float, float]:
+    "Exact match and F1 of one question."
+    golds = [gold for gold in golds if squad_words(gold)] or [""]
+    exact, overlap = 0.0, 0.0
+    for gold in golds:
+        ours, theirs = squad_words(answer), squad_words(gold)
+        exact = max(exact, float(ours == theirs))
+        if not ours or not theirs:
+            overlap = max(overlap, float(ours == theirs))
+            continue
+        left, same = list(theirs), 0
+        for word in ours:
+            if word in left:
+                left.remove(word)
+                same += 1
+        if same:
+            precision, recall = same / len(ours), same / len(theirs)
+            overlap = max(overlap, 2 * precision * recall / (precision + recall))
+    return exact, overlap
+
+
+ANSWERS = [  # answer, gold ones, exact match, F1; worked by hand
+    ("The Eiffel Tower!", ["Eiffel Tower"], 1, 1),
+    ("eiffel   tower in Paris", ["Eiffel Tower"], 0, 2 * 2 / (4 + 2)),
+    ("in 1889", ["1889", "the year 1889", "March 1889"], 0, 2 * 1 / (2 + 1)),
+    (
+        "to be or not to be",
+        ["to be to be to be"],
+        0,
+        2 * 4 / (6 + 6),
+    ),  # "to" and "be" count twice each
+    ("", [], 1, 1),  # SQuAD 2.0: unanswerable, and nothing was answered
+    ("Paris", [], 0, 0),
+    ("", ["Paris"], 0, 0),
+    ("the", ["Paris"], 0, 0),  # nothing is left of the answer
+    ("Paris", ["the", "Paris"], 1, 1),  # a gold answer of nothing but an article is none
+    ("a theatre", ["theatre"], 1, 1),  # "the" within a word stays
+    ("U.S.A", ["USA"], 1, 1),
+    ("well-known", ["well known"], 0, 0),  # punctuation goes without leaving a space
+    ("an é", ["É"], 1, 1),
+]
+
+
+@pytest.mark.parametrize("answer, golds, exact, overlap", ANSWERS)
+def test_answers_by_hand(answer, golds, exact, overlap):
+    for score, expected in (("exact_match", exact), ("f1", overlap)):
+        assert score_answer(answer, golds, score) == pytest.approx(expected)
+    assert squad_scores(answer, golds) == pytest.approx((exact, overlap))
+
+
+text = st.text(alphabet="ab the.,-'ÀN\n ", max_size=20)
+
+
+@given(text, st.lists(text, max_size=3))
+@settings(derandomize=True, deadline=None, max_examples=150)
+def test_answers_are_scored_as_squads_rules_say(answer, golds):
+    assert normalize_answer(answer).split() == squad_words(answer)
+    for score, expected in zip(("exact_match", "f1"), squad_scores(answer, golds)):
+        assert score_answer(answer, golds, score) == pytest.approx(expected)
+
+
+@given(
+    *[
+        st.text(
+            alphabet=st.one_of(st.characters(max_codepoint=127), st.sampled_from("a the,.-'")),
+            max_size=20,
+        )
+    ]
+    * 2
+)
+@settings(derandomize=True, deadline=None, max_examples=300)
+def test_answers_in_ascii_score_as_by_the_formula_of_squads_script(answer, gold):
+    def words(text):
+        bare = "".join(letter for letter in text.lower() if letter not in string.punctuation)
+        return re.sub(r"\b(a|an|the)\b", " ", bare).split()
+
+    ours, theirs = words(answer), words(gold)
+    same = (Counter(ours) & Counter(theirs)).total()
+    overlap = 2 * same / (len(ours) + len(theirs)) if ours and theirs else float(ours == theirs)
+    assert normalize_answer(answer) == " ".join(ours)
+    assert score_answer(answer, [gold], "exact_match") == float(ours == theirs)
+    assert score_answer(answer, [gold]) == overlap
+
+
+@given(*[st.text(alphabet="北京市1b9 ,。《》、·(", max_size=12)] * 2)
+@settings(derandomize=True, deadline=None, max_examples=200)
+def test_answers_in_chinese_score_as_mlqas_script_has_it(answer, gold):
+    "Punctuation of category P goes; an ideograph is a token, and what stands between ideographs is cut at spaces."
+
+    def tokens(text):  # noqa: E306
+        bare = "".join(c for c in text.lower() if not unicodedata.category(c).startswith("P"))
+        return "".join(f" {c} " if "\u4e00" <= c <= "\u9fa5" else c for c in bare).split()
+
+    ours, theirs = tokens(answer), tokens(gold)
+    assert score_answer(answer, [gold], "exact_match") == float(ours == theirs)
+    same = (Counter(ours) & Counter(theirs)).total()
+    assert score_answer(answer, [gold]) == pytest.approx(
+        2 * same / (len(ours) + len(theirs)) if ours and theirs else float(ours == theirs)
+    )
+
+
+@pytest.mark.parametrize("answer, gold, exact, overlap", [
+    ("北京市朝阳区", "北京市朝阳", 0, 2 * 5 / (6 + 5)),
+    ("《红楼梦》", "红楼梦。", 1, 1),
+    ("القاهرة،", "القاهرة", 1, 1),
+    ("दिल्ली।", "दिल्ली", 1, 1),
+    ("น้ำ", "นำ", 0, 2 * 1 / (2 + 2)),  # a letter with another mark is another letter; sara am is the same
+    ("thành phố à", "thành phố á", 0, 2 * 2 / (3 + 3)),
+    ("x a̱", "x the̱", 0, 2 * 1 / (2 + 2)),  # no composed form: the mark makes them no articles
+    ("a x̄", "x̄", 1, 1),
+    ("“Paris”", "Paris", 1, 1),
+])  # fmt: skip
+def test_answers_of_other_scripts_by_hand_however_accents_are_stored(answer, gold, exact, overlap):
+    for form in ("NFC", "NFD"):
+        said = unicodedata.normalize(form, answer)
+        assert score_answer(said, [gold], "exact_match") == exact, form
+        assert score_answer(said, [gold]) == pytest.approx(overlap), form
+
+
+def test_answer_scores_are_torchmetrics_squad_on_recorded_predictions():
+    from torchmetrics.text import SQuAD
+
+    answerable = [(answer, golds) for answer, golds, *_ in ANSWERS if golds and "the" not in golds]
+    theirs = SQuAD()
+    theirs.update([{"prediction_text": answer, "id": str(i)} for i, (answer, _) in enumerate(answerable)],
+                  [{"answers": {"text": golds, "answer_start": [0] * len(golds)}, "id": str(i)}
+                   for i, (_, golds) in enumerate(answerable)])  # fmt: skip
+    expected = theirs.compute()
+    found = answer_scores(*zip(*answerable))
+    for score in ("exact_match", "f1"):
+        assert 100 * found[score] == pytest.approx(expected[score].item(), rel=1e-5)
+
+
+def test_the_mean_is_over_questions():
+    assert answer_scores(["x", "x", "x", "x"], [["x"], ["y"], ["y"], ["y"]])["exact_match"] == 0.25
+    with pytest.raises(ValueError, match="golds.*'x'"):
+        score_answer("x", "x")
+
+
+def window(start, end, length=6):
+    logits = np.full((2, length), -1.0)
+    logits[0, start] = logits[1, end] = 3.0
+    return logits
+
+
+OFFSETS = np.array([[-1, -1], [0, 2], [3, 5], [6, 8], [9, 11], [-1, -1]])
+
+
+def test_windows_in_any_batch_and_order_give_one_answer_a_question():
+    rows = [{"context": "ab cd ef gh", "answers": {"text": [gold]}} for gold in ("cd ef", "gh")]
+    parts = [(window(2, 3), 0), (window(4, 4) / 9, 0), (window(4, 4), 1), (window(0, 0), -1)]
+    for order in (parts, parts[::-1]):
+        metric = AnswerScores(rows)
+        for logits, example in order:
+            ends = (torch.tensor(x)[None] for x in logits)
+            metric.update(*ends, torch.tensor(OFFSETS)[None], torch.tensor([example]))
+        assert metric.compute() == {"exact_match": 1, "f1": 1}
+
+
+def test_the_most_doubtful_window_decides_about_no_answer():
+    logits = [window(0, 0), window(2, 3)]
+    starts, ends = zip(*logits)
+    ranked = rank_answers(starts, ends, [OFFSETS] * 2, [0, 0], ["ab cd ef gh"])[0]
+    assert choose_answer(ranked).text == "cd ef"
+    assert next(answer.score for answer in ranked if not answer.text) == -2.0
+
+
+def test_the_threshold_decides_between_an_answer_and_none():
+    answers = [Answer("", 5.0, 0, 0), Answer("fox", 4.0, 2, 5)]
+    assert [choose_answer(answers, t).text for t in (0.0, 0.99, 1.0, float("inf"))] == [
+        "",
+        "",
+        "fox",
+        "fox",
+    ]
+    assert choose_answer(answers[::-1], -2).text == "" and choose_answer(answers[:1], 3).text == ""
+
+
+@pytest.mark.parametrize("kind", ["wordpiece", "bpe", "unigram"])
+def test_an_answer_begins_with_its_first_letter_and_is_never_a_space(kind):
+    context = "The capital of France is  Paris ."
+    made = train_tokenizer([context] * 9, 300, kind=kind)(
+        context, add_special_tokens=False, return_offsets_mapping=True
+    )
+    offsets = [(-1, -1), *made["offset_mapping"]]
+    score = [
+        1.0 if context[a:b].strip() == "Paris" else 5.0 if not context[a:b].strip() else 0.0
+        for a, b in offsets[1:]
+    ]
+    found = rank_answers(
+        [[-9, *score]], [[-9, *score]], [np.array(offsets)], [0], [context], max_answer_tokens=1
+    )[0]
+    assert found[0] == ("Paris", 2.0, 26, 31) and all(one.text == one.text.strip() for one in found)
+
+
+def test_the_empty_answer_stays_in_a_short_list():
+    offsets = [[-1, -1], [0, 1], [1, 2], [2, 3]]
+    found = rank_answers(
+        [[-9, 1, 2, 3]], [[-9, 1, 2, 3]], [np.array(offsets)], [0], ["abc"], num_best=2
+    )
+    assert [answer.text for answer in found[0]] == ["c", "bc", ""]

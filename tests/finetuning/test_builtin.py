@@ -1,0 +1,354 @@
+"Tasks made from this Python: true labels, splits without leaks, and baselines that are what they say."
+
+import ast
+import functools
+import io
+import keyword
+import tokenize
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bertlab.finetuning.answers import answer_by_words
+from bertlab.finetuning.baselines import compute_baselines, dataset_baselines
+from bertlab.data.tokenizers import train_tokenizer
+from bertlab.data.documents import (
+    Document,
+    normalized_words,
+    ngram_overlap,
+)
+from bertlab.finetuning.data import FinetuningDataModule
+from bertlab.data.supervised import read_answers
+from bertlab.finetuning.builtin import (
+    AREAS,
+    SHARES,
+    BUILTIN_DATASETS,
+    BuiltinDataset,
+    area_rows,
+    describe_dataset,
+    divide_rows,
+    load_builtin_dataset,
+    module_of,
+    place_group,
+    question_rows,
+    row_text,
+    thin_out,
+)
+from bertlab.finetuning.builtin import (
+    ask_about,
+    clip,
+    label_code,
+    label_words,
+    list_entry,
+    parse_functions,
+    stdlib_functions,
+)
+
+many = settings(max_examples=60, deadline=None, derandomize=True)
+SMALL = {"train": 250, "validation": 60, "test": 80}
+NAMES = sorted(BUILTIN_DATASETS)
+
+
+@functools.cache
+def small(name: str, seed: int = 0) -> BuiltinDataset:
+    options = {"max_functions": 500} if name == "code-tokens" else {}
+    return load_builtin_dataset(name, seed, SMALL, **options)
+
+
+def splits_of(task: BuiltinDataset) -> dict[str, list[dict]]:
+    return {split: getattr(task, split) for split in SHARES}
+
+
+# What the teachers say
+
+
+def parsed(code: str):
+    [function] = parse_functions(code, "m")
+    return function
+
+
+def test_a_function_is_known_by_its_place_its_defaults_and_its_documentation():
+    code = 'class A:\n    @staticmethod\n    def f(x, /, y=(1, 2), *rest, key=None, must, **more):\n        "Say."\n'
+    function = parsed(code)
+    assert (function.source, function.name, function.doc) == ("m:A.f", "f", "Say.")
+    assert function.parameters == (("x", None), ("y", "(1, 2)"), ("key", "None"), ("must", None))
+    assert function.code.startswith("    def f(") and function.names == {"A", "f"}
+
+
+def test_functions_inside_branches_and_functions_are_found():
+    code = "if True:\n    def a():\n        async def b(): pass\nelse:\n    def c(): pass\n"
+    assert {f.source for f in parse_functions(code, "m")} == {"m:a", "m:a.b", "m:c"}
+
+
+def test_form_feeds_do_not_shift_the_code_of_a_function():
+    code = "x = 1\n\x0c\ndef f():\n    return 'f'\n"
+    assert parsed(code).code == "def f():\n    return 'f'\n"
+
+
+def kinds_of(code: str) -> list[tuple[str, str]]:
+    return list(zip(*label_code(code)))
+
+
+def test_names_are_told_apart_by_what_they_do():
+    labelled = kinds_of("def f(a, b=1):\n    c = g(a).h\n    return c.k(a=b)  # c\n")
+    expected = (
+        "def/keyword f/function (/operator a/parameter ,/operator b/parameter =/operator 1/number )/operator :/operator "
+        "c/variable =/operator g/function (/operator a/parameter )/operator ./operator h/attribute "
+        "return/keyword c/variable ./operator k/function (/operator a/argument =/operator b/parameter )/operator "
+        "#/comment c/comment"
+    )
+    assert " ".join(f"{word}/{kind}" for word, kind in labelled) == expected
+
+
+def test_words_in_strings_are_strings_and_the_docstring_is_left_out():
+    labelled = kinds_of('def f():\n    """Doc of f."""\n    return "if x" + f"{f}"\n')
+    assert (
+        ("if", "string") in labelled
+        and ("Doc", "string") not in labelled
+        and ("return", "keyword") in labelled
+    )
+
+
+def test_a_method_is_read_as_it_stands_even_with_a_string_left_of_it():
+    code = '    def f(self):\n        return """a\nb""", self\n'
+    labelled = kinds_of(code)
+    assert labelled[0] == ("def", "keyword") and labelled[-1] == ("self", "parameter")
+    assert ("b", "string") in labelled and ("if", "keyword") not in labelled
+
+
+def test_keywords_and_numbers_are_those_of_the_tokenizer():
+    "Counted anew from the tokens, for a hundred functions of the library."
+    checked = 0
+    for function in stdlib_functions()[:150]:
+        if not function.code.isascii() or function.code[:1].isspace() or function.doc:
+            continue
+        tokens = list(tokenize.generate_tokens(io.StringIO(function.code).readline))
+        words, kinds = label_code(function.code)
+        keywords = [
+            t.string for t in tokens if t.type == tokenize.NAME and keyword.iskeyword(t.string)
+        ]
+        assert [w for w, k in zip(words, kinds) if k == "keyword"] == keywords
+        numbers = [t.string for t in tokens if t.type == tokenize.NUMBER]
+        assert [w for w, k in zip(words, kinds) if k == "number"] == numbers
+        declared = [n.arg for n in ast.walk(ast.parse(function.code)) if isinstance(n, ast.arg)]
+        assert Counter(declared) <= Counter(w for w, k in zip(words, kinds) if k == "parameter")
+        checked += 1
+    assert checked > 5
+
+
+def test_words_of_documentation_follow_the_signature():
+    function = parsed(
+        'def load(path, a=1):\n    "Load a path or a Path. Raise ValueError, open the list."\n'
+    )
+    labelled = dict(zip(*label_words(function)))
+    assert labelled["path"] == "parameter" and labelled["ValueError"] == labelled["load"] == "name"
+    assert labelled["a"] == labelled["Path"] == labelled["open"] == labelled["list"] == "word"
+
+
+def asked(code: str) -> dict[str, str | None]:
+    function = parsed(code)
+    line = list_entry(function)[0]
+    return {
+        question: line[slice(*span)] if span else None for _, question, span in ask_about(function)
+    }
+
+
+def test_questions_have_the_answers_that_stand_in_the_line():
+    code = 'def f(a, b="x=1", x=1):\n    "Count the things. Returns their number, or raises KeyError if none."\n'
+    assert asked(code) == {
+        "What is the default of a in f?": None,
+        "What is the default of b in f?": "'x=1'",
+        "What is the default of x in f?": "1",
+        "What does f do?": "Count the things",
+        "What does f return?": "their number",
+        "Which exception does f raise?": "KeyError",
+    }
+
+
+def test_a_default_is_found_behind_its_own_name_and_not_inside_another():
+    function = parsed('def f(b="x=1", ax=1, x=1):\n    "Do."\n')
+    line = list_entry(function)[0]
+    assert line.startswith("f(b='x=1', ax=1, x=1)")
+    spans = [span for kind, _, span in ask_about(function) if kind == "default"]
+    assert spans == [(4, 9), (14, 15), (19, 20)]
+
+
+def test_nothing_is_asked_where_the_documentation_is_not_plain():
+    "It speaks of returning, but the pattern does not see what: neither an answer nor none is right."
+    questions = asked('def f():\n    "Whatever is returned, an Exception is too"\n')
+    assert questions == {}
+
+
+@many
+@given(st.text(max_size=40), st.integers(1, 40))
+def test_clipping_keeps_the_beginning(text, size):
+    clipped = clip(text, size)
+    assert text.startswith(clipped) and len(clipped) <= size
+    assert clipped == text or text[len(clipped)] == " " or not clipped
+
+
+# Splits
+
+
+@many
+@given(
+    st.lists(st.tuples(st.sampled_from("abcdefgh"), st.text("xyz ", max_size=12)), max_size=40),
+    st.integers(0, 5),
+)
+def test_groups_stay_together_and_nothing_comes_twice(pairs, seed):
+    rows = [{"text": text, "source": f"{group}:f{n}"} for n, (group, text) in enumerate(pairs)]
+    splits, dropped = divide_rows(rows, seed, SMALL, module_of)
+    kept = [row for part in splits.values() for row in part]
+    groups = [{module_of(row["source"]) for row in part} for part in splits.values()]
+    assert sum(map(len, groups)) == len(set().union(*groups))
+    assert len({normalized_words(row["text"]) for row in kept}) == len(kept)
+    assert len(kept) + dropped.total() == len(rows)
+
+
+def test_a_text_half_of_which_is_in_training_is_not_asked_about():
+    common = "one two three four five six seven eight nine ten eleven twelve"
+    rows = [{"text": f"{common} {group}", "source": f"{group}:f"} for group in map(str, range(40))]
+    splits, dropped = divide_rows(rows, 0, SMALL, module_of)
+    assert splits["train"] and not splits["validation"] and not splits["test"]
+    assert dropped["half or more stands in a training row"] == 40 - len(splits["train"])
+
+
+def test_a_new_module_moves_no_other_and_a_seed_moves_many():
+    places = [place_group(f"m{n}") for n in range(300)]
+    assert places == [place_group(f"m{n}") for n in range(300)]
+    moved = sum(place != place_group(f"m{n}", 1) for n, place in enumerate(places))
+    assert moved > 90 and set(places) == set(SHARES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_group_and_no_text_is_in_two_splits(name):
+    task, group = small(name), BUILTIN_DATASETS[name].group_of
+    splits = splits_of(task)
+    assert all(len(rows) >= 30 for rows in splits.values())
+    groups = [{group(row["source"]) for row in rows} for rows in splits.values()]
+    assert sum(map(len, groups)) == len(set().union(*groups))
+    as_documents = [[Document(row_text(row), "") for row in rows] for rows in splits.values()]
+    for held_out in as_documents[1:]:
+        assert max(ngram_overlap(held_out, as_documents[0])) < 0.5
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_task_is_a_function_of_its_seed(name):
+    options = {"max_functions": 500} if name == "code-tokens" else {}
+    assert load_builtin_dataset(name, 0, SMALL, **options).test == small(name).test
+    assert small(name, 1).test != small(name).test
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_data_module_takes_a_task_as_it_is(name):
+    task = small(name)
+    tokenizer = train_tokenizer([row_text(row) for row in task.train], 600)
+    data = FinetuningDataModule(
+        task.kind,
+        tokenizer,
+        max_sequence_length=task.max_sequence_length,
+        collator_kwargs={"doc_stride": 16} if task.kind.startswith("q") else None,
+    )
+    data.set_datasets(**task.splits)
+    data.setup()
+    batch = next(iter(data.train_dataloader()))
+    assert set(data.id2label.values()) == set(task.label_names)
+    assert batch["input_ids"].shape[1] <= task.max_sequence_length
+    labels = batch["start_positions" if task.kind.startswith("q") else "labels"]
+    assert (labels >= 0).any()
+
+
+# The tasks
+
+
+def test_areas_share_no_module_and_no_text_names_one():
+    modules = [module for names in AREAS.values() for module in names.split()]
+    assert (
+        len(modules) == len(set(modules)) == len(" ".join(AREAS.values()).split())
+        and len(AREAS) == 12
+    )
+    names = {"asyncio", "tkinter", "email", "unittest", "json", "urllib"}
+    for row in area_rows(max_per_area=60):
+        words = {
+            word
+            for part in row["text"].lower().split("_")
+            for word in normalized_words(part).split()
+        }
+        assert not words & names
+    shown = " ".join(row["text"] for row in area_rows(hide_names=False, max_per_area=60)).lower()
+    assert any(name in shown for name in names)
+
+
+def test_every_answer_stands_at_its_place_and_no_answer_is_right_too_often():
+    rows = question_rows()
+    answered = 0
+    for number, row in enumerate(rows):
+        spans = read_answers(
+            row, "answers", row["context"], number
+        )  # raises where the place is wrong
+        assert len(spans) == len(row["answers"]["text"]) <= 1
+        answered += len(spans)
+        name = row["question"].removesuffix("?").split()[-1 if row["kind"] == "default" else -2]
+        assert f"{name}(" in row["context"]
+    assert 0.5 < answered / len(rows) < 0.95
+    texts = Counter(row["answers"]["text"][0] if row["answers"]["text"] else "" for row in rows)
+    assert texts.most_common(1)[0][1] < 0.35 * len(rows)
+
+
+def test_thinning_counts_against_the_other_answers():
+    row = lambda n, text: {"question": str(n), "context": "", "kind": "k",
+                           "answers": {"text": [text] if text else []}}  # fmt: skip
+    rows = (
+        [row(n, "None") for n in range(100)]
+        + [row(100 + n, "") for n in range(40)]
+        + [row(999, "x")] * 1
+    )
+    kept = Counter(tuple(r["answers"]["text"]) for r in thin_out(rows, 0.5))
+    assert kept == {
+        ("None",): 20,
+        (): 40,
+        ("x",): 1,
+    }  # 41 others halved; 101 halved is more than there are
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"name": "docstrings"}, {"name": "doc-words", "sizes": {"dev": 3}}]
+)
+def test_a_wrong_name_is_answered_by_the_known_ones(wrong):
+    with pytest.raises(ValueError, match="docstring-area|validation"):
+        load_builtin_dataset(**wrong)
+
+
+def test_a_task_describes_itself():
+    text = describe_dataset(small("docstring-area"))
+    assert "PSF" in text and "windows" in text and "train 250" in text
+
+
+# Scores and baselines
+
+
+@pytest.mark.parametrize("name", ["docstring-area", "doc-words", "api-questions"])
+def test_a_simple_method_beats_the_majority_and_reads_no_test_label(name):
+    dataset = small(name)
+    found = dataset_baselines(dataset)
+    assert found["bag of words"].scores[dataset.metric] > found["majority"].scores[dataset.metric]
+    hidden = [
+        {k: v for k, v in row.items() if k not in ("label", "answers")} for row in dataset.test
+    ]
+    if name == "api-questions":
+        said = answer_by_words(dataset.train, dataset.validation, hidden)
+        assert said == [row["predicted_answer"] for row in found["bag of words"].predictions]
+
+
+def test_a_data_module_has_the_baselines_of_its_rows():
+    dataset = small("docstring-area")
+    data = FinetuningDataModule("classification", max_sequence_length=32, vocab_size=300)
+    data.set_datasets(**dataset.splits)
+    data.setup()
+    found, expected = compute_baselines(data), dataset_baselines(dataset)
+    for name, baseline in expected.items():
+        assert found[name] == {f"test_{k}": v for k, v in baseline.scores.items()}
+    drawn = compute_baselines(data, max_rows=60)
+    assert drawn != found and drawn == compute_baselines(data, max_rows=60)
