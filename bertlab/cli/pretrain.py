@@ -62,7 +62,7 @@ from ..train.checkpoints import TrainingCheckpoint, TrainingInterrupted, check_r
 from ..train.checkpoints import latest_checkpoint, isolate_rng
 from ..train.averages import EMA
 from ..train.history import History, print_line
-from ..train.model_directories import ModelDirectories, ModelShelf
+from ..train.model_directories import ModelDirectories, saved_models
 from ..train.modules import PretrainingModule, clock_budget, collator_objective, load_encoder
 from ..train.modules import build_param_groups, build_optimizer
 from ..train.monitors import PROGRESS, MemoryMonitor, Throughput, build_loggers, get_progress
@@ -734,9 +734,9 @@ class Run:
 
     def _judge_last(self, found: Mapping[str, float]) -> None:
         "Let the model of the last step be ranked by what was found behind the training."
-        for callback in self.trainer.callbacks if self.trainer.is_global_zero else ():
+        for callback in self.trainer.callbacks:
             if isinstance(callback, ModelDirectories) and callback.monitor in found:
-                callback.shelf.note(self.trainer.global_step, found[callback.monitor])
+                callback.save_best(self.trainer, self.module, found[callback.monitor])
 
     def read_metrics(
         self,
@@ -884,8 +884,8 @@ def find_model_directory(directory: str | os.PathLike) -> Path:
         raise ValueError(f"no such directory: {directory}")
     if (directory / "config.json").exists():
         return directory
-    shelf = ModelShelf(directory / "models", 1, 1, "min")
-    found = shelf.best() or list(shelf.models())[-1:]
+    best = directory / "models" / "best"
+    found = [best] if best.is_dir() else list(saved_models(directory / "models"))[-1:]
     if not found:
         raise ValueError(f"no model in {directory}: it holds neither config.json nor models/step-*")
     return found[0]

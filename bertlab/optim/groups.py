@@ -15,32 +15,34 @@ from typing import Any
 
 from torch import nn
 
+from ..core.names import check_choice, check_range
+
 # %% ../../nbs/optim/03_groups.ipynb #6ce9861e
 # The usual names of a model's last matrix: it maps to words or labels, not to hidden states.
 OUTPUT_NAMES = {"classifier", "decoder", "lm_head", "qa_outputs", "score"}
 
 
-def _places(model: nn.Module) -> dict[nn.Parameter, list[tuple[str, nn.Module]]]:
-    "Each parameter once, with every (full name, owner) under which the model holds it."
-    places = {}
+def _owners(model: nn.Module) -> dict[nn.Parameter, list[tuple[str, nn.Module]]]:
+    "Return each parameter once, with every full name and module that holds it."
+    owners = {}
     for path, module in model.named_modules(remove_duplicate=False):
         for name, parameter in module.named_parameters(recurse=False):
             full_name = f"{path}.{name}" if path else name
-            places.setdefault(parameter, []).append((full_name, module))
-    return places
+            owners.setdefault(parameter, []).append((full_name, module))
+    return owners
 
 
-def _role(parameter: nn.Parameter, places: list[tuple[str, nn.Module]]) -> str:
-    "What a parameter is, judged by all its owners: a tied matrix is an embedding first."
-    if any(name.endswith("bias") for name, _ in places):
+def _role(parameter: nn.Parameter, owners: list[tuple[str, nn.Module]]) -> str:
+    "Classify a parameter by all its owners: a tied matrix is an embedding first."
+    if any(name.endswith("bias") for name, _ in owners):
         return "bias"
-    if any(re.search(r"norm(\dd)?$", type(owner).__name__.lower()) for _, owner in places):
+    if any(re.search(r"norm(\dd)?$", type(owner).__name__.lower()) for _, owner in owners):
         return "norm"
     if parameter.ndim < 2:
         return "vector"
-    if any(isinstance(owner, nn.Embedding) for _, owner in places):
+    if any(isinstance(owner, nn.Embedding) for _, owner in owners):
         return "embedding"
-    if any(OUTPUT_NAMES & set(name.split(".")[-2:]) for name, _ in places):
+    if any(OUTPUT_NAMES & set(name.split(".")[-2:]) for name, _ in owners):
         return "output"
     return "matrix"
 
@@ -49,58 +51,49 @@ ORDER = ("hidden", "decay", "no_decay")  # of the groups
 OVERRIDES = ("lr", "weight_decay", "hidden")
 
 
-def _is_amount(value: Any) -> bool:  # neither a bool nor NaN, whose comparisons are all False
-    return isinstance(value, Real) and not isinstance(value, bool) and 0 <= value < inf
-
-
 def _check_override(pattern: str, override: Mapping[str, Any]) -> None:
-    "Refuse what no group reads, and rates and decays that are no numbers from 0 on."
-    where = f"overrides[{pattern!r}]"
+    "Refuse unknown keys, and rates and decays that are negative."
+    name = f"overrides[{pattern!r}]"
     if not isinstance(override, Mapping):
-        raise ValueError(f"{where} must be a mapping with {', '.join(OVERRIDES)}, got {override!r}")
+        raise ValueError(f"{name} must be a mapping with {', '.join(OVERRIDES)}, got {override!r}")
     for key, value in override.items():
-        if key not in OVERRIDES:
-            raise ValueError(f"{where} has no {key!r}; it takes {', '.join(OVERRIDES)}")
-        if key == "hidden":
-            right, wanted = isinstance(value, bool), "True or False"
-        else:
-            right, wanted = _is_amount(value), "a number from 0 on"
-        if not right:
-            raise ValueError(f"{where}: {key} must be {wanted}, got {value!r}")
+        check_choice(f"{name}: key", key, OVERRIDES)
+        if not isinstance(value, Real) or (key == "hidden") != isinstance(value, bool):
+            expected = "True or False" if key == "hidden" else "a number"
+            raise ValueError(f"{name}: {key} must be {expected}, got {value!r}")
+        check_range(f"{name}: {key}", value, 0, inf, exclude_high=True)
 
 # %% ../../nbs/optim/03_groups.ipynb #5f398e2f
 def _matching(
     overrides: Mapping[str, Mapping[str, Any]],
     names: list[list[str]],  # all names of each trainable parameter
-) -> list[list[str]]:  # the patterns that match each, in the order given
+) -> list[list[str]]:  # the patterns that match each, in the given order
     for pattern, override in overrides.items():
         _check_override(pattern, override)
         if not any(fnmatchcase(name, pattern) for tied in names for name in tied):
             raise ValueError(
-                f"overrides: {pattern!r} matches the full name of no trainable parameter; "
-                f"names look like {names[0][0]!r}, and * stands for any characters"
+                f"overrides: {pattern!r} matches no trainable parameter; names look like "
+                f"{names[0][0]!r}, and * matches any characters"
             )
     return [[p for p in overrides if any(fnmatchcase(n, p) for n in tied)] for tied in names]
 
 # %% ../../nbs/optim/03_groups.ipynb #cd917234
 def _settings(
     parameter: nn.Parameter,
-    rule: dict[str, Any],  # weight_decay and, if hidden matrices go apart, hidden
+    defaults: dict[str, Any],  # weight_decay and, with split_hidden, hidden
     patterns: list[str],
     overrides: Mapping[str, Mapping[str, Any]],
-) -> dict[str, Any]:  # what the parameter's group is told
-    "The rule, then the overrides in their order."
-    settings = dict(rule)
+) -> dict[str, Any]:  # of the parameter's group
+    "Apply the overrides to the defaults, in their order."
+    settings = dict(defaults)
     for pattern in patterns:
-        settings.update(overrides[pattern])
-    if "hidden" in settings and "hidden" not in rule:
-        raise ValueError(
-            f"overrides[{patterns[-1]!r}]: hidden is for muon and galore (split_hidden=True)"
-        )
+        settings |= overrides[pattern]
+    if "hidden" in settings and "hidden" not in defaults:
+        raise ValueError(f"overrides[{patterns[-1]!r}]: hidden is for muon and galore")
     if settings.get("hidden") and parameter.ndim != 2:
         raise ValueError(
-            f"overrides[{patterns[-1]!r}]: hidden=True is for matrices, and this matches "
-            f"a shape of {tuple(parameter.shape)}: narrow the pattern"
+            f"overrides[{patterns[-1]!r}]: hidden=True is for matrices, and this matches a shape "
+            f"of {tuple(parameter.shape)}"
         )
     return settings
 
@@ -113,23 +106,22 @@ def parameter_groups(
     overrides: Mapping[str, Mapping[str, Any]] | None = None,  # glob -> lr, weight_decay, hidden
 ) -> list[dict[str, Any]]:  # for `get_optimizer`: name, params, weight_decay, ...
     "Decay matrices and embeddings; spare biases, norms and vectors; leave frozen ones out."
-    if not _is_amount(weight_decay):
-        raise ValueError(f"weight_decay must be 0 or more, got {weight_decay!r}; 0 switches it off")
-    trainable = {p: places for p, places in _places(model).items() if p.requires_grad}
+    check_range("weight_decay", weight_decay, 0, inf, exclude_high=True)
+    trainable = {p: owners for p, owners in _owners(model).items() if p.requires_grad}
     if not trainable:
-        raise ValueError("model has no parameter that requires a gradient: unfreeze one")
+        raise ValueError("model has no parameter that requires a gradient")
     overrides, groups = overrides or {}, {}
-    matches = _matching(overrides, [[name for name, _ in places] for places in trainable.values()])
-    for (parameter, places), patterns in zip(trainable.items(), matches):
-        role = _role(parameter, places)
+    matches = _matching(overrides, [[name for name, _ in owners] for owners in trainable.values()])
+    for (parameter, owners), patterns in zip(trainable.items(), matches):
+        role = _role(parameter, owners)
         decays = role in ("matrix", "output") or (role == "embedding" and decay_embeddings)
-        rule = {"weight_decay": weight_decay if decays else 0.0}
+        defaults = {"weight_decay": weight_decay if decays else 0.0}
         if split_hidden:
-            rule["hidden"] = role == "matrix" and parameter.ndim == 2
-        settings = _settings(parameter, rule, patterns, overrides)
-        kind = "hidden" if settings.get("hidden") else "decay" if decays else "no_decay"
-        group = {"name": ": ".join([kind, *patterns]), "params": [], **settings}
-        key = (ORDER.index(kind), group["name"], *settings.values())
+            defaults["hidden"] = role == "matrix" and parameter.ndim == 2
+        settings = _settings(parameter, defaults, patterns, overrides)
+        group_name = "hidden" if settings.get("hidden") else "decay" if decays else "no_decay"
+        group = {"name": ": ".join([group_name, *patterns]), "params": [], **settings}
+        key = (ORDER.index(group_name), group["name"], *settings.values())
         groups.setdefault(key, group)["params"].append(parameter)
     return [groups[key] for key in sorted(groups, key=lambda key: key[0])]
 
@@ -137,7 +129,7 @@ def parameter_groups(
 def main_param_group(
     groups: Sequence[Mapping[str, Any]],  # of an optimizer, or of its saved state
 ) -> Mapping[str, Any]:
-    "The group whose rate is the run's own: the first without an override, else the fastest."
+    "Return the group with the run's own rate: the first without an override, else the fastest."
     plain = [group for group in groups if ": " not in str(group.get("name", ""))]
     if plain:
         return plain[0]
@@ -148,21 +140,21 @@ def parameter_table(
     model: nn.Module,
     groups: list[dict[str, Any]],  # from `parameter_groups`, or an optimizer's `param_groups`
 ) -> str:  # one line a parameter; tied names share a line
-    "Say which parameter went where, read from the groups themselves."
-    homes: dict[nn.Parameter, list[tuple[str, str]]] = {}
+    "Show which group each parameter is in."
+    groups_of: dict[nn.Parameter, list[tuple[str, str]]] = {}
     for number, group in enumerate(groups):
-        home = f"{group.get('name', number)} ({group.get('weight_decay', 0.0):g})"
-        peak = group.get("initial_lr", group.get("lr"))  # a schedule's factor is left out
+        title = f"{group.get('name', number)} ({group.get('weight_decay', 0.0):g})"
+        peak = group.get("initial_lr", group.get("lr"))  # without a schedule's factor
         rate = "optimizer's" if peak is None else f"{float(peak):g}"
         for parameter in group["params"]:
-            homes.setdefault(parameter, []).append((home, rate))
+            groups_of.setdefault(parameter, []).append((title, rate))
     rows = [("group (decay)", "rate", "role", "shape", "name")]
-    for parameter, places in _places(model).items():
+    for parameter, owners in _owners(model).items():
         absent = "left out" if parameter.requires_grad else "frozen"
-        home, rate = map(" + ".join, zip(*homes.get(parameter, [(absent, "-")])))
+        title, rate = map(" + ".join, zip(*groups_of.get(parameter, [(absent, "-")])))
         shape = "x".join(map(str, parameter.shape)) or "1"
-        names = " = ".join(name for name, _ in places)
-        rows.append((home, rate, _role(parameter, places), shape, names))
+        names = " = ".join(name for name, _ in owners)
+        rows.append((title, rate, _role(parameter, owners), shape, names))
     widths = [max(map(len, column)) for column in zip(*rows)]
     lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths)) for row in rows)
     return "\n".join(line.rstrip() for line in lines)

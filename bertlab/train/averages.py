@@ -27,10 +27,10 @@ from ..model.huggingface import ARCHITECTURES, read_config
 from ..model.loading import check_finite, read_state_dict, written_weights
 from ..model.tensor_parallel import find_cuts
 from bertlab.train.model_directories import (
-    ModelShelf,
     read_sentence_transformers_files,
-    atomic_directory,
+    saved_models,
 )
+from ..core.files import atomic_directory
 
 # %% ../../nbs/train/17_averages.ipynb #102c8b67
 def _exact(weight: Tensor) -> Tensor:
@@ -224,7 +224,7 @@ def find_models(
         if (place / "config.json").is_file():
             found.append(place)
             continue
-        shelf = list(ModelShelf(place / "models", 1, 1, "min").models())
+        shelf = list(saved_models(place / "models"))
         if not shelf:
             raise ValueError(f"{place} holds neither config.json nor models/step-*")
         found += shelf[-last:] if last else shelf
@@ -312,7 +312,7 @@ def _check_alike(models: Sequence[Path]) -> None:
 
 
 # What a directory says of its own weights alone: how far they were trained, and how well they did.
-_OF_ONE = ("bertlab-model.json", "metrics.json", "evaluation.json", "stage.json", "average.json")
+_OF_ONE = ("trainer_state.json", "metrics.json", "evaluation.json", "stage.json", "average.json")
 
 
 def save_average(

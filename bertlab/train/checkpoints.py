@@ -18,7 +18,6 @@ import signal
 import sys
 import tempfile
 import threading
-from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -45,33 +44,31 @@ def rng_state() -> dict[str, Any]:
     name, words, *rest = np.random.get_state()
     states = {"python": random.getstate(), "torch": torch.get_rng_state()}
     states["numpy"] = (name, torch.from_numpy(words.astype(np.int64)), *rest)
-    if torch.cuda.is_available() and torch.cuda.is_initialized():  # by a run on the CPU it is not
-        states["cuda"] = [torch.cuda.get_rng_state()]  # of this process's device
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # not by a run on the CPU
+        states["cuda"] = torch.cuda.get_rng_state()  # of this process's device
     if torch.backends.mps.is_available():
         states["mps"] = torch.mps.get_rng_state()
     return states
 
 
 def set_rng_state(states: dict[str, Any]) -> None:
-    "Put the generators back to what `rng_state` returned. Raises `ValueError` for all else."
+    "Restore what `rng_state` returned. Raises `ValueError` for anything else."
     try:
         random.setstate(states["python"])
         torch.set_rng_state(states["torch"])
         name, words, *rest = states["numpy"]
         np.random.set_state((name, words.numpy().astype(np.uint32), *rest))
         if "cuda" in states and torch.cuda.is_available():
-            kept = states["cuda"]  # older checkpoints have one for each device that was there
-            here = torch.cuda.current_device()
-            torch.cuda.set_rng_state(kept[here if here < len(kept) else 0])
+            torch.cuda.set_rng_state(states["cuda"])
         if "mps" in states and torch.backends.mps.is_available():
             torch.mps.set_rng_state(states["mps"])
-    except Exception as error:  # each generator has words of its own for it
-        raise ValueError(f"rng_state are not those of generators: {error}") from error
+    except Exception as error:  # each generator has its own
+        raise ValueError(f"rng_state holds no states of generators: {error}") from error
 
 
 @contextmanager
 def isolate_rng() -> Iterator[None]:
-    "Give every generator back as it was: what happens inside leaves no trace in a run."
+    "Restore every generator afterwards, also after an error."
     states = rng_state()
     try:
         yield
@@ -94,10 +91,8 @@ class RNGState(Callback):
 
     def on_load_checkpoint(self, trainer, pl_module, checkpoint: dict[str, Any]) -> None:
         states = checkpoint.get("rng_state", [])
-        if not isinstance(states, list):
-            raise ValueError(f"rng_state is {type(states).__name__}, not a list of processes")
-        # Who computes one model together must drop the same units; whoever is new goes on as one
-        # that was there.
+        # Processes that compute one model together must drop the same units; a new process takes
+        # the state of an earlier one.
         sharers = getattr(trainer.strategy, "tensor", 1)
         first = trainer.global_rank // sharers * sharers
         self._restored = states[first % len(states)] if states else None
@@ -109,138 +104,56 @@ class RNGState(Callback):
 
 # %% ../../nbs/train/06_checkpoints.ipynb #ae8a1622
 def read_checkpoint(
-    path: str | os.PathLike,  # a file, or the directory of one that is spread over processes
+    path: str | os.PathLike,  # a file, or the directory of one in shards
     weights_only: bool = True,  # False runs whatever code the file holds: for your own files
 ) -> dict[str, Any]:
-    """Read a Lightning checkpoint. Raises `ValueError` for one that is missing, damaged or another.
+    """Read a Lightning checkpoint. Raises `ValueError` for one that is missing or damaged.
 
-    Of a directory only the numbers are read here; torch itself reads its weights at a resume, and
-    runs code for it whatever was said: a checkpoint in shards is for who wrote it.
+    Of a directory only the numbers are read; torch reads its weights at a resume, and that runs
+    code from the file: resume from your own shards alone.
     """
     path = Path(path)
     if path.is_dir() and not (path / ".metadata").exists():
-        raise ValueError(f"{path} is a directory without .metadata: no checkpoint, or half of one")
+        raise ValueError(f"{path} is a directory without .metadata: not a complete checkpoint")
     file = path / "meta.pt" if path.is_dir() else path
     if not file.is_file():
         raise ValueError(f"checkpoint {file} does not exist")
-    if not os.access(file, os.R_OK):
-        raise ValueError(f"checkpoint {file} cannot be read; change its permissions")
     state = read_torch_file(file, weights_only)
-    if not isinstance(state, dict) or "global_step" not in state:
-        raise ValueError(f"{path} holds no global_step, so it is no checkpoint of a run")
-    _check_state(state, path)
+    if not isinstance(state, dict) or type(state.get("global_step")) is not int:
+        raise ValueError(f"{path} has no global_step, so it is no checkpoint of a run")
     return state
 
 
-_PARTS = {"global_step": int, "epoch": int, "state_dict": dict, "optimizer_states": list,
-          "lr_schedulers": list, "loops": dict, "callbacks": dict, "fingerprint": dict,
-          "rng_state": list, "max_steps": int}  # fmt: skip
-
-
-def _check_state(state: dict[str, Any], path: Path) -> None:
-    "Raise `ValueError` for parts that are not what they are called, and for paths that climb."
-    for name, kind in _PARTS.items():
-        if name in state and not isinstance(state[name], kind):
-            raise ValueError(
-                f"{path} is damaged: its {name} is {type(state[name]).__name__}, not "
-                f"{kind.__name__}"
-            )
-    if state["global_step"] < 0:
-        raise ValueError(f"{path} is damaged: its global_step is {state['global_step']}")
-    for callback, kept in state.get("callbacks", {}).items():
-        # Lightning removes and loads the files whose paths it finds here.
-        for name, value in kept.items() if isinstance(kept, dict) else ():
-            several = value if isinstance(value, dict) else [value]
-            for one in several:
-                if isinstance(one, str) and ".." in re.split(r"[/\\]", one):
-                    raise ValueError(
-                        f"{path} is not to be trusted: {name} of {callback} names "
-                        f"{one[:80]!r}, which leads out of its directory"
-                    )
-
-
-def _bare(content: Any) -> Any:
-    "Content without its tensors, which are most of it and always plain."
-    if isinstance(content, torch.Tensor):
-        return None
-    if type(content) in (dict, OrderedDict):
-        return type(content)((name, _bare(value)) for name, value in content.items())
-    return type(content)(map(_bare, content)) if type(content) in (list, tuple) else content
-
-
-def _refusal(
-    content: Any,
-    beside: str | os.PathLike,  # a checkpoint
-) -> str:  # nothing where safe loading takes it, or there is no room to try
-    "What `read_torch_file` would say of content, read from a small file without its tensors."
-    path = Path(beside)
-    path = path.with_name(f".{path.name}.parts.tmp")  # a name that the next run clears away
-    try:
-        torch.save(_bare(content), path)
-        read_torch_file(path)
-    except ValueError as error:
-        return str(error).removeprefix(f"{path} ").partition(";")[0]
-    except (OSError, RuntimeError):  # a full drive, and the checkpoint is whole: the run goes on
-        return ""
-    finally:
-        path.unlink(missing_ok=True)
-    return ""
-
-
 class AtomicCheckpointIO(TorchCheckpointIO):
-    "Write checkpoints beside their place and rename them; read only whole ones without code."
-
-    _has_looked = False  # at a checkpoint with the state of callbacks: later ones are alike
+    "Write checkpoints beside their path and rename them; read them without running code."
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path, storage_options=None) -> None:
         if storage_options is not None:
-            raise TypeError("storage_options are for places that are no drive: leave them out")
+            raise TypeError("storage_options are for file systems other than a drive")
         try:
             # Lightning would write to the system's temporary directory first, which may be small.
             with atomic_write(path) as temporary, open(temporary, "wb") as file:
                 torch.save(checkpoint, file)
         except (OSError, RuntimeError) as error:
-            # Torch has words of its own for a file that a full drive cuts short.
+            # torch wraps the error of a full drive.
             cause = error if isinstance(error, OSError) else error.__context__
             if isinstance(cause, OSError):
-                cause.filename = os.fspath(path)  # which a user knows, and not the temporary one
+                cause.filename = os.fspath(path)  # and not the temporary file
                 raise cause from None
             raise
-        if not self._has_looked and "callbacks" in checkpoint:
-            self._has_looked = True
-            self._announce(checkpoint, path)
-
-    def _announce(self, checkpoint: dict[str, Any], path) -> None:
-        "Say at once what no resume would read, not only when the run is to go on."
-        parts = {
-            name: part
-            for name, part in checkpoint.items()
-            if name not in ("callbacks", "state_dict", "optimizer_states")
-        }
-        parts |= {f"the state of {name}": state for name, state in checkpoint["callbacks"].items()}
-        if why := _refusal(parts, path):
-            where = next((name for name, part in parts.items() if _refusal(part, path)), "a part")
-            print_line(
-                f"{path} {why}, so that no resume goes on from it: it is in {where}; keep numbers, "
-                "texts, and lists and dicts of them there, or resume by "
-                "trainer.fit(weights_only=False)"
-            )
 
     def load_checkpoint(self, path, map_location="cpu", weights_only=None) -> dict[str, Any]:
         safe = weights_only is not False  # Lightning's own default would run code
-        if Path(path).is_file():  # else it is on another file system, which only Lightning reads
+        if Path(path).is_file():  # other file systems are read by Lightning
             state = read_torch_file(path, safe)
             if not isinstance(state, dict):
                 raise ValueError(f"{path} holds {type(state).__name__}, so it is no checkpoint")
-            if "global_step" in state:
-                _check_state(state, Path(path))
-        self._has_looked = True
-        with numpy_allowed():  # as the file was accepted above
+        with numpy_allowed():
             return super().load_checkpoint(path, map_location, safe)
 
 # %% ../../nbs/train/06_checkpoints.ipynb #3e4ca320
 def check_writable(directory: str | os.PathLike) -> Path:  # which exists afterwards
-    "Try to write before long work. Raises `ValueError` where that is not possible."
+    "Create a directory. Raises `ValueError` where it cannot be written to."
     directory = Path(directory)
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -258,7 +171,7 @@ class TrainingInterrupted(Exception):
 
 
 def validates_after_batch(trainer: L.Trainer) -> bool:
-    "Whether Lightning validates between this batch and the next."
+    "Return whether Lightning validates between this batch and the next."
     if trainer.val_check_batch == float("inf") or not trainer.enable_validation:
         return False
     if not sum(trainer.num_val_batches):  # there are loaders, and nothing in them
@@ -269,7 +182,7 @@ def validates_after_batch(trainer: L.Trainer) -> bool:
 
 # %% ../../nbs/train/06_checkpoints.ipynb #255210de
 class GracefulShutdown:
-    "Notice SIGINT and SIGTERM instead of dying of them; the second one interrupts."
+    "Stop a run gracefully on SIGINT and SIGTERM; the second one interrupts at once."
 
     SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -283,13 +196,13 @@ class GracefulShutdown:
         print("\nstopping after this step ...", file=sys.stderr, flush=True)
 
     def listen(self) -> None:
-        "Take the signals over, where Python allows it: in the main thread."
+        "Install the handlers; Python allows it in the main thread."
         self.asked = False
         if threading.current_thread() is threading.main_thread():
             self._handlers = {s: signal.signal(s, self._ask) for s in self.SIGNALS}
 
     def release(self) -> None:
-        "Give the signals back to whoever had them."
+        "Restore the earlier handlers."
         while self._handlers:
             signal.signal(*self._handlers.popitem())
 
@@ -311,8 +224,6 @@ class RunCheckpoint(Checkpoint):
         self._restoring = stage == "fit"  # until the first step, if it goes on from something
 
     def on_load_checkpoint(self, trainer, pl_module, checkpoint: dict[str, Any]) -> None:
-        if "global_step" in checkpoint:  # strategies that divide weights read the file themselves
-            _check_state(checkpoint, Path(trainer.ckpt_path or "checkpoint"))
         if trainer.state.fn == "fit":
             self._rate = _rate_of(checkpoint)
 
@@ -472,7 +383,7 @@ def run_fingerprint(
     module: L.LightningModule,  # its objective, optimizer and shape; it need not be built
     data: L.LightningDataModule | None,  # its tokenizer, text, rows and order, as far as set up
 ) -> dict[str, Any]:  # plain values, fit for a checkpoint and for JSON
-    "What must stay the same for a run to go on as the same run."
+    "Return what must stay the same when a run is resumed."
     return _to_json(_module_identity(module) | _data_identity(data))
 
 
@@ -503,7 +414,7 @@ def check_same_run(
         )
 
 # %% ../../nbs/train/06_checkpoints.ipynb #2fef7bcc
-_SHARDS = {".metadata", "meta.pt"}  # what is written last, where each process writes its own
+_SHARDS = {".metadata", "meta.pt"}  # written last, in checkpoints in shards
 
 
 def latest_checkpoint(

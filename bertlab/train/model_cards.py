@@ -147,12 +147,16 @@ def _of_the_run(home: Path, marker: dict[str, Any]) -> dict[str, Any]:
     }
     last, facts = found.get("steps"), {}
     if marker and last is not None:
-        if marker["step"] != found.get("validated_step", last):  # measured were other weights
+        if marker["global_step"] != found.get(
+            "validated_step", last
+        ):  # measured were other weights
             kept = {name: value for name, value in found.items() if not name.startswith("val_")}
-            found = kept | ({} if marker["value"] is None else {"val_loss": marker["value"]})
-        if marker["step"] != last:
-            facts["step"] = f"{marker['step']:,} of {last:,}"
-            found |= _tokens_by(marker["step"], home, found.pop("tokens", None))
+            found = kept | (
+                {} if marker["best_metric"] is None else {"val_loss": marker["best_metric"]}
+            )
+        if marker["global_step"] != last:
+            facts["step"] = f"{marker['global_step']:,} of {last:,}"
+            found |= _tokens_by(marker["global_step"], home, found.pop("tokens", None))
     return facts | {"metrics": found}
 
 
@@ -200,7 +204,7 @@ def collect_run_facts(directory: str | os.PathLike) -> dict[str, Any]:
         "name": place.name,
     }
     homes = [home for home in (place, *place.parents[:2]) if (home / RUN_FILE).is_file()]
-    mean, marker = _note(place / "average.json"), _note(place / "bertlab-model.json")
+    mean, marker = _note(place / "average.json"), _note(place / "trainer_state.json")
     stage = not mean and (place / "stage.json").is_file()
     if homes:
         home = homes[0]

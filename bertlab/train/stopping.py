@@ -18,28 +18,24 @@ from lightning.pytorch.callbacks import Callback
 
 from ..core.durations import Duration, parse_amount
 from ..optim.budgets import BatchSizeWarmup, Stopwatch
-from .history import ProgressBar, print_line
+from .history import print_line
 from .steps import any_rank, data_parallel_size
 
 # %% ../../nbs/train/08_stopping.ipynb #a78507aa
 class RunLimit(Callback):
-    "Ask after each finished step whether the run is over, and keep the `reason`."
+    "Check after each finished step whether the run is over, and keep the `reason`."
 
     reason: str | None = None  # why this session was stopped; None where nothing stopped it
 
     def spent(self, trainer, pl_module) -> str | None:
-        "Why the run is over, the same on every process; None to go on. Subclasses say it."
+        "Return why the run is over, the same on every process, or None; a child defines it."
         return None
 
     def count_from(self, tokens: int, seconds: float) -> None:  # of all processes; of training
-        "Count what earlier runs have used that this one goes on with. Subclasses that count do."
-
-    def time_left(self, trainer, tokens_per_second: float) -> float:  # seconds
-        "How long the run may go on, as far as this process knows. Subclasses that count say it."
-        return math.inf
+        "Add what earlier runs have used; a child that counts defines it."
 
     def stop(self, trainer, reason: str | None) -> None:
-        "Ask the trainer to stop, if there is a reason. The Trainer's `min_steps` comes first."
+        "Stop the trainer, if there is a reason; its `min_steps` come first."
         if reason and self.reason is None:
             self.reason, trainer.should_stop = reason, True
             if trainer.is_global_zero:
@@ -55,12 +51,12 @@ class RunLimit(Callback):
             self.stop(trainer, self.finished(trainer, pl_module))
 
     def finished(self, trainer, pl_module) -> str | None:
-        "Take note of a finished step, and say why the run is over, or None."
+        "Take a finished step into account, and return why the run is over, or None."
         return self.spent(trainer, pl_module)
 
 # %% ../../nbs/train/08_stopping.ipynb #430cb7ce
 class TimeLimit(RunLimit):
-    "Stop when the time on the wall is used up, after the step that is under way."
+    "Stop when the wall time is used up, after the current step."
 
     def __init__(
         self,
@@ -92,9 +88,6 @@ class TimeLimit(RunLimit):
         whose = "this session" if self.per_session else "all sessions"
         return f"{self.seconds:g} seconds of {whose} are over (limit={self.limit!r})"
 
-    def time_left(self, trainer, tokens_per_second: float) -> float:
-        return max(0.0, self.seconds - self.stopwatch.elapsed)
-
     def teardown(self, trainer, pl_module, stage: str) -> None:
         if stage == "fit" and not self.per_session:
             self._before = self.stopwatch.elapsed
@@ -107,7 +100,7 @@ class TimeLimit(RunLimit):
 
 # %% ../../nbs/train/08_stopping.ipynb #c68df070
 class TokenLimit(RunLimit):
-    "Stop after so many real tokens, of all sessions and processes together."
+    "Stop after a number of real tokens of all sessions and processes."
 
     LOOK_EVERY = 100  # steps, at most
 
@@ -123,17 +116,13 @@ class TokenLimit(RunLimit):
         self._total = tokens
 
     def num_tokens(self) -> int:
-        "Real tokens so far. Waits for the device, and every process must ask."
+        "Return the real tokens so far. It waits for the device, and every process must call it."
         if self._sum is not None:
             own = torch.as_tensor(self._own, device=self._device)
             # Processes that compute the same rows have counted the same tokens.
             new = int(self._sum(own, reduce_op="sum")) // self._sharers
             self._total, self._own = self._total + new, 0
         return self._total
-
-    def time_left(self, trainer, tokens_per_second: float) -> float:
-        seen = self._total + int(self._own) * data_parallel_size(trainer)  # others have as many
-        return max(0, self.limit - seen) / max(tokens_per_second, 1e-9)
 
     def on_train_start(self, trainer, pl_module) -> None:
         self._sum, self._device = trainer.strategy.reduce, pl_module.device
@@ -169,7 +158,7 @@ class TokenLimit(RunLimit):
 # %% ../../nbs/train/08_stopping.ipynb #d15226d6
 @dataclass(frozen=True)
 class LossInterval:
-    "The losses with which a run goes on."
+    "The range of losses in which a run continues."
 
     below: float | None = None  # the target: a loss below it ends the run
     above: float | None = None  # a loss that is not below it, or not a number, ends the run
@@ -183,7 +172,7 @@ class LossInterval:
             )
 
     def left(self, value: float, name: str) -> str | None:
-        "Why this value ends the run, or None."
+        "Return why this value ends the run, or None."
         if self.below is not None and value < self.below:
             return f"{name} {value:.4g} is below {self.below:g}: the target is reached"
         if self.above is not None and not value < self.above:
@@ -192,7 +181,7 @@ class LossInterval:
 
 # %% ../../nbs/train/08_stopping.ipynb #9d83580a
 class RunningLoss:
-    "The mean of the last losses, in a ring of fixed shape on the device."
+    "The mean of the last losses, in a ring buffer on the device."
 
     def __init__(self, num_steps: int):  # that the mean reaches back
         if num_steps < 1:
@@ -200,7 +189,7 @@ class RunningLoss:
         self.values_N, self.num_seen = torch.zeros(num_steps), torch.tensor(0)
 
     def add(self, loss: torch.Tensor, skipped: torch.Tensor | None = None) -> None:
-        "Take in the loss of a step. A skipped step leaves no trace."
+        "Add the loss of a step, unless it was skipped."
         values_N, seen = self.values_N.to(loss.device), self.num_seen.to(loss.device)
         enters = torch.ones_like(seen).bool() if skipped is None else ~skipped.bool()
         here_N = torch.arange(len(values_N), device=loss.device) == seen % len(values_N)
@@ -209,12 +198,12 @@ class RunningLoss:
 
     @property
     def value(self) -> float | None:
-        "The mean once it is one of `num_steps`, else None; waits for the device."
+        "The mean once `num_steps` are known, else None; waits for the device."
         return self.values_N.mean().item() if self.num_seen >= len(self.values_N) else None
 
 # %% ../../nbs/train/08_stopping.ipynb #0028125b
 class LossBound(RunLimit):
-    "Stop when a loss is below what was wanted, or above what a run that learns can show."
+    "Stop when a loss is below a target, or above a bound (diverged)."
 
     LOOK_EVERY = 10  # steps between two reads of the training loss from the device
 
@@ -260,7 +249,7 @@ class LossBound(RunLimit):
 
 # %% ../../nbs/train/08_stopping.ipynb #71b0fad0
 class BatchSizeScheduler(Callback):
-    "Accumulate over `warmup(step)` micro-batches in each step, in windows that are never cut."
+    "Accumulate over `warmup(step)` micro-batches in each step."
 
     steers_accumulation = True  # so that what the Trainer has says nothing about the run
 
@@ -299,7 +288,7 @@ class BatchSizeScheduler(Callback):
         return None if self._val_steps is None else step % self._val_steps == 0
 
     def _steer(self, trainer, step_ends: bool, validates: bool | None) -> None:
-        "Make Lightning's divisions of batch numbers come out as they should for this batch."
+        "Set the numbers by which Lightning decides whether this batch ends a step or validates."
         loop = trainer.fit_loop  # a number divides itself, and its successor does not divide it
         trainer.accumulate_grad_batches = loop.batch_idx + (1 if step_ends else 2)
         if validates is not None:
@@ -321,7 +310,7 @@ class BatchSizeScheduler(Callback):
 
 # %% ../../nbs/train/08_stopping.ipynb #bdeeadf1
 class StepGuard(RunLimit):
-    "A guard that counts, logs and names the steps it refuses. A subclass has `should_skip`."
+    "Count, log and name skipped steps; a child defines `should_skip`."
 
     LOOK_EVERY = 10  # steps between two reads of the verdicts from the device
 
@@ -337,7 +326,7 @@ class StepGuard(RunLimit):
         now_2: torch.Tensor,  # loss and gradient norm
         limits_2: torch.Tensor,  # what they may not reach
     ) -> torch.Tensor:  # the boolean
-        "Add a verdict to the count, without reading it."
+        "Add a verdict to the count, without waiting for the device."
         self._skipped = self._skipped + refused
         self._verdict = torch.cat((refused[None].float(), now_2, limits_2))
         return refused
@@ -352,7 +341,7 @@ class StepGuard(RunLimit):
         return None
 
     def tell(self, trainer) -> None:
-        "Name the steps that were refused since the last time; waits for the device."
+        "Name the steps that were skipped since the last time; waits for the device."
         if self._pending and trainer.is_global_zero:
             steps, verdicts = zip(*self._pending)
             for step, (refused, loss, norm, most, most_norm) in zip(
@@ -370,7 +359,7 @@ class StepGuard(RunLimit):
 
     @property
     def num_skipped(self) -> int:
-        "Steps refused so far, over all sessions; waits for the device."
+        "Steps skipped so far, over all sessions; waits for the device."
         return int(self._skipped)
 
     def state_dict(self) -> dict[str, Any]:
@@ -398,7 +387,7 @@ class NonFiniteGuard(StepGuard):
         self._in_a_row: torch.Tensor | int = 0
 
     def should_skip(self, loss: torch.Tensor, norm: torch.Tensor) -> torch.Tensor:
-        "Whether to skip: a boolean that stays on the device."
+        "Return whether to skip, as a boolean tensor on the device."
         now_2 = torch.stack((loss.detach().float(), norm.detach().float()))
         bad = ~now_2.isfinite().all()
         self._in_a_row = torch.where(bad, self._in_a_row + 1, 0)
@@ -425,7 +414,7 @@ def spike_limits(
     sigmas: float,
     factors: tuple[float, float],  # of loss and norm: below so many times the usual is no spike
 ) -> torch.Tensor:  # (2,): what loss and norm may not reach
-    "The usual value times a factor; infinite while fewer than `min_steps` are known."
+    "Return the usual value times a factor; infinite while fewer than `min_steps` are known."
     window = history_2W.shape[1]
     filled_W = torch.arange(window, device=history_2W.device) < num_seen
     num_filled = num_seen.clamp(2, window)
@@ -440,7 +429,7 @@ def spike_limits(
 
 # %% ../../nbs/train/08_stopping.ipynb #11147e8b
 class SpikeWindow:
-    "Loss and gradient norm of the last steps, in a ring of fixed shape on the device."
+    "Loss and gradient norm of the last steps, in a ring buffer on the device."
 
     def __init__(self, window: int):
         self.values_2W = torch.zeros(2, window)
@@ -450,7 +439,7 @@ class SpikeWindow:
         self.values_2W, self.num_seen = self.values_2W.to(device), self.num_seen.to(device)
 
     def load(self, values_2W: torch.Tensor, num_seen: torch.Tensor) -> None:
-        "Go on from saved steps; a window of another size starts empty."
+        "Load saved steps; a window of another size starts empty."
         if values_2W.shape == self.values_2W.shape:
             self.values_2W, self.num_seen = values_2W, num_seen
 
@@ -459,7 +448,7 @@ class SpikeWindow:
         now_2: torch.Tensor,  # loss and norm
         limits_2: torch.Tensor,  # a value beyond enters as its limit
     ) -> None:
-        "Overwrite the oldest step. One that is not finite leaves no trace."
+        "Overwrite the oldest step, unless the new one is not finite."
         slots_W = torch.arange(self.values_2W.shape[1], device=now_2.device)
         finite = now_2.isfinite().all()
         here_W = (slots_W == self.num_seen % len(slots_W)) & finite
@@ -469,7 +458,7 @@ class SpikeWindow:
 
 # %% ../../nbs/train/08_stopping.ipynb #5b5be689
 class SpikeGuard(StepGuard):
-    "Skip a step whose loss or gradient norm is far above those of the last steps (after OLMo)."
+    "Skip a step whose loss or gradient norm is far above the recent ones (after OLMo)."
 
     def __init__(
         self,
@@ -492,7 +481,7 @@ class SpikeGuard(StepGuard):
         self.limits_2: torch.Tensor | None = None  # for the last step that was judged
 
     def should_skip(self, loss: torch.Tensor, norm: torch.Tensor) -> torch.Tensor:
-        "Whether to skip: a boolean that stays on the device."
+        "Return whether to skip, as a boolean tensor on the device."
         now_2, recent = torch.stack((loss.detach().float(), norm.detach().float())), self.recent
         recent.to(now_2.device)
         self.limits_2 = spike_limits(recent.values_2W, recent.num_seen, self.min_steps,

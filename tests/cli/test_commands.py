@@ -23,7 +23,6 @@ from called import pretrain, resumed_config, validate  # noqa: E402
 from bertlab.data.module import PretrainingDataModule
 from bertlab.data.tokenizers import load_tokenizer, train_tokenizer
 from bertlab.train.checkpoints import TrainingInterrupted, latest_checkpoint
-from bertlab.train.model_directories import ModelShelf
 from bertlab.train.modules import load_encoder
 from bertlab.train.parallel import LaunchInfo
 
@@ -306,7 +305,7 @@ def test_a_model_that_is_continued_is_validated_before_the_first_step(
     )
     assert "before step 1: val_loss" in capsys.readouterr().out
     report = (tmp_path / "run" / "report.md").read_text()
-    first = json.loads((model / "bertlab-model.json").read_text())["value"]
+    first = json.loads((model / "trainer_state.json").read_text())["best_metric"]
     assert f"{first:.4g}"[:4] in report
 
 
@@ -472,72 +471,6 @@ def test_a_run_that_is_stopped_in_or_behind_its_last_step_is_finished_when_it_go
     )
     with pytest.raises(ValueError, match="already passed"):
         pretrain([], resume=str(run))
-
-
-def test_a_run_that_goes_on_with_other_validation_texts_says_so_ranks_anew_and_reports_both(
-    words, tmp_path, capsys
-):
-    run, texts = tmp_path / "run", []
-    for name in "ab":
-        texts.append(tmp_path / f"{name}.txt")
-        texts[-1].write_text("".join(" ".join(WORDS[i % 5 :]) + f" {name}\n" for i in range(9)))
-    both, one = str(list(map(str, texts))), str(texts[0])
-    values = lambda: {
-        m["step"]: m["value"] is not None for m in ModelShelf(run / "models").models().values()
-    }  # noqa: E731
-    pretrain([*words, "--trainer.max_steps", "2", "--data.val_dataset_name_or_path", both])
-    assert values() == {2: True} and "ranked anew" not in capsys.readouterr().out
-    for steps, named, kept in (("4", one, {2: False, 4: True}), ("6", both, {4: False, 6: True})):
-        pretrain(
-            ["--trainer.max_steps", steps, "--data.val_dataset_name_or_path", named],
-            resume=str(run),
-        )
-        assert "the validation text is another one" in capsys.readouterr().out and values() == kept
-        assert (run / "models" / "best").resolve().name == f"step-0000000{steps}"
-    table = (
-        (run / "report.md")
-        .read_text()
-        .partition("## Validation\n\n")[2]
-        .partition("\n\n")[0]
-        .splitlines()
-    )
-    assert (
-        "val_loss_1" in table[0]
-        and len({line.count("|") for line in table}) == 1
-        and table[3].endswith("|  |  |")
-    )
-
-
-def test_models_that_were_judged_by_fewer_rows_are_ranked_anew(words, tmp_path, capsys):
-    run = tmp_path / "run"
-    values = lambda: {
-        m["step"]: m["value"] is not None for m in ModelShelf(run / "models").models().values()
-    }  # noqa: E731
-    more = ["--run.keep_last", "9"]
-    pretrain(
-        [
-            *words,
-            *more,
-            "--trainer.max_steps",
-            "2",
-            "--trainer.limit_val_batches",
-            "1",
-            "--data.val_batch_size",
-            "1",
-        ]
-    )
-    pretrain(["--trainer.max_steps", "3"], resume=str(run))
-    assert "ranked anew" not in capsys.readouterr().out and values() == {2: True, 3: True}
-    pretrain(["--trainer.max_steps", "4", "--trainer.limit_val_batches", "1.0"], resume=str(run))
-    assert "or more or less of it is read" in capsys.readouterr().out and values() == {
-        2: False,
-        3: False,
-        4: True,
-    }
-    pretrain(
-        ["--trainer.max_steps", "5", "--trainer.limit_val_batches", "9999"], resume=str(run)
-    )  # all of them, too
-    assert "ranked anew" not in capsys.readouterr().out and values()[4]
 
 
 def test_a_run_that_goes_on_without_the_model_that_it_began_with_says_what_to_name(
@@ -742,8 +675,8 @@ def test_validation_measures_the_best_model_of_a_run_as_the_run_did(place, capsy
     assert main(["validate", "--run.output", str(place / "run"), "--data.val_batch_size", "3"]) == 0
     [row] = json.loads(capsys.readouterr().out)
     best = find_model_directory(place / "run")
-    kept = json.loads((best / "bertlab-model.json").read_text())
-    assert row["loss"] == pytest.approx(kept["value"], rel=1e-5) and row["model"] == str(best)
+    kept = json.loads((best / "trainer_state.json").read_text())
+    assert row["loss"] == pytest.approx(kept["best_metric"], rel=1e-5) and row["model"] == str(best)
     assert set(row) >= {"perplexity", "accuracy", "bits_per_byte"}
     assert json.loads((place / "run" / "validation.json").read_text()) == [row]
 
@@ -759,8 +692,8 @@ def test_validation_reads_the_runs_own_model_and_not_by_the_names_of_the_one_tha
              "--model.load_key_mapping", "{head.dense.*: top.dense.*, head.norm.*: top.norm.*}"]  # fmt: skip
     pretrain(["--config", str(place / "tiny.yaml"), "--model.model_config_kwargs", "null", *begun,
               "--run.output", str(tmp_path / "run")])  # fmt: skip
-    kept = json.loads((find_model_directory(tmp_path / "run") / "bertlab-model.json").read_text())[
-        "value"
+    kept = json.loads((find_model_directory(tmp_path / "run") / "trainer_state.json").read_text())[
+        "best_metric"
     ]
     [row] = validate([str(tmp_path / "run")])
     assert row["loss"] == pytest.approx(kept, rel=1e-5)

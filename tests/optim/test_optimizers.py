@@ -330,10 +330,10 @@ def test_an_empty_group_is_not_made():
 def test_a_model_without_trainable_parameters_and_a_negative_decay_are_answered():
     with pytest.raises(ValueError, match="requires a gradient"):
         parameter_groups(nn.Linear(3, 2).requires_grad_(False))
-    with pytest.raises(ValueError, match="weight_decay must be 0 or more, got -0.1"):
+    with pytest.raises(ValueError, match="weight_decay=-0.1"):
         parameter_groups(nn.Linear(3, 2), weight_decay=-0.1)
     for wrong in (float("nan"), float("inf"), "0.1", True):
-        with pytest.raises(ValueError, match=f"weight_decay must be 0 or more, got {wrong!r}"):
+        with pytest.raises(ValueError, match=f"weight_decay={wrong!r}"):
             parameter_groups(nn.Linear(3, 2), weight_decay=wrong)
 
 
@@ -414,17 +414,17 @@ def test_a_layer_that_is_held_under_two_names_is_found_by_either():
 @pytest.mark.parametrize(
     "overrides, answer",
     [
-        ({"hiden.*": {"lr": 0.1}}, r"'hiden\.\*' matches the full name of no trainable parameter"),
+        ({"hiden.*": {"lr": 0.1}}, r"'hiden\.\*' matches no"),
         ({"frozen.*": {"lr": 0.1}}, "no trainable parameter"),
         (
             {"hidden.*": {"rate": 0.1}},
-            r"overrides\['hidden\.\*'\] has no 'rate'; it takes lr, weight_decay, hidden",
+            r"'rate' is unknown; choose one of lr, weight_decay, hidden",
         ),
-        ({"hidden.*": {"lr": -0.1}}, "lr must be a number from 0 on, got -0.1"),
-        ({"hidden.*": {"lr": "0.1"}}, "lr must be a number from 0 on, got '0.1'"),
+        ({"hidden.*": {"lr": -0.1}}, "lr=-0.1"),
+        ({"hidden.*": {"lr": "0.1"}}, "lr must be a number, got '0.1'"),
         (
             {"hidden.*": {"weight_decay": float("nan")}},
-            "weight_decay must be a number from 0 on, got nan",
+            "weight_decay=nan",
         ),
         ({"*.bias": 0.1}, r"overrides\['\*\.bias'\] must be a mapping .*, got 0\.1"),
         ({"hidden.*": {"hidden": 1}}, "hidden must be True or False, got 1"),
@@ -457,7 +457,7 @@ def test_a_matrix_can_be_moved_in_and_out_of_the_hidden_ones_but_a_vector_cannot
     groups = parameter_groups(model, split_hidden=True, overrides=moves)
     inside = set().union(*(names_in(model, group) for group in groups if group["hidden"]))
     assert inside == {"decoder.weight"}
-    with pytest.raises(ValueError, match="hidden=True is for matrices.*narrow the pattern"):
+    with pytest.raises(ValueError, match="hidden=True is for matrices"):
         parameter_groups(model, split_hidden=True, overrides={"hidden.*": {"hidden": True}})
 
 

@@ -14,7 +14,6 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from test_modules import SHAPE, TEXTS, TOKENIZER, WORDS, data_of, fit, module_of
 from test_training import word_tokenizer
 
-from bertlab.core.serialization import load_json
 from bertlab.data.collators import MaskedLanguageModelingCollator
 from bertlab.data.loaders import EpochBatches, ignore_parent_signals
 from bertlab.data.module import PretrainingDataModule
@@ -28,7 +27,7 @@ from bertlab.train.checkpoints import (
     run_fingerprint,
     validates_after_batch,
 )
-from bertlab.train.model_directories import ModelDirectories, ModelShelf
+from bertlab.train.model_directories import ModelDirectories, saved_models
 from bertlab.train.modules import PretrainingModule
 from bertlab.train.steps import plain_options
 from bertlab.train.trainer import make_trainer
@@ -287,44 +286,13 @@ def test_the_causal_twin_is_stretched_as_its_encoder_is():
     )
 
 
-def test_what_a_later_validation_finds_is_ranked_with_the_rest(tmp_path):
-    shelf = ModelShelf(tmp_path / "models", keep_last=1)
-    for step, value in ((10, 2.0), (20, None)):
-        shelf.put(step, value, lambda place: (place / "config.json").write_text("{}"))
-    assert (shelf.directory / "best").resolve().name == "step-00000010"
-    shelf.note(20, 1.5)
-    assert (shelf.directory / "best").resolve().name == "step-00000020"
-    assert [path.name for path in shelf.models()] == ["step-00000020"]
-    assert load_json(shelf.directory / "step-00000020" / "bertlab-model.json")["value"] == 1.5
-    shelf.note(30, 1.0)  # no such model
-    shelf.note(20, float("nan"))
-    assert load_json(shelf.directory / "step-00000020" / "bertlab-model.json")["value"] == 1.5
-
-
-def test_a_value_of_another_text_is_forgotten_and_one_that_says_of_none_is_kept(tmp_path):
-    shelf, best = ModelShelf(tmp_path / "models", keep_last=9), tmp_path / "models" / "best"
-    fill = lambda place: (place / "config.json").write_text("{}")  # noqa: E731
-    shelf.put(10, 2.0, fill)  # as older versions wrote it
-    assert shelf.forget("new") == []
-    shelf.put(20, 1.0, fill, "old")
-    assert best.resolve().name == "step-00000020"
-    assert [path.name for path in shelf.forget("new")] == ["step-00000020"] and shelf.forget(
-        "new"
-    ) == []
-    assert best.resolve().name == "step-00000010"
-    shelf.put(10, 2.0, fill, "old")
-    shelf.forget("new")
-    assert not best.is_symlink() and shelf.best() == [] and len(shelf.models()) == 2
-
-
 def test_no_validation_follows_where_there_is_no_row_to_validate_on(tmp_path):
     module, data = module_of(), data_of(val=[])
     models = ModelDirectories(tmp_path / "models", TOKENIZER, every_n_steps=2, keep_last=9)
     trainer = make_trainer(6, "32-true", accelerator="cpu", val_check_steps=2, callbacks=[models])
     trainer.fit(module, data)
-    assert [path.name for path in models.shelf.models()] == [
-        f"step-{step:08}" for step in (2, 4, 6)
-    ]
+    states = saved_models(tmp_path / "models").values()
+    assert [state["global_step"] for state in states] == [2, 4, 6]
     assert not validates_after_batch(trainer)
 
 

@@ -29,7 +29,7 @@ from bertlab.train.distill import (
 )
 from bertlab.train.modules import OBJECTIVES, PretrainingModule
 from bertlab.train.checkpoints import TrainingCheckpoint
-from bertlab.train.stages import Stage, _prepare, load_stages, spent_in_stages, run_stages
+from bertlab.train.stages import Stage, _prepare, load_stages, run_stages
 from bertlab.train.trainer import make_trainer, seed_everything
 
 OBJECTIVE_NAMES = ["mlm", "diffusion", "enhanced_mlm"]
@@ -696,7 +696,7 @@ def test_killed_anywhere_and_run_again_the_stages_end_with_the_same_weights(
         assert (finished[0] / stage / "model" / "stage.json").read_text() == (
             tmp_path / "out" / stage / "model" / "stage.json"
         ).read_text()
-    assert not list((tmp_path / "out").glob("**/.*"))
+    assert {path.name for path in (tmp_path / "out").glob("**/.*")} <= {".lock"}
 
 
 def test_one_stage_with_a_named_reference_is_distillation(references, text, tmp_path):
@@ -727,32 +727,6 @@ def test_averages_are_what_a_stage_leaves_even_where_it_only_had_to_be_written(t
     (there / "model").rename(tmp_path / "aside")
     run_stages([stage], tmp_path / "out", resume=True, progress=False)
     assert all(torch.equal(wanted[name], value) for name, value in weights_in(there).items())
-
-
-def test_tokens_of_a_finished_stage_are_those_of_all_processes_once(text, tmp_path, monkeypatch):
-    monkeypatch.setattr("bertlab.train.stages.data_parallel_size", lambda trainer: 2)
-    stage = Stage(
-        steps=2,
-        data=stages_of(text)[0].data,
-        module=stages_of(text)[0].module,
-        trainer=CPU,
-        checkpoint_every_steps=2,
-    )
-    run_stages([stage], tmp_path / "out", progress=False)
-    place, two = tmp_path / "out" / "stage-1", replace(stage, trainer={**CPU, "devices": 2})
-    kept = torch.load(place / "checkpoints" / "step-00000002.ckpt", weights_only=True)["callbacks"][
-        "History"
-    ]
-    tokens, seconds = spent_in_stages([two], tmp_path / "out")
-    assert tokens == 2 * kept["tokens"] and seconds == pytest.approx(kept["train_seconds"], abs=0.5)
-    head, *rows = (
-        (place / "history.csv").read_text().splitlines()
-    )  # older versions wrote one process's
-    cells = [row.split(",") for row in rows]
-    (place / "history.csv").write_text(
-        "\n".join([head, *(",".join([*c[:4], str(float(c[4]) / 2), c[5]]) for c in cells)]) + "\n"
-    )
-    assert spent_in_stages([two], tmp_path / "out") == (tokens, seconds)
 
 
 def test_a_stage_that_something_stopped_is_not_taken_for_finished(text, tmp_path, monkeypatch):

@@ -19,7 +19,6 @@ from bertlab.data.tokenizers import train_tokenizer
 from bertlab.model.config import modernbert_tiny
 from bertlab.model.heads import BertLabForMaskedLM
 from bertlab.model.huggingface import save_model
-from bertlab.train.model_directories import ModelShelf
 from bertlab.train.model_cards import (
     CardConfig,
     check_card,
@@ -38,9 +37,10 @@ def run(tmp_path):
     model = BertLabForMaskedLM(modernbert_tiny(
         vocab_size=len(tokenizer), hidden_size=16, num_attention_heads=2, intermediate_size=24, num_hidden_layers=1,
         max_position_embeddings=32, local_attention=8))  # fmt: skip
-    ModelShelf(tmp_path / "my-run" / "models").put(
-        10, 2.5, lambda place: save_model(model, tokenizer, place)
-    )
+    best = tmp_path / "my-run" / "models" / "best"
+    best.mkdir(parents=True)
+    save_model(model, tokenizer, best)
+    (best / "trainer_state.json").write_text('{"global_step": 10, "best_metric": 2.5}')
     (tmp_path / "my-run" / "run.yaml").write_text(yaml.safe_dump({
         "data": {"train_dataset_name_or_path": "poems/"}, "trainer": {"devices": 2, "max_steps": 10},
         "record": {"device": "NVIDIA H100 80GB HBM3, 79.1 GiB; bf16-mixed"}}))  # fmt: skip
@@ -53,7 +53,7 @@ def run(tmp_path):
 
 
 def place_of(run):
-    return run / "models" / "step-00000010"
+    return run / "models" / "best"
 
 
 def test_a_card_holds_data_recipe_measures_limits_machine_and_energy(run):
@@ -318,7 +318,7 @@ def test_a_card_of_an_older_step_states_what_was_measured_of_it(run):
     metrics.write_text(
         json.dumps({**json.loads(metrics.read_text()), "steps": 20, "val_loss": 9.0})
     )
-    text = make_card(run / "models" / "step-00000010")
+    text = make_card(run / "models" / "best")
     assert (
         "weights of step: 10 of 20" in text
         and "nats per label: 2.5" in text
@@ -326,7 +326,7 @@ def test_a_card_of_an_older_step_states_what_was_measured_of_it(run):
         and "9.0" not in text
     )
     metrics.write_text(json.dumps({**json.loads(metrics.read_text()), "steps": 10}))
-    assert "weights of step" not in make_card(run / "models" / "step-00000010")
+    assert "weights of step" not in make_card(run / "models" / "best")
 
 
 def test_a_card_does_not_state_a_validation_of_other_weights_than_the_last(run):
@@ -346,7 +346,7 @@ def test_a_card_does_not_state_a_validation_of_other_weights_than_the_last(run):
 
 def test_a_card_of_what_was_made_of_a_run_has_none_of_its_numbers(run):
     for name in ("mean", "long"):
-        shutil.copytree(place_of(run), run / name, ignore=lambda *_: ["bertlab-model.json"])
+        shutil.copytree(place_of(run), run / name, ignore=lambda *_: ["trainer_state.json"])
     note = run / "mean" / "average.json"
     note.write_text(
         json.dumps(
@@ -380,7 +380,7 @@ def test_a_card_of_a_stage_states_what_was_measured_of_it_and_all_texts_up_to_it
         shutil.copytree(
             place_of(run),
             out / f"stage-{number}" / "model",
-            ignore=lambda *_: ["bertlab-model.json"],
+            ignore=lambda *_: ["trainer_state.json"],
         )
         (out / f"stage-{number}" / "model" / "stage.json").write_text(json.dumps(
             {"steps": 5, "tokens": tokens, "step": 5, "val_loss": number + 0.5, "val_bits_per_byte": 1.25}))  # fmt: skip
