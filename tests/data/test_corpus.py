@@ -27,7 +27,6 @@ from bertlab.data.documents import (
     train_validation_split,
     drop_rules,
     normalized_words,
-    has_unspaced,
     choose_held_out,
     installed_documents,
     module_documents,
