@@ -182,7 +182,13 @@ def _check_directories(command: Command, config: Mapping[str, Any]) -> None:
         option = "--run.output" if "run.output" in command.options else "--output"
         output = config.get("output") or config["run"]["output"]
         overwrite = config.get("overwrite", False)
-        check_run_directory(output, bool(config["resume"]), overwrite, option=option)
+        check_run_directory(
+            output,
+            bool(config["resume"]),
+            overwrite,
+            can_overwrite="overwrite" in config,
+            option=option,
+        )
 
 
 def call(

@@ -45,7 +45,7 @@ def test_the_file_lies_where_the_system_keeps_data_of_programs(
     assert progress_path() == tmp_path / wanted
 
 
-def test_nothing_is_written_where_it_is_turned_off_or_there_is_no_home(monkeypatch):
+def test_nothing_is_written_when_turned_off(monkeypatch):
     monkeypatch.setenv("BERTLAB_PROGRESS", "OFF")
     assert progress_path() is None and progress() == {} and not record_check("a", "b")
 
@@ -88,7 +88,7 @@ def test_a_damaged_file_is_a_warning_and_stays_as_it_is(text, file):
     assert file.read_bytes() == text.encode("latin-1")
 
 
-def test_a_place_that_cannot_be_written_is_a_warning_that_names_the_variable(file):
+def test_an_unwritable_record_is_a_warning(file):
     file.parent.write_text("a file, where a folder should be")
     with pytest.warns(UserWarning, match="BERTLAB_PROGRESS"):
         assert record_check("page", "check") is False
@@ -120,9 +120,7 @@ def test_an_error_of_the_reader_passes_through_a_recorded_check(file):
     assert progress() == {}
 
 
-def test_colab_is_told_once_that_it_forgets_and_drive_is_used_where_it_is_mounted(
-    tmp_path, monkeypatch, capsys
-):
+def test_colab_uses_drive_or_warns_once(tmp_path, monkeypatch, capsys):
     monkeypatch.delenv("BERTLAB_PROGRESS", raising=False)
     monkeypatch.delenv("XDG_DATA_HOME", raising=False)
     monkeypatch.setenv("COLAB_RELEASE_TAG", "x")
@@ -163,7 +161,7 @@ def test_a_page_that_tests_its_own_check_is_not_the_readers_work(file):
     assert check_twice(twice) == "right" and list(progress()["page"]) == ["twice"]
 
 
-def test_a_claim_that_does_not_hold_is_told_and_where_it_must_hold_an_error(monkeypatch, capsys):
+def test_a_false_claim_is_reported(monkeypatch, capsys):
     monkeypatch.delenv("BERTLAB_CLAIMS")
     assert claim(1 < 2, "so it is") is None and claim([1]) is None and capsys.readouterr().out == ""
     claim(2 < 1, "it is not")

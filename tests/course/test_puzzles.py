@@ -157,7 +157,7 @@ def test_there_are_four_puzzles_on_each_of_five_themes():
 
 
 @pytest.mark.parametrize("name", PUZZLES)
-def test_the_page_asks_a_question_leaves_a_stub_and_folds_the_right_answer_with_its_reason(name):
+def test_the_page_has_question_stub_and_answer(name):
     stub = next(n for n, (kind, source) in enumerate(CELLS) if kind == "code" and f"try_puzzle({name})" in source
                 and "NotImplementedError" in source)  # fmt: skip
     assert re.match(r"### \d+\. .*\?\n", CELLS[stub - 1][1])
@@ -239,7 +239,7 @@ def test_a_factor_is_said_where_all_values_share_it():
         ),
     ],
 )
-def test_an_answer_that_is_nearly_right_is_told_where_and_by_how_little(name, answer, gives, right):
+def test_nearly_right_answers_are_located(name, answer, gives, right):
     verdict = check_puzzle(answer, name)
     assert f"it gives {gives}, where {right} is right" in verdict and "nearly right" in verdict
     assert red_frames(draw_puzzle(answer, name)) > 0

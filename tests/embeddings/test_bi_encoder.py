@@ -103,9 +103,7 @@ print(model.max_seq_length, len(list(model.children())))
 @pytest.mark.parametrize(
     "kind, options", [("modernbert", {}), ("bert", {"pooling": "cls", "normalize": False})]
 )
-def test_sentence_transformers_opens_the_directory_where_bertlab_is_not_installed(
-    tmp_path, kind, options
-):
+def test_sentence_transformers_opens_it_without_bertlab(tmp_path, kind, options):
     pytest.importorskip("sentence_transformers", reason="needs the embeddings extra")
     model = make_model(kind, max_sequence_length=12, **options)
     texts = [*draw_texts(20), " ".join(WORDS)]  # the last is cut
@@ -176,7 +174,7 @@ def test_a_model_that_cannot_be_is_refused(options, word):
         make_model(**options)
 
 
-def test_a_length_that_is_chosen_is_written_though_a_shorter_model_ended_there(tmp_path):
+def test_a_chosen_length_replaces_the_tokenizers(tmp_path):
     encoder = lambda length: BertLabModel(
         BertLabConfig(**{**small_config(), "max_position_embeddings": length})
     )  # noqa: E731
@@ -205,7 +203,7 @@ def test_many_texts_are_cut_into_tokens_in_their_order():
     )
 
 
-def test_a_tokenizer_whose_ids_are_higher_than_the_encoder_has_rows_is_refused():
+def test_ids_beyond_the_vocabulary_are_refused():
     state = tokenizer_state(small_tokenizer())
     state["model"]["vocab"] = {
         piece: id + 3 * (id >= 8) for piece, id in state["model"]["vocab"].items()
@@ -278,7 +276,7 @@ def test_autocast_of_the_caller_holds_on_every_core(two_threads):
     assert kinds == {torch.bfloat16, torch.float32}
 
 
-def test_prompts_and_similarity_of_sentence_transformers_are_kept_and_a_prompt_before_all_is_refused(
+def test_prompts_are_kept_and_a_default_prompt_is_refused(
     tmp_path,
 ):
     place = make_model().save(tmp_path / "model")
@@ -308,7 +306,7 @@ def with_st_config(place, **said):
 
 @pytest.mark.parametrize("normalize", [False, True])
 @pytest.mark.parametrize("name", ["cosine", "dot", None])
-def test_vectors_are_compared_as_sentence_transformers_compares_them(tmp_path, name, normalize):
+def test_similarity_equals_sentence_transformers(tmp_path, name, normalize):
     pytest.importorskip("sentence_transformers", reason="needs the embeddings extra")
     from sentence_transformers import SentenceTransformer
 
@@ -327,7 +325,7 @@ def test_vectors_are_compared_as_sentence_transformers_compares_them(tmp_path, n
     ) == (name or "cosine")
 
 
-def test_a_comparison_that_is_not_computed_here_is_refused_unless_the_cosine_ranks_alike():
+def test_other_similarities_are_refused():
     made = lambda name, normalize: make_model(
         normalize=normalize, st_config={"similarity_fn_name": name}
     )  # noqa: E731
@@ -340,7 +338,7 @@ def test_a_comparison_that_is_not_computed_here_is_refused_unless_the_cosine_ran
 @pytest.mark.parametrize("prompts", [
     {"query": "find alpha: ", "document": "beta gamma: ", "passage": "no"}, {"query": "find alpha: "}, {"query": None, "other": "no"}, {},
 ])  # fmt: skip
-def test_prompts_stand_before_texts_as_sentence_transformers_puts_them(tmp_path, prompts):
+def test_prompts_equal_sentence_transformers(tmp_path, prompts):
     pytest.importorskip("sentence_transformers", reason="needs the embeddings extra")
     from sentence_transformers import SentenceTransformer
 
@@ -366,7 +364,7 @@ def test_prompts_stand_before_texts_as_sentence_transformers_puts_them(tmp_path,
         ({"query": "no"}, ""),
     ],
 )
-def test_the_prompt_of_documents_has_three_names_and_an_empty_one_is_none(prompts, expected):
+def test_the_document_prompt_has_three_names(prompts, expected):
     assert make_model(st_config={"prompts": prompts}).document_prompt == expected
 
 
@@ -379,7 +377,7 @@ def test_a_model_that_pools_without_its_prompts_is_refused(tmp_path):
     BiEncoder.load(with_st_config(place, prompts={"query": ""}))
 
 
-def test_a_model_that_lowers_letters_is_refused_where_its_tokenizer_does_not(tmp_path):
+def test_do_lower_case_needs_an_uncased_tokenizer(tmp_path):
     place = make_model("bert").save(tmp_path / "model")
     (place / "sentence_bert_config.json").write_text(
         json.dumps({"max_seq_length": 32, "do_lower_case": True})

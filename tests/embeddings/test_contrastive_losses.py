@@ -43,7 +43,7 @@ def plain_loss(queries, documents, temperature, left_out=frozenset()):
 
 
 @pytest.mark.parametrize("num_negatives", [0, 2])
-def test_the_loss_is_the_cross_entropy_of_picking_the_right_document(num_negatives):
+def test_the_loss_is_cross_entropy_over_documents(num_negatives):
     q, d, targets = make_batch(num_negatives=num_negatives)
     parts = ContrastiveLoss()(q, d, targets, 0.2)
     assert parts.loss_sum.item() == pytest.approx(
@@ -99,7 +99,7 @@ def test_a_known_answer_is_not_pushed_away_in_either_direction():
     assert torch.isfinite(grad).all()
 
 
-def test_a_margin_leaves_out_what_beats_the_right_document_and_keeps_the_rest():
+def test_a_margin_masks_suspected_answers():
     cosines = torch.tensor([[0.5, 0.61, 0.59, 0.4]])
     forbidden = false_negative_mask(
         cosines, torch.tensor([0]), torch.arange(4), torch.tensor([0]), margin=0.1

@@ -67,7 +67,7 @@ def test_ranks_are_those_of_counting_by_hand():
     )
 
 
-def test_ties_count_against_a_query_so_that_a_collapse_is_not_a_success():
+def test_ties_count_against_a_query():
     same = EmbeddedTexts(torch.ones(5, 3), torch.arange(5))
     assert ranks_of(same, same).tolist() == [5] * 5
 
@@ -196,7 +196,7 @@ def test_what_makes_the_loss_is_part_of_the_run():
             )
 
 
-def test_a_function_among_the_options_of_a_schedule_leaves_a_checkpoint_that_a_run_goes_on_from(
+def test_a_schedule_with_a_function_resumes(
     tmp_path,
 ):
     def run(steps, checkpoint=None):
@@ -220,7 +220,7 @@ def test_a_function_among_the_options_of_a_schedule_leaves_a_checkpoint_that_a_r
     assert run(4, latest_checkpoint(tmp_path)) == pytest.approx(3e-3 / 5)
 
 
-def test_rates_fall_from_layer_to_layer_and_the_temperature_is_not_decayed():
+def test_layer_decay_lowers_rates_layer_by_layer():
     module, data = (
         small_module(layer_decay=0.5, learning_rate=0.08, learn_temperature=True),
         small_data(),
@@ -275,7 +275,7 @@ def test_the_teacher_s_scores_reach_the_gradient_and_are_logged():
 
 
 @pytest.mark.parametrize("kind", ["kl", "margin_mse"])
-def test_a_pair_with_fewer_negatives_learns_from_its_teacher_as_if_it_were_alone(kind):
+def test_distillation_of_a_pair_ignores_padding(kind):
     pairs, counts = draw_pairs(6, negatives=3, scores=True), [3, 1, 2, 0, 1, 3]
     pairs = replace(pairs, negatives=[own[:count] for own, count in zip(pairs.negatives, counts)],
                     scores=[own[:1 + count] for own, count in zip(pairs.scores, counts)])  # fmt: skip
@@ -300,7 +300,7 @@ def test_a_pair_with_fewer_negatives_learns_from_its_teacher_as_if_it_were_alone
     )
 
 
-def test_autocast_rounds_neither_the_student_s_nor_the_teacher_s_scores():
+def test_autocast_does_not_round_scores():
     module, made = (
         small_module(distillation="kl", temperature=0.05),
         torch.Generator().manual_seed(0),
@@ -364,9 +364,7 @@ def test_an_adapter_trains_and_the_encoder_below_stays(base, adapter, part):
     assert moved and all(part in name for name in moved)
 
 
-def test_what_an_adapter_learned_is_merged_where_it_is_written_and_lies_beside_it_alone(
-    base, tmp_path
-):
+def test_a_saved_adapter_is_merged_and_kept(base, tmp_path):
     from bertlab.embeddings.bi_encoder import BiEncoder
 
     module = adapted(base)
@@ -415,7 +413,7 @@ def test_a_run_with_an_adapter_goes_on_bit_by_bit(base, tmp_path):
                      small_data(draw_pairs(64, seed=1)), 6)  # fmt: skip
 
 
-def test_frozen_blocks_stay_and_an_adapter_on_random_weights_is_refused():
+def test_frozen_blocks_do_not_change():
     module = small_module(freeze=1)
     before = {n: p.detach().clone() for n, p in module.named_parameters()}
     fit(module, small_data(), 2)
@@ -428,7 +426,7 @@ def test_frozen_blocks_stay_and_an_adapter_on_random_weights_is_refused():
         fit(small_module(adapter="lora"), small_data(), 1)
 
 
-def test_rates_fall_from_layer_to_layer_where_only_some_layers_train(base):
+def test_layer_decay_works_with_frozen_layers(base):
     def rates(module):
         trainer = fit(module, small_data(), 1)
         names = {id(p): name for name, p in module.named_parameters()}
@@ -450,7 +448,7 @@ def test_rates_fall_from_layer_to_layer_where_only_some_layers_train(base):
         assert chosen and chosen == pytest.approx([rate] * len(chosen))
 
 
-def test_a_module_starts_from_a_checkpoint_and_its_save_opens_again(tmp_path):
+def test_a_saved_module_loads_again(tmp_path):
     from bertlab.embeddings.bi_encoder import BiEncoder
 
     module = small_module(pooling="cls")
@@ -469,7 +467,7 @@ def test_a_module_starts_from_a_checkpoint_and_its_save_opens_again(tmp_path):
     )
 
 
-def test_an_encoder_does_not_go_on_under_a_tokenizer_whose_ids_are_other_pieces(tmp_path):
+def test_another_tokenizer_is_refused(tmp_path):
     small_module().save(tmp_path / "first")
     other = train_tokenizer(["seven six five four three two one black white"] * 3, 60)
     with pytest.raises(
@@ -517,7 +515,7 @@ def test_a_checkpoint_brings_norm_and_length_back(tmp_path):
     )
 
 
-def test_a_model_reads_as_far_as_the_one_it_began_with_though_pairs_are_cut_shorter(tmp_path):
+def test_short_pairs_do_not_shorten_the_model(tmp_path):
     texts, first = ["alpha beta " * 15], small_module().model
     for said, reads in ((24, 24), (10, 16)):  # pairs are cut at 16
         place = BiEncoder(first.encoder, first.tokenizer, max_sequence_length=said).save(
@@ -561,9 +559,7 @@ def say_length(place, length, tokenizer_length=None):
     "said, of_tokenizer, reads",
     [(514, None, 512), (None, 24, 24), (None, 10**30, 512), (None, 10, 16)],
 )
-def test_a_length_that_is_said_elsewhere_or_counts_positions_that_are_left_free_is_kept(
-    tmp_path, said, of_tokenizer, reads
-):
+def test_configured_lengths_are_kept(tmp_path, said, of_tokenizer, reads):
     first = small_module(
         model_config_kwargs={**small_config(), "max_position_embeddings": 512}
     ).model
@@ -609,9 +605,7 @@ def test_a_checkpoint_brings_prompts_and_the_comparison_back(tmp_path):
         ("manhattan", True, "cosine"),
     ],
 )
-def test_a_model_that_is_trained_by_cosines_says_so_where_its_first_comparison_ranks_otherwise(
-    tmp_path, name, normalize, expected
-):
+def test_training_sets_the_similarity_to_cosine(tmp_path, name, normalize, expected):
     first = small_module().model
     BiEncoder(
         first.encoder,
@@ -644,7 +638,7 @@ def test_the_pooling_is_part_of_the_run_however_it_was_asked_for(tmp_path):
 
 
 @pytest.mark.parametrize("weight", [0.0, 0.25, 1.0])
-def test_the_loss_of_a_split_is_measured_before_its_weight_in_training(weight):
+def test_validation_loss_ignores_contrastive_weight(weight):
     pairs = draw_pairs(64, negatives=2, scores=True)
     module = small_module(distillation="kl", contrastive_weight=weight)
     found = make_trainer(1, "32-true", accelerator="cpu").validate(
@@ -664,9 +658,7 @@ PARTS = [
 
 @pytest.mark.parametrize("options, word", PARTS)
 @pytest.mark.parametrize("start", ["random", "ours", "bert"])
-def test_options_that_do_not_fit_the_model_are_refused_when_it_is_built(
-    tmp_path, start, options, word
-):
+def test_options_must_fit_the_model(tmp_path, start, options, word):
     if start == "random":
         source = {
             "model_config_kwargs": small_config(),
@@ -687,12 +679,12 @@ def test_options_that_do_not_fit_the_model_are_refused_when_it_is_built(
     ({"gradcache_rows": 2, "gradient_checkpointing": True}, "gradcache_rows"), ({"matryoshka_dims": [4, 4]}, "matryoshka_dims"),
     ({"adapter": "lara"}, "adapter"),
 ])  # fmt: skip
-def test_options_that_cannot_be_are_refused_before_anything_is_built(options, word):
+def test_wrong_options_are_refused_at_once(options, word):
     with pytest.raises(ValueError, match=word):
         EmbeddingModule(**options)
 
 
-def test_what_does_not_fit_together_is_refused_when_the_model_is_built():
+def test_mismatched_parts_are_refused():
     with pytest.raises(ValueError, match="tokenizer"):
         EmbeddingModule(model_config_kwargs=small_config()).configure_model()
     with pytest.raises(ValueError, match="matryoshka_dims"):
@@ -706,7 +698,7 @@ def test_what_does_not_fit_together_is_refused_when_the_model_is_built():
         fit(other, data, 1)
 
 
-def test_what_is_saved_are_the_weights_that_validation_has_measured(tmp_path, monkeypatch):
+def test_evaluation_weights_are_saved(tmp_path, monkeypatch):
     module, inside = small_module(), []
 
     @contextmanager
@@ -734,7 +726,7 @@ def test_what_is_saved_are_the_weights_that_validation_has_measured(tmp_path, mo
 @pytest.mark.parametrize(
     "lacks, word", [("scores", r"scores .scores_column"), ("negatives", "negatives")]
 )
-def test_distillation_without_what_it_compares_is_refused_before_the_first_step(lacks, word):
+def test_distillation_needs_scores_and_negatives(lacks, word):
     train, held = (
         draw_pairs(40, negatives=1, scores=True),
         draw_pairs(16, negatives=1, scores=True, seed=1),

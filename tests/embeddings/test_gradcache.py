@@ -102,7 +102,7 @@ def test_dropout_is_replayed_chunk_by_chunk():
     assert relative(other, grad) > 1e-2, "dropout does nothing here, so the test would show nothing"
 
 
-def test_replaying_leaves_the_run_s_own_random_numbers_where_they_were():
+def test_replay_keeps_the_random_state():
     "Else losses after a resume would depend on the chunks' size."
     module, batch = small_module(dropout=0.3).train(), first_batch(small_data())
     rows = {k: batch[k] for k in ("input_ids", "attention_mask", "position_ids")}

@@ -70,7 +70,7 @@ def test_columns_have_their_usual_names_or_the_given_ones(tmp_path):
         read_pairs([{"x": "1", "y": "2"}])
 
 
-def test_a_columns_number_counts_in_the_first_row_of_a_file_whatever_order_others_have_their_keys_in(
+def test_column_numbers_refer_to_the_first_row(
     tmp_path,
 ):
     "Query and answer changed places where an object had its keys the other way round."
@@ -134,7 +134,7 @@ def test_a_score_that_is_no_finite_number_is_refused(scores):
         read_pairs([row])
 
 
-def test_repeated_pairs_and_negatives_that_are_answers_are_left_out_with_their_scores():
+def test_cleaning_drops_repeated_pairs_and_answers():
     pairs = PairDataset(["a", "a", "b", "c"], ["A", "A", "A", "c"], [["B", "x"], ["B", "x"], ["a", "y"], []],
                     [[1, 0.5, 0.1], [1, 0.5, 0.1], [1, 0.9, 0.2], [1]])  # fmt: skip
     found = clean_pairs(pairs)
@@ -267,7 +267,7 @@ def test_a_pair_with_fewer_negatives_has_blanks_in_their_place():
     ]
 
 
-def test_the_order_is_a_function_of_seed_and_epoch_and_a_resume_goes_on_at_the_next_batch():
+def test_the_order_is_a_function_of_seed_and_epoch():
     data = small_data(draw_pairs(64), batch=8)
     data.setup()
     loader = data.train_dataloader()

@@ -59,7 +59,7 @@ def test_every_token_of_every_text_stands_once_in_its_own_order(texts, packing):
 
 @pytest.mark.parametrize("how", POOLINGS)
 @pytest.mark.parametrize("make_config", [modernbert_tiny, bert_tiny])
-def test_a_packed_text_has_the_vector_and_the_gradient_that_it_has_alone(how, make_config):
+def test_packed_equals_alone(how, make_config):
     torch.manual_seed(0)
     encoder, texts = BertLabModel(make_config(**SMALL)).eval(), draw_texts(1)
     weights = torch.randn(len(texts), 32)
@@ -84,7 +84,7 @@ def test_a_packed_text_has_the_vector_and_the_gradient_that_it_has_alone(how, ma
         torch.testing.assert_close(ours, theirs, atol=2e-6 * scale, rtol=1e-4)
 
 
-def test_what_stands_on_padding_reaches_no_vector_and_gets_no_gradient():
+def test_padding_has_no_effect():
     documents = torch.tensor([[1, 1, 2, 0], [1, 0, 0, 0]])
     slots, count = document_index(documents)
     for pool in (mean_pool, cls_pool):
@@ -105,7 +105,7 @@ def test_sums_of_sixteen_bit_states_keep_their_digits():
     )  # a sum in bfloat16 stops at 256
 
 
-def test_slots_are_counted_through_rows_and_a_row_of_padding_has_none():
+def test_texts_are_numbered_row_by_row():
     slots, count = document_index(torch.tensor([[1, 2, 0], [0, 0, 0], [1, 1, 2]]))
     assert slots.tolist() == [[0, 1, 4], [4, 4, 4], [2, 2, 3]] and count == 4
     assert (

@@ -43,7 +43,7 @@ def test_training_and_test_share_no_module_and_no_text(corpus):
 
 
 @pytest.mark.parametrize("name", RETRIEVAL_TASKS)
-def test_every_task_of_this_python_has_answers_and_pairs_to_train_on(name):
+def test_every_task_has_answers_and_training_pairs(name):
     task = load_retrieval_task(name)
     assert len(task.queries) > 30 and len(task.train) > 300
     assert all(answers and max(answers) < len(task.documents) for answers in task.relevant)
@@ -53,7 +53,7 @@ def test_every_task_of_this_python_has_answers_and_pairs_to_train_on(name):
     assert scores["recall_10"].mean() > min(0.9, 5 * by_chance), "words in common must help"
 
 
-def test_one_query_with_two_answers_and_one_document_for_two_queries():
+def test_queries_and_documents_may_repeat():
     task = RetrievalTask.from_pairs("x", "y", [], [("a", "A"), ("a", "B"), ("b", "A"), ("a", "A")])
     assert (task.queries, task.documents, task.relevant) == (["a", "b"], ["A", "B"], [[0, 1], [0]])
 
@@ -105,15 +105,13 @@ def test_every_query_of_near_twins_has_its_twin_before_itself():
     ([[0], []], "query 'why' has no relevant document"), ([[0], [2]], "query 'why' names document 2"),
     ([[-1], [0]], "query 'who' names document -1"), ([[0]], "1 entries for 2 queries"),
 ])  # fmt: skip
-def test_a_task_whose_queries_cannot_be_scored_is_refused_before_anything_is_encoded(
-    relevant, word
-):
+def test_wrong_relevance_is_refused(relevant, word):
     with pytest.raises(ValueError, match=word) as caught:
         RetrievalTask("x", "y", ["who", "why"], ["A", "B"], relevant, PairDataset([], [], []))
     assert "\n" not in str(caught.value)
 
 
-def test_scores_of_a_query_without_an_answer_are_refused_by_its_number():
+def test_a_query_without_an_answer_is_refused():
     with pytest.raises(ValueError, match="query 1 has no relevant document"):
         retrieval_scores(np.zeros((2, 3)), [[0], []])
 
@@ -156,7 +154,7 @@ def test_a_model_that_knows_nothing_scores_nothing():
 
 
 @pytest.mark.parametrize("width", [64, 384, 768])
-def test_a_collapsed_model_scores_nothing_although_its_products_are_rounded(width):
+def test_a_collapsed_model_scores_nothing(width):
     class Collapsed:
         def encode(self, texts):
             return np.tile(
@@ -169,7 +167,7 @@ def test_a_collapsed_model_scores_nothing_although_its_products_are_rounded(widt
     assert all(values.max() <= 1 / 300 for values in found.values())
 
 
-def test_scores_that_are_no_numbers_or_infinite_are_ranked_as_what_they_are():
+def test_nan_ranks_last():
     scores = np.array([[np.nan, 1.0, 2.0], [0.5, np.nan, -np.inf], [np.inf, 1.0, 2.0]])
     assert retrieval_scores(scores, [[0], [0], [2]])["mrr"].tolist() == pytest.approx(
         [1 / 3, 1, 1 / 2]
@@ -196,7 +194,7 @@ def test_bm25_is_its_formula():
     assert np.allclose(got[1], [expected(d, ["green"]) for d in range(3)])
 
 
-def test_baselines_find_a_text_by_its_own_words_and_survive_unknown_ones(corpus):
+def test_baselines_find_a_text_by_its_words(corpus):
     texts = corpus.train_texts[:60]
     for scorer in (bm25_scores, tfidf_scores, WordVectors(corpus.train_texts, 16)):
         scores = scorer([*texts[:5], "zzz qqq"], texts)
@@ -204,7 +202,7 @@ def test_baselines_find_a_text_by_its_own_words_and_survive_unknown_ones(corpus)
         assert scores[:5].argmax(1).tolist() == [0, 1, 2, 3, 4]
 
 
-def test_baselines_find_a_text_by_its_own_letters_where_no_spaces_are_written():
+def test_baselines_work_without_spaces():
     documents = [
         "我们昨天晚上吃了北京烤鸭,味道很好。",
         "电脑今天不能连接服务器,请稍后再试。",
@@ -216,7 +214,7 @@ def test_baselines_find_a_text_by_its_own_letters_where_no_spaces_are_written():
         assert scores.argmax(1).tolist() == [0, 1, 2] and (scores.max(1) > 0).all()
 
 
-def test_scores_of_english_texts_are_those_of_runs_of_letters_and_digits(corpus, monkeypatch):
+def test_english_is_split_into_letters_and_digits(corpus, monkeypatch):
     from sklearn.feature_extraction import text as sklearn
 
     texts = [*corpus.train_texts[:40], "It's an UPPER_case-word: 3.14 (x²)", "éclair naïve"]
@@ -296,7 +294,7 @@ def own_task(corpus):
     return task, SmallDocstrings()
 
 
-def test_mteb_runs_its_own_evaluation_of_our_model_and_finds_what_we_find(own_task, tmp_path):
+def test_mteb_agrees_with_our_scores(own_task, tmp_path):
     task, theirs = own_task
     model = make_model()
     model.save(tmp_path)

@@ -50,7 +50,7 @@ class Stop(Exception):
 
 
 @pytest.mark.parametrize("output", ["v.npy", "v.parquet", "index"])
-def test_stopped_at_any_part_and_started_again_it_writes_the_same(tmp_path, output):
+def test_a_continued_run_writes_the_same(tmp_path, output):
     model, docs, read = make_model(), documents(), []
     expected = model.encode([d.text for d in docs])
 
@@ -101,7 +101,7 @@ def stopped_model(output):
     return model
 
 
-def test_a_stopped_run_goes_on_only_with_the_same_model_source_and_choices(tmp_path):
+def test_a_stopped_run_needs_the_same_options(tmp_path):
     model = stopped_model(tmp_path / "v.npy")
     other = make_model(pooling="cls")
     assert model_fingerprint(other) != model_fingerprint(model) == model_fingerprint(make_model())
@@ -110,7 +110,7 @@ def test_a_stopped_run_goes_on_only_with_the_same_model_source_and_choices(tmp_p
             encode_corpus(wrong, documents, tmp_path / "v.npy", **{"part_size": 10, **options})
 
 
-def test_a_stopped_run_goes_on_only_with_the_texts_that_it_has_encoded(tmp_path):
+def test_a_stopped_run_needs_the_same_texts(tmp_path):
     model, path = make_model(), tmp_path / "texts.txt"
     path.write_text("one two\nthree four\n\nfive six\nseven\n")
 
@@ -191,7 +191,7 @@ def test_an_index_that_does_not_say_its_model_is_refused(tmp_path):
 PROMPTS = {"query": "alpha beta: ", "document": "gamma delta: "}
 
 
-def test_prompts_stand_before_documents_of_an_index_and_its_queries(tmp_path):
+def test_an_index_uses_both_prompts(tmp_path):
     model, plain, docs = make_model(st_config={"prompts": PROMPTS}), make_model(), documents(20)
     encode_corpus(model, lambda: docs, tmp_path / "index")
     index = TextIndex.open(tmp_path / "index")
@@ -222,7 +222,7 @@ def test_prompts_stand_before_documents_of_an_index_and_its_queries(tmp_path):
 @pytest.mark.parametrize(
     "side, before", [("document", PROMPTS["document"]), ("query", PROMPTS["query"]), ("none", "")]
 )
-def test_texts_may_be_encoded_as_queries_or_with_the_prompts_that_they_have(tmp_path, side, before):
+def test_the_prompt_of_an_index_is_an_option(tmp_path, side, before):
     model, plain, docs = make_model(st_config={"prompts": PROMPTS}), make_model(), documents(20)
     encode_corpus(model, lambda: docs, tmp_path / "v.npy", prompt=side)
     expected = plain.encode([before + d.text for d in docs])
@@ -260,7 +260,7 @@ def test_another_prompt_is_another_encoding(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["cosine", "dot"])
-def test_a_model_without_a_norm_is_searched_and_evaluated_as_it_says(tmp_path, name):
+def test_unnormalized_models_are_searched_correctly(tmp_path, name):
     model, docs = (
         make_model(normalize=False, st_config={"similarity_fn_name": name}),
         documents(30),
@@ -326,7 +326,7 @@ def test_a_home_directory_may_be_said_shortly(tmp_path, monkeypatch):
         encode_corpus(model, documents, "~/index")
 
 
-def test_malformed_rows_are_left_out_where_that_is_asked_and_a_table_may_have_no_header(tmp_path):
+def test_malformed_rows_can_be_skipped(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": "one"}\n{"text": \n{"text": "two"}\n')
     notes = Counter()
     read = source_documents([str(tmp_path / "a.jsonl")], on_error="skip", notes=notes)
@@ -372,9 +372,7 @@ SOME = [Document("", "a:1"), *(Document(f"one two {n}", f"a:{n}") for n in range
 
 
 @pytest.mark.parametrize("output", ["v.npy", "v.parquet", "index"])
-def test_blank_texts_keep_their_rows_in_a_npy_are_left_out_of_the_rest_and_are_counted(
-    tmp_path, output
-):
+def test_blank_texts_are_zeros_or_left_out(tmp_path, output):
     model, notes = make_model(), Counter()
     assert encode_corpus(model, lambda: SOME, tmp_path / output, notes=notes) == 7
     assert sum(notes.values()) == 3 and all("blank texts" in what for what in notes)
@@ -407,7 +405,7 @@ def test_a_source_without_any_text_is_an_error(tmp_path, texts, output):
 
 
 @pytest.mark.parametrize("output", ["v.npy", "index"])
-def test_a_stopped_run_goes_on_behind_a_blank_text_and_counts_those_before_it(tmp_path, output):
+def test_a_stopped_run_counts_all_blank_texts(tmp_path, output):
     model, notes = make_model(), Counter()
     encode_corpus(
         model, lambda: SOME, tmp_path / ("whole.npy" if output == "v.npy" else "whole"), part_size=2

@@ -115,7 +115,7 @@ designs = st.fixed_dictionaries(
 )
 
 
-def test_a_design_in_shares_and_tokens_is_drawn_and_written_as_it_is():
+def test_fractions_and_tokens_are_drawn():
     schedule = Schedule(warmup_steps=0.1, cooldown_steps=0.2, total_steps=1000)
     options = phase_options(schedule)
     assert (options["warmup_steps"], options["cooldown_steps"]) == (100, 200)
@@ -181,7 +181,7 @@ def test_the_area_is_a_sum_by_hand_and_a_sample_of_it_on_long_runs():
     assert full_rate_steps(Schedule(**long), 1_000_000) == pytest.approx(linear, abs=1000)
 
 
-def test_the_boxes_hold_the_drawn_design_and_nothing_under_a_message():
+def test_the_boxes_hold_the_drawn_design():
     designer = rate_designer(num_steps=400, learning_rate=1e-5, warmup_steps=30, cooldown_steps=70)
     boxes = [control(designer, name) for name in ("YAML", "Python")]
     control(designer, "cooldown updates").value = 100
@@ -233,7 +233,7 @@ def test_a_small_update_of_float16_is_measured():
     assert run.update_sizes == [pytest.approx(1e-4, rel=1e-2)]
 
 
-def test_runs_survive_a_file_and_one_that_diverged_is_shown_as_that(tmp_path):
+def test_saved_runs_load_again(tmp_path):
     matrix = torch.zeros(2, 2)
     wild = OptimizerRun("wild", 9.0, 0, losses=[4.0, None])
     watch = UpdateRecorder(wild, matrix, every=1)
@@ -257,7 +257,7 @@ def test_a_mean_over_seeds_ends_where_one_of_them_has_no_loss():
     assert mean_curve(seeds, "update_sizes", points=2)[1].tolist() == [1, 4]
 
 
-def test_a_rule_whose_seeds_are_of_unequal_length_is_replayed_to_the_end_of_the_shortest():
+def test_unequal_seeds_end_at_the_shortest():
     long = OptimizerRun(
         "slow", 0.1, 0, [4.0, 3.0, 2.0, 1.0], [0.4, 0.3, 0.2, 0.1], {2: [1.0, 0.9], 4: [1.0, 0.1]}
     )
@@ -296,7 +296,7 @@ def test_recordings_that_cannot_be_replayed_are_refused(runs):
         optimizer_race(runs)
 
 
-def test_a_run_that_stopped_is_shown_with_the_update_of_its_numbers():
+def test_a_stopped_run_shows_its_last_update():
     long = OptimizerRun("a", 0.1, 0, [4.0] * 100, [0.1] * 100, {1: [1.0, 0.5], 90: [1.0, 0.9]})
     short = OptimizerRun("b", 0.1, 0, [3.0] * 20, [0.1] * 20, {1: [1.0, 0.2], 20: [1.0, 0.3]})
     drawn = race_html([long, short], 100, ["a", "b"])
@@ -333,7 +333,7 @@ def test_a_race_of_wide_matrices_still_fits_on_a_page():
 # Attention browser and embedding map
 
 
-def test_attention_maps_are_those_of_the_plain_kernel_and_leave_no_trace(room):
+def test_attention_maps_equal_the_eager_kernel(room):
     model, tokenizer = room["small_model"](5).train(), room["tokenizer"]
     model.base_model.config._attn_implementation = "sdpa"
     before, state = json.dumps(model.config.to_dict(), default=str), torch.get_rng_state()
@@ -404,7 +404,7 @@ def test_attention_without_a_weight_for_each_pair_is_refused(room):
         )
 
 
-def test_a_model_that_cannot_be_browsed_is_answered_with_what_to_give(room):
+def test_wrong_models_are_refused(room):
     import copy
 
     from bertlab.embeddings.bi_encoder import BiEncoder
@@ -430,7 +430,7 @@ def test_a_twin_is_on_the_cpu_whatever_the_default_device_is(room):
     assert all(torch.equal(a, b) for a, b in zip(other.parameters(), same.parameters()))
 
 
-def test_a_twin_has_the_shape_and_none_of_the_weights_and_moves_no_generator(room):
+def test_a_twin_has_new_weights(room):
     model = room["small_model"](1)
     state = torch.get_rng_state()
     one, same, other = (untrained_twin(model, seed) for seed in (0, 0, 1))
@@ -448,7 +448,7 @@ def test_shuffled_words_are_the_same_words_and_the_same_each_time():
     assert shuffle_words("") == "" and shuffle_words("one") == "one"
 
 
-def test_neighbours_and_places_agree_with_another_way_to_compute_them():
+def test_neighbours_and_plane_agree_with_svd():
     table = np.random.default_rng(0).normal(size=(40, 7)) * [5, 3, 1, 1, 1, 1, 1] + 10
     centred = table - table.mean(0)
     cosines = {i: centred[i] @ centred[3] / np.linalg.norm(centred[i]) / np.linalg.norm(centred[3])
@@ -480,7 +480,7 @@ def test_a_table_longer_than_the_vocabulary_is_cut(room):
     assert "nearest to <bdi>the</bdi>:" in shown and " 1.00" not in shown and "None" not in shown
 
 
-def test_a_tokenizer_with_a_gap_in_its_ids_has_every_entry_on_the_map(room):
+def test_gaps_in_token_ids_are_allowed(room):
     from bertlab.data.vocabularies import tokenizer_state, with_tokenizer_state
 
     state = tokenizer_state(room["tokenizer"])
@@ -546,7 +546,7 @@ def test_a_turned_control_redraws_in_less_than_a_second(room, name):
 
 
 @pytest.mark.parametrize("name", ["stepper", "fill_mask_box", "attention_browser"])
-def test_a_closed_explorer_frees_its_model_even_where_a_control_is_kept(room, name):
+def test_a_closed_explorer_frees_its_model(room, name):
     own, models = dict(room), []
     own["small_model"] = lambda seed: models.append(room["small_model"](seed)) or models[-1]
     exec(CASES[name].source, own)
@@ -560,7 +560,7 @@ def test_a_closed_explorer_frees_its_model_even_where_a_control_is_kept(room, na
 
 
 @pytest.mark.parametrize("name", ["schedule_designer", "optimizer_race", "packing_visualiser"])
-def test_close_closes_boxes_in_boxes_and_what_ties_controls_together(room, name, monkeypatch):
+def test_close_closes_nested_widgets_and_links(room, name, monkeypatch):
     links, jslink = [], ipywidgets.jslink
     monkeypatch.setattr(
         ipywidgets, "jslink", lambda *ends: links.append(jslink(*ends)) or links[-1]
@@ -574,7 +574,7 @@ def test_close_closes_boxes_in_boxes_and_what_ties_controls_together(room, name,
     assert [one for one in widgets if one.comm is not None] == []
 
 
-def test_an_explorer_goes_on_where_another_of_the_same_model_is_closed(room):
+def test_explorers_of_one_model_are_independent(room):
     model, texts = room["small_model"](3), ("the name of the string", "a list of names")
     first, second = (attention_browser(model, room["tokenizer"], text) for text in texts)
     before, shown = second._repr_mimebundle_(), second.children[-1].value
@@ -627,7 +627,7 @@ class Kernel:
         self.session.send(self.page, kind, {"n": n})
 
 
-def test_widgets_are_heard_inside_a_cell_and_other_cells_wait_in_their_order():
+def test_only_widget_messages_are_handled_in_a_cell():
     kernel = Kernel()
     mail = WidgetMail(kernel)
     assert mail.answer() == 0 and kernel.log == []
@@ -681,7 +681,7 @@ print("inside the cell:", heard)
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_real_kernel_hears_a_click_inside_a_cell_and_then_runs_the_cells_that_waited():
+def test_a_real_kernel_handles_a_click_in_a_cell():
     manager = KernelManager()
     manager.start_kernel(env={**os.environ, "PYTHONPATH": str(ROOT)}, stderr=subprocess.DEVNULL)
     client = manager.client()
@@ -787,7 +787,7 @@ class Finger(History):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_the_button_ends_a_run_at_the_end_of_a_step_with_whole_checkpoints(notebook, tmp_path):
+def test_the_button_ends_a_run_after_a_step(notebook, tmp_path):
     monitor = TrainingMonitor(checkpoint=tmp_path / "stopped.ckpt")
     finger = Finger(monitor, 5)  # the second of the two batches of step 3 is the sixth
     regular = RunCheckpoint(tmp_path / "run.ckpt", every_n_steps=100)
@@ -818,7 +818,7 @@ def test_a_monitor_can_be_used_again_and_starts_its_curves_anew(notebook):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_monitor_forgets_a_run_that_broke_off_and_what_fails_between_runs_is_not_its_own(
+def test_a_monitor_restarts_after_an_error(
     notebook,
 ):
     monitor = TrainingMonitor(every_seconds=1e9)
@@ -843,7 +843,7 @@ def test_outside_a_notebook_it_records_and_shows_nothing(monkeypatch, capsys):
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kernel", [SimpleNamespace(), SimpleNamespace(shell_stream=None), None])
-def test_a_foreign_kernel_gets_curves_and_a_line_that_says_how_to_stop(monkeypatch, kernel):
+def test_an_unknown_kernel_gets_a_hint(monkeypatch, kernel):
     if kernel is None:  # of ipykernel 6, but without a way to say that it is busy
         kernel = SimpleNamespace(**{name: getattr(Kernel(), name) for name in ("shell_stream", "schedule_dispatch",
                                                                               "dispatch_shell", "session")})  # fmt: skip

@@ -60,14 +60,14 @@ def check_messages(report: dict) -> None:
                 assert words in text and "Traceback" not in text, (name, description, value, text)
 
 
-def test_nonsense_shows_a_message_in_the_widget_and_mending_it_brings_the_drawing_back(report):
+def test_wrong_input_shows_a_message(report):
     check_messages(report)
     for name, case in CASES.items():
         if case.messages:
             assert 'role="alert"' not in report["cases"][name]["last"], name
 
 
-def test_every_explorer_has_a_live_and_a_static_form_and_is_driven_by_keys_and_by_mouse(report):
+def test_every_explorer_has_two_forms(report):
     for name, built in report["cases"].items():
         assert built["live"] and built["static"], name
         assert {"keys", "mouse"} <= {HANDS[act.how] for act in CASES[name].acts}, name
@@ -101,7 +101,7 @@ def test_plots_and_explorers_share_one_palette():
     assert {*widgets.CURVE_COLOURS, *widgets.RATE_COLOURS.values()} <= palette
 
 
-def test_drawing_takes_a_small_part_of_the_second_in_which_an_explorer_answers(report):
+def test_drawing_is_fast(report):
     for name, built in report["cases"].items():
         assert max(built["seconds"], default=0) < 0.5, (
             name,
@@ -171,7 +171,7 @@ def test_a_static_form_above_150_kb_is_refused():
         widgets.static_frames(["a", "b"], "Title", ["one"])
 
 
-def test_an_explorer_whose_steps_are_too_large_keeps_fewer_and_says_so():
+def test_large_static_forms_have_fewer_steps():
     control = ipywidgets.IntText(0)
     steps = {f"step {n}": {"n": n} for n in range(9)}
     explorer = widgets.explore(
@@ -296,7 +296,7 @@ def test_a_bug_in_a_drawing_is_shown_and_not_swallowed():
     assert "a bug in this explorer: ZeroDivisionError" in explorer.children[-1].value
 
 
-def test_a_step_of_the_static_form_turns_only_what_it_names_and_is_drawn_as_the_live_form():
+def test_static_steps_equal_the_live_form():
     control, other = ipywidgets.IntText(1), ipywidgets.IntText(7)
     steps = {"two": {"n": 2}, "zero": {"n": 0}}
     draw = lambda n, m: f"<p>{m} and {n}</p>" if n else widgets.alert("nothing")  # noqa: E731
@@ -305,7 +305,7 @@ def test_a_step_of_the_static_form_turns_only_what_it_names_and_is_drawn_as_the_
     assert explorer.children[-1].value == "<p>7 and 1</p>" and control.value == 1
 
 
-def test_a_typed_number_may_leave_the_slider_behind_and_is_never_pulled_back():
+def test_a_typed_number_may_exceed_its_slider():
     typed = ipywidgets.FloatText(0.3)
     slider = widgets.link_slider(typed, min=0.0, max=1.0, step=0.1, description="p")
     for value, place in ((0.5, 0.5), (2.0, 0.5), (-1.0, 0.5), (float("nan"), 0.5), (0.0, 0.0)):
@@ -327,7 +327,7 @@ def test_what_is_zero_but_for_rounding_is_written_as_zero():
     )
 
 
-def test_a_chart_breaks_its_curve_where_a_value_is_missing_and_refuses_nothing_at_all():
+def test_missing_values_break_a_curve():
     nan = float("nan")
     drawn = widgets.svg_chart(
         {"rate": ([0, 1, 2, 3], [0.0, 1.0, nan, 2.0])}, "steps", "rate", "a curve"
@@ -339,7 +339,7 @@ def test_a_chart_breaks_its_curve_where_a_value_is_missing_and_refuses_nothing_a
 
 
 @pytest.mark.parametrize("packer", packing_explorers.PACKERS)
-def test_each_packer_deals_every_document_once_and_overfills_no_row(packer):
+def test_packers_place_every_document_once(packer):
     lengths, capacity = [3, 0, 7, 7, 1, 10, 2, 4, 4, 0, 9], 10
     deals = packing_explorers.deal_documents(lengths, capacity, packer)
     assert sorted(document for document, _ in deals) == [0, 2, 3, 4, 5, 6, 7, 8, 10]
@@ -365,13 +365,13 @@ def test_the_packers_fill_rows_as_worked_out_by_hand():
 @pytest.mark.parametrize("lengths, says", [([], "type the lengths"), ([0, 0], "no row is open yet"),
                                            ([7, 500], "lengths[1] = 500 is outside 0 to 128"), ([64] * 199, "efficiency 99.5%"),
                                            ([1] * 201, "201 lengths are too many")])  # fmt: skip
-def test_a_visualiser_is_built_from_any_lengths_and_its_static_form_stays_small(lengths, says):
+def test_a_visualiser_takes_any_lengths(lengths, says):
     explorer = packing_explorers.packing_visualiser(lengths)
     assert says in explorer.children[-1].value and len(explorer.static_html.encode()) <= 150_000
 
 
 @pytest.mark.parametrize("text", ["40 12 60 30", "40,12,60,30", "40 , 12 ,60;30"])
-def test_the_slider_reaches_every_document_however_their_lengths_are_separated(text):
+def test_the_slider_reaches_every_document(text):
     explorer = packing_explorers.packing_visualiser([5, 5])
     controls = {
         child.description: child for child in explorer.children if hasattr(child, "description")
@@ -383,7 +383,7 @@ def test_the_slider_reaches_every_document_however_their_lengths_are_separated(t
     assert "is not a length" in explorer.children[-1].value and controls["documents"].max == 4
 
 
-def test_a_window_reaches_its_own_document_only_and_padding_reaches_nothing():
+def test_a_window_stays_in_its_document():
     documents = [1, 1, 1, 1, 2, 2, 0]
     reach = packing_explorers.visible_positions
     assert reach(documents, 3).tolist() == [0, 1, 2, 3]
@@ -422,7 +422,7 @@ def test_a_notebook_keeps_a_figure_with_twice_the_pixels_of_the_size_at_which_it
 
 @pytest.mark.parametrize("objective, unit", [("mlm", "token"), ("mlm", "word"), ("mlm", "span"),
                                              ("diffusion", "token"), ("enhanced_mlm", "token")])  # fmt: skip
-def test_observed_rates_of_many_draws_come_close_to_the_requested_ones(tokenizer, objective, unit):
+def test_observed_rates_approach_expected_rates(tokenizer, objective, unit):
     text, draws = " ".join(["the list of strings is sorted by the length of names"] * 8), range(40)
     observed, asked = [], []
     for draw in draws:

@@ -142,7 +142,7 @@ def test_names_are_linked_outside_code_alone_and_never_a_common_word():
     link = lambda text: reference.add_links(text, "train/13_trainer.ipynb", shown)
     assert (
         link("see `pack_best_fit`")
-        == "see [`pack_best_fit`](../data/11_packing.ipynb#pack_best_fit)"
+        == "see [`pack_best_fit`](../data/12_packing.ipynb#pack_best_fit)"
     )
     assert link("see `make_trainer()`") == "see [`make_trainer()`](#make_trainer)"
     for same in ("to `fit`, to `overlap`, to `share`", "```python\n`pack_best_fit`\n```", "# The `pack_best_fit`",
