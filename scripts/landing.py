@@ -104,7 +104,9 @@ def curve(history: Path, unigram: float) -> str:
     "Return the loss of a run and the unigram baseline as SVG."
     with history.open(encoding="utf-8") as lines:
         points = [
-            (float(row["step"]), float(row["loss"])) for row in csv.DictReader(lines) if row["loss"]
+            (float(row["step"]), float(row["train_loss"]))
+            for row in csv.DictReader(lines)
+            if row["train_loss"]
         ]
     width, height, margin, bottom = 640, 300, 44, 34
     steps = points[-1][0]

@@ -21,7 +21,7 @@ import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch.utils.data import DataLoader, Dataset
 
-from ..core.names import look_up
+from ..core.names import check_minimum, check_range, look_up
 from ..data.loaders import EpochBatches, filled_batches, ignore_parent_signals
 from ..data.readers import resolve_column
 from ..data.rows import PADDING
@@ -253,6 +253,9 @@ class FinetuningDataModule(L.LightningDataModule):
         self.max_sequence_length, self.fixed_shapes = max_sequence_length, fixed_shapes
         self.num_workers, self.shuffle_train, self.packing = num_workers, shuffle_train, packing
         self.validation_fraction, self.seed = validation_fraction, seed
+        check_minimum(self, max_sequence_length=8)
+        for split, size in zip(("train", "val", "test"), self.batch_sizes.values()):
+            check_range(f"{split}_batch_size", size, 1)
         self.bad_rows = BadRows(bad_rows)
         self.in_memory: dict[str, Any] = {}  # rows by split, of `set_datasets`
         self.columns: dict[str, Any] = {}  # by role; set by `read`, as the next two

@@ -115,7 +115,9 @@ def read_config(
 
     try:
         recover_directory(source)
-        load_config_json(cached_file(os.fspath(source), "config.json"))
+        if (path := cached_file(os.fspath(source), "config.json")) is None:
+            raise FileNotFoundError("it has no config.json")
+        load_config_json(path)
         # False and not None, for which transformers would ask at the keyboard.
         return AutoConfig.from_pretrained(source, trust_remote_code=False)
     except Exception as error:

@@ -205,7 +205,7 @@ def test_what_cannot_be_had_here_is_refused_before_the_text_is_read(
 
 
 @pytest.mark.parametrize("optimizer, option, value, part", [
-    ("adamw", "freeze", "99", "freeze must be None"),
+    ("adamw", "freeze", "99", "freeze=99"),
     ("adamw", "freeze", "[foo]", "freeze: 'foo' matches no weight"),
     ("adamw", "parameter_overrides", '{"*blocks.7.*": {lr: 1.0e-4}}', "'*blocks.7.*' matches the full name of no"),
     ("adamw", "parameter_overrides", '{"*blocks.0.*": {rate: 1.0e-4}}', "has no 'rate'; it takes lr"),
@@ -220,7 +220,7 @@ def test_what_cannot_be_had_here_is_refused_before_the_text_is_read(
     ("muon", "optimizer_kwargs", "{ns_steps: five}", "ns_steps must be a whole number"),
     ("galore", "optimizer_kwargs", "{update_proj_gap: 0}", "galore's update_proj_gap must be"),
     ("adamw", "scheduler_kwargs", "{total_steps: 50}", "scheduler_kwargs has total_steps=50"),
-    ("adamw", "scheduler_kwargs", "{warmup_kind: cosine}", "which scheduler_warmup_kind decides"),
+    ("adamw", "scheduler_kwargs", "{warmup_kind: cosine}", "warmup_kind='cosine'"),
 ])  # fmt: skip
 def test_a_wrong_option_of_optimizer_schedule_or_parts_is_refused_before_the_text_is_read(
     words, tmp_path, capsys, monkeypatch, optimizer, option, value, part
@@ -269,7 +269,7 @@ def test_parts_that_a_continued_model_does_not_have_are_refused_before_anything_
         "null",
     ]
     for option, value, part in (
-        ("freeze", "99", "(the embeddings alone) to 1, got 99"),
+        ("freeze", "99", "freeze=99"),
         ("parameter_overrides", '{"*blocks.1.*": {lr: 1.0e-4}}', "'*blocks.1.*' matches"),
     ):
         assert part in said(capsys, "pretrain", *words, *model, f"--model.{option}", value)
@@ -549,7 +549,7 @@ def test_a_resume_of_another_run_is_refused_and_changes_nothing(
     (["--modle.learning_rate", "3"], "did you mean 'model.learning_rate'"),
     (["--model.learning_rate", "fast"], "model.learning_rate"),
     (["--config", "missing.yaml"], "missing.yaml"),
-    (["--config", "YAML:data: [1"], "wrong.yaml is not YAML"),
+    (["--config", "YAML:data: [1"], "wrong.yaml"),
     (["--config", "YAML:data: {train_batchsize: 3}"], "did you mean 'data.train_batch_size'"),
     (["--config", "YAML:trainer: {max_step: 3}"], "did you mean 'trainer.max_steps'"),
     (["--config", "YAML:model: {model_config_kwargs: {hiden_size: 3}}"], "did you mean 'hidden_size'"),
@@ -559,7 +559,7 @@ def test_a_resume_of_another_run_is_refused_and_changes_nothing(
     (["--model.objective", "clm"], "mlm"),
     (["--model.scheduler_warmup_steps", "9"], "warmup"),
     (["--trainer.max_steps", "0"], "max_steps"),
-    (["--run.progress", "loud"], "tqdm"),
+    (["--run.progress", "loud"], "run.progress='loud'"),
     (["--run.loggers", "[paper]"], "tensorboard"),
     (["--run.time_limit", "soon"], "soon"),
     (["--run.peak_flops", "high"], "measured"),
@@ -715,11 +715,9 @@ def test_what_watchers_ask_about_is_looked_for_before_anything_is_written(place,
         "--model.model_config_kwargs",
         "null",
     ]
-    with pytest.raises(ValueError, match="no parameter is called like 'qvk"):
+    with pytest.raises(ValueError, match="'qvk"):
         pretrain([*words, *begun, "--run.histograms", "['qvk*']"])
-    with pytest.raises(
-        ValueError, match="no parameter is called like 'qvk.*; some names are model.encoder"
-    ):
+    with pytest.raises(ValueError, match="'qvk.*model.encoder"):
         pretrain([*words, "--run.histograms", "['qvk*']"])  # fresh weights, which are made later
     assert not (tmp_path / "run").exists()
 

@@ -47,7 +47,7 @@ def write_text(path: Path) -> None:
 
 def losses(output: str) -> list[float]:
     with open(f"{output}/history.csv") as file:
-        return [float(row["loss"]) for row in csv.DictReader(file)]
+        return [float(row["train_loss"]) for row in csv.DictReader(file)]
 
 
 # --- without Ray ----------------------------------------------------------------------------------
