@@ -467,8 +467,8 @@ def attend(
     "Attend by a pattern with the kernel of that name: mask x distance x kernel in one call."
     if not isinstance(pattern, AttentionMaskSpec):
         raise ValueError(
-            f"pattern must be a Pattern of document numbers, not {type(pattern)}: a "
-            "float mask would be added to the scores, a bool one is a Pattern's work"
+            f"pattern must be an AttentionMaskSpec, got {type(pattern).__name__}: give document "
+            "numbers; a float mask would be added to the scores"
         )
     trains = torch.is_grad_enabled() and any(t.requires_grad for t in (q_BHLK, k_BGLK, v_BGLK))
     check_kernel(
