@@ -53,7 +53,6 @@ from .model.config import modernbert_tiny as modernbert_tiny
 from .model.config import neobert as neobert
 from .model.config import roberta_base as roberta_base
 from .model.layers import register_layer as register_layer
-from .model.attention import attend as attend
 from .model.attention import document_mask as document_mask
 from .model.encoder import BertLabModel as BertLabModel
 from .model.losses import LossConfig as LossConfig
@@ -68,11 +67,11 @@ from .model.task_heads import BertLabForQuestionAnswering as BertLabForQuestionA
 from .model.task_heads import BertLabForSequenceClassification as BertLabForSequenceClassification
 from .model.task_heads import BertLabForTokenClassification as BertLabForTokenClassification
 from .model.huggingface import from_huggingface as from_huggingface
+from .model.huggingface import load_model as load_model
 from .model.huggingface import save_model as save_model
 from .model.huggingface import to_huggingface as to_huggingface
 from .model.mask_filling import fill_mask as fill_mask
 from .model.growth import grow as grow
-from .model.activation_checkpointing import checkpoint_activations as checkpoint_activations
 from .model.float8 import convert_to_float8 as convert_to_float8
 from .model.vocabulary import extend_vocabulary as extend_vocabulary
 from .model.vocabulary import transplant_vocabulary as transplant_vocabulary
@@ -86,7 +85,6 @@ from .optim.schedulers import Schedule as Schedule
 from .optim.schedulers import get_scheduler as get_scheduler
 from .optim.budgets import BatchSizeWarmup as BatchSizeWarmup
 from .optim.budgets import TimeBudgetLR as TimeBudgetLR
-from .optim.budgets import steps_for_tokens as steps_for_tokens
 from .optim.groups import parameter_groups as parameter_groups
 from .optim.optimizers import get_optimizer as get_optimizer
 from .train.steps import TrainingModule as TrainingModule
@@ -114,7 +112,6 @@ from .train.trainer import seed_everything as seed_everything
 from .train.distill import DistillationModule as DistillationModule
 from .train.model_cards import push_model as push_model
 from .train.stages import Stage as Stage
-from .train.stages import load_stages as load_stages
 from .train.stages import run_stages as run_stages
 from .train.evaluators import EvaluatorCallback as EvaluatorCallback
 from .train.evaluators import LossEvaluator as LossEvaluator
@@ -144,7 +141,6 @@ from .explorers.schedules import rate_designer as rate_designer
 from .explorers.optimizers import optimizer_race as optimizer_race
 from .explorers.models import attention_browser as attention_browser
 from .explorers.models import embedding_map as embedding_map
-from .explorers.fill_mask import ask_checkpoints as ask_checkpoints
 from .explorers.training_monitor import TrainingMonitor as TrainingMonitor
 from .explorers.stepper import stepper as stepper
 from .explorers.profiling import profile_step as profile_step

@@ -8,6 +8,7 @@ __all__ = ['COMMANDS', 'fill_mask', 'write', 'devices', 'validate', 'tokenize', 
 # %% ../../nbs/cli/02_commands.ipynb #d1514476
 import json
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 from .parser import Command
@@ -24,7 +25,7 @@ def _lines_of_input(texts: list[str], argument: str) -> list[str]:
 
 def fill_mask(
     directory: str,  # of a run, or of a model with its tokenizer
-    texts: list[str] = [],  # with one or more [MASK]; none: the lines of standard input
+    texts: Sequence[str] = (),  # with one or more [MASK]; none: the lines of standard input
     top_k: int = 5,  # guesses for each gap
 ) -> None:
     "Let a model fill the gaps of texts."

@@ -16,7 +16,6 @@ __getattr__, __dir__ = _lazy_parts(__name__, (
     "huggingface",
     "mask_filling",
     "sampling",
-    "causal",
     "generation",
     "likelihood",
     "growth",
@@ -28,4 +27,5 @@ __getattr__, __dir__ = _lazy_parts(__name__, (
     "tensor_parallel",
     "context_parallel",
     "deferred",
+    "causal",
 ))

@@ -12,7 +12,6 @@ from . import loading as loading
 from . import huggingface as huggingface
 from . import mask_filling as mask_filling
 from . import sampling as sampling
-from . import causal as causal
 from . import generation as generation
 from . import likelihood as likelihood
 from . import growth as growth
@@ -24,3 +23,4 @@ from . import vocabulary as vocabulary
 from . import tensor_parallel as tensor_parallel
 from . import context_parallel as context_parallel
 from . import deferred as deferred
+from . import causal as causal
