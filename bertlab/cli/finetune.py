@@ -68,7 +68,7 @@ class FinetuneRunConfig:
     num_epochs: int = 3  # times that every training row is seen, at most
     patience: int | None = None  # validations without a gain until a run stops; null: never
     monitor: str | None = None  # metric to choose weights by, as val_loss; null: the task's
-    validations_per_epoch: int = 1  # evenly spread; the last one is at the epoch's end
+    validations_per_epoch: int = 1  # as Lightning's val_check_interval counts them
     checkpoint_every_steps: int = 500  # optimizer steps between checkpoints to go on from
     average: float | None = None  # decay of a moving average to validate and keep; such as 0.99
     baselines: bool = True  # compute what simple methods reach on the same rows

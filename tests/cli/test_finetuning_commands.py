@@ -365,10 +365,7 @@ def test_whole_numbers_are_regressed_where_the_model_is_asked_to(tok, tmp_path):
             ["--run.average", "0.9", "--model.optimizer_class", "splus"],
             "the optimizer (splus) keeps averages of its own",
         ),
-        (
-            ["--run.validations_per_epoch", "5"],
-            "validations_per_epoch=5",
-        ),
+        (["--run.validations_per_epoch", "0"], "run.validations_per_epoch"),
         (["--run.seeds", "[-1]"], "run.seeds"),
         (["--data.validation_fraction", "1.5"], "validation_fraction"),
         (["--data.val_batch_size", "0"], "val_batch_size"),
