@@ -205,7 +205,12 @@ def test_models_are_averaged_and_lengthened_by_command(tmp_path):
 def test_the_model_of_the_last_step_is_ranked_by_the_validation_behind_it(plan, tmp_path):
     path, content = plan
     del content["search"]
-    content["run"] |= {"models": True, "val_every_steps": 3, "output": str(tmp_path / "run")}
+    content["run"] |= {
+        "models": True,
+        "report": True,
+        "val_every_steps": 3,
+        "output": str(tmp_path / "run"),
+    }
     content["trainer"]["max_steps"] = 5
     content["model"]["learning_rate"] = 3e-2
     path.write_text(yaml.safe_dump(content))
