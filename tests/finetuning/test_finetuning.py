@@ -790,7 +790,7 @@ def test_a_resume_with_another_rate_goes_on_with_it(tmp_path, kind):
         ({"class_weights": [1.0, 2.0, 3.0]}, "2 numbers above 0"),
         ({"class_weights": [1.0, 0.0]}, "2 numbers above 0"),
         ({"class_weights": "equal"}, "balanced"),
-        ({"freeze_layers": 3}, "to 2, got 3"),
+        ({"freeze_layers": 3}, "freeze_layers=3"),
         ({"reinit_layers": 3}, "to 2, got 3"),
         ({"model_kwargs": {"hidden_size": 8}}, "model_kwargs has 'hidden_size'"),
     ],
