@@ -133,16 +133,14 @@ class MaskingConfig:
 WORD_MARKS = ("##", "Ġ", "▁")  # of WordPiece: goes on; of byte-level BPE and Metaspace: begins
 BEGINNINGS = ("Ġ", "▁", "Ċ", "ĉ", "č")  # as byte-level BPE writes space, newline, tab and return
 
-_BYTE_LETTERS = byte_letters()
-
 
 def _first_characters(token: str, mark: str) -> str:
     "The first and last character that a piece may begin with; nothing inside a character."
     byte_token = re.fullmatch(r"<0x([0-9A-F]{2})>", token)  # SentencePiece's way to write a byte
     if byte_token:
         raw = bytes([int(byte_token[1], 16)])
-    elif mark == "Ġ" and all(letter in _BYTE_LETTERS for letter in token):
-        raw = bytes(_BYTE_LETTERS[letter] for letter in token)
+    elif mark == "Ġ" and all(letter in byte_letters() for letter in token):
+        raw = bytes(byte_letters()[letter] for letter in token)
     else:
         return token.removeprefix("" if mark in BEGINNINGS else mark)[:1]
     length = 1 + sum(raw[:1] >= bytes([lead]) for lead in (0xC0, 0xE0, 0xF0))

@@ -15,6 +15,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -181,6 +182,7 @@ def _byte_level(vocabulary: dict[str, int] | None, merges: list, lowercase: bool
     return tokenizer
 
 
+@cache
 def byte_letters() -> dict[str, int]:  # letter: byte
     "Return the letters that byte-level BPE writes for bytes."
     from transformers.convert_slow_tokenizer import bytes_to_unicode

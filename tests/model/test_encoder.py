@@ -261,7 +261,7 @@ def test_without_the_document_mask_the_comparison_fails(kernel, positions, varle
 
 @pytest.mark.parametrize("kernel", ["eager", "sdpa"])
 def test_a_mask_that_forgets_documents_is_noticed(kernel, monkeypatch):
-    def forgetful(documents, window=None, queries=slice(None)):
+    def forgetful(documents, window=None, queries=slice(None), causal=False):
         return (documents != 0)[:, None, None, :].expand(-1, -1, documents.shape[1], -1)
 
     model, ids = lively(BertLabForMaskedLM(small(attn_implementation=kernel))), some_ids(1, L)

@@ -117,7 +117,7 @@ def test_a_token_that_the_model_has_no_row_for_is_refused(model, tokenizer):
     assert fill_mask(model, larger, ["the [MASK] sat"]) == fill_mask(
         model, tokenizer, ["the [MASK] sat"]
     )
-    with pytest.raises(ValueError, match=f"tokenizer has {len(tokenizer) + 1} entries"):
+    with pytest.raises(ValueError, match=f"vocab_size={len(tokenizer) + 1}"):
         fill_mask(model, larger, ["the [MASK] zebra"])
 
 
