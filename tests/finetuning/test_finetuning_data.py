@@ -372,7 +372,7 @@ def test_a_delimiter_that_is_no_single_character_is_refused(delimiter, tmp_path)
 def epoch_of(data, epoch=0, rank=0, world_size=1):
     data.trainer = SimpleNamespace(global_rank=rank, world_size=world_size)
     loader = data.train_dataloader()
-    loader.load_state_dict({"delivered": epoch * len(loader)})
+    loader.load_state_dict(loader.state_dict() | {"delivered": epoch * len(loader)})
     return [batch for batch, _ in zip(loader, range(len(loader)))]
 
 
@@ -443,7 +443,7 @@ def test_a_stopped_run_goes_on_with_the_very_next_batch(stop, num_workers):
     loader = data.train_dataloader()
     assert isinstance(loader, EpochBatches)
     before, again = first(loader, stop), data.train_dataloader()
-    again.load_state_dict({"delivered": stop})
+    again.load_state_dict(again.state_dict() | {"delivered": stop})
     assert all(map(torch.equal, whole, before + first(again, 16 - stop)))
 
 
