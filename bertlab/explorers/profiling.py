@@ -33,6 +33,11 @@ def _run_in_parts(
     with mode:
         return func.decompose(*args, **kwargs)
 
+# %% ../../nbs/explorers/08_profiling.ipynb #d19a6146
+def _wait_function(device: str | torch.device) -> Callable[[], Any]:
+    is_asynchronous = torch.device(device).type in ("cuda", "mps")
+    return torch.accelerator.synchronize if is_asynchronous else bool
+
 # %% ../../nbs/explorers/08_profiling.ipynb #1e28b260
 WORK_KINDS = {  # kind -> pattern of ATen's or a compiler's names; the first that fits counts
     "compiled": r"triton|cpp_fused|Compiled|^graph_",
@@ -151,11 +156,6 @@ class StepProfile(NamedTuple):
         )
 
 # %% ../../nbs/explorers/08_profiling.ipynb #68f2d9e2
-def _wait_function(device: str | torch.device) -> Callable[[], Any]:
-    is_asynchronous = torch.device(device).type in ("cuda", "mps")
-    return torch.accelerator.synchronize if is_asynchronous else bool
-
-
 def profile_step(
     step: Callable[[], Any],  # runs one step
     repeats: int = 3,  # steps that are measured
