@@ -52,7 +52,7 @@ def make_model(tokenizer, config=bert_tiny, **settings):
 def place(tokenizer, tmp_path_factory):
     "A BERT that plain transformers opens, exported with everything that a file can carry."
     folder = tmp_path_factory.mktemp("export")
-    save_model(make_model(tokenizer), tokenizer, folder / "model", kind="bert")
+    save_model(make_model(tokenizer), tokenizer, folder / "model", family="bert")
     export_model(folder / "model", folder / "exported", list(exporting.PARTS), texts=TEXTS)
     return folder
 
@@ -269,7 +269,7 @@ def test_spare_rows_of_a_vocabulary_neither_excuse_a_difference_nor_are_one(
 ):
     trimmed, fewer = trim_vocabulary(load_encoder(place / "model"), tokenizer, TEXTS[:20])
     assert trimmed.config.vocab_size > len(fewer), "there is no spare row to test with"
-    save_model(trimmed, fewer, tmp_path / "model", kind="bert")
+    save_model(trimmed, fewer, tmp_path / "model", family="bert")
     report = export_model(tmp_path / "model", tmp_path / "good", texts=TEXTS[:20])
     assert all(0 < row["largest_logit_difference"] < 100 for row in report["files"].values())
     write = exporting.export_onnx
