@@ -197,6 +197,8 @@ def _load_theirs(
             None, config=config, state_dict=state_dict, dtype=torch.float32,
             ignore_mismatched_sizes=True, output_loading_info=True,
         )  # fmt: skip
+    except RuntimeError as error:  # of a configuration that no model can have
+        raise ValueError(f"{str(source)!r} cannot be built: {error}") from None
     finally:
         transformers.utils.logging.set_verbosity(verbosity)
     mismatched = [name for name, *_ in report["mismatched_keys"]]
@@ -308,7 +310,10 @@ def _to_their_names(
     "Name our weights as a family does, each by all of its names."
     theirs, table = {}, key_table(model_type, head)
     for key, weight in state_dict.items():
-        names = their_names(key, table)
+        try:
+            names = their_names(key, table)
+        except KeyError:
+            raise ValueError(f"{key} has no place in a {model_type} model") from None
         theirs.update(zip(names, weight.detach().cpu().chunk(len(names)), strict=True))
     for second, first in second_names(model_type, head).items():
         if second in wanted and first in theirs:

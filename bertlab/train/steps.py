@@ -379,7 +379,7 @@ class TrainingModule(L.LightningModule):
     ) -> None:
         "Skip the step where a guard says so, or where the batch has no label."
         guards = [c for c in self.trainer.callbacks if hasattr(c, "should_skip")]
-        if empty.device.type == "cpu" and empty:  # elsewhere they see a loss of NaN
+        if allows_dynamic_shapes(empty) and empty:  # elsewhere they see a loss of NaN
             guards, self.skipped = [], empty
         elif guards:
             skips = [guard.should_skip(loss, self._norm) for guard in guards]

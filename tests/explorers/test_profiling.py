@@ -1,13 +1,9 @@
 "A profile names the work of a step; a training step never waits for the device."
 
-import json
 import math
-import runpy
-import sys
 
 import pytest
 import torch
-from conftest import ROOT
 from lightning.pytorch.callbacks import Callback
 
 from bertlab.train.history import History
@@ -219,76 +215,3 @@ def test_batches_for_a_gpu_wait_in_pinned_memory(material):
     data = PretrainingDataModule(texts, tokenizer, max_sequence_length=64, train_batch_size=4)
     data.setup()
     assert all(tensor.is_pinned() for tensor in next(iter(data.train_dataloader())).values())
-
-
-def test_the_benchmark_for_gpus_runs_its_whole_path_on_a_cpu(
-    material, tmp_path, monkeypatch, capsys
-):
-    monkeypatch.setattr(
-        "bertlab.data.corpus.embedded_corpus", lambda *_, **__: material[0]
-    )  # read once, above
-    monkeypatch.setattr(
-        sys,
-        "argv",
-        [
-            "gpu.py",
-            "--small",
-            "--rounds",
-            "1",
-            "--losses",
-            "2",
-            "--output",
-            str(tmp_path / "gpu.json"),
-        ],
-    )
-    monkeypatch.setattr(
-        sys, "path", [p for p in sys.path if "benchmarks" not in p]
-    )  # it stands alone
-    runpy.run_path(str(ROOT / "benchmarks" / "gpu.py"), run_name="__main__")
-    found = json.loads((tmp_path / "gpu.json").read_text())
-    for shape in ("BERT-base", "ModernBERT-base"):
-        ours, theirs = found["shapes"][shape]["bertlab"], found["shapes"][shape]["transformers"]
-        # A text as small as this one leaves some rows half full.
-        assert ours["real_share"] > max(0.75, 2 * theirs["real_share"])
-        # On a CPU the loss takes labels out by a mask, and its gradient is put back by the same one.
-        assert ours["host_waits"].keys() <= {"index", "index_put"}
-        assert (
-            ours["mfu"] > 0 and math.isfinite(ours["last_loss"]) and ours["times_transformers"] > 0
-        )
-        # The cost of a token is 6 x the weights of the matrices it meets and a little for attention.
-        assert ours["flops_per_token"] > 6 * 2 * (64 * 64 * 4 + 2 * 64 * 96)
-    narrow, bert = (
-        found["shapes"]["BERT-base"]["bertlab, stream in 16 bits"],
-        found["shapes"]["BERT-base"],
-    )
-    assert (
-        narrow["last_loss"]
-        != bert["bertlab"]["last_loss"]
-        == pytest.approx(narrow["last_loss"], rel=0.01)
-    )
-    assert bert["transformers, grouped"]["real_share"] == bert["bertlab"]["real_share"]
-    assert len(found["ceiling_flops"]) == 3  # before, and behind either shape
-    assert (
-        "bertlab, stream in 16 bits" not in found["shapes"]["ModernBERT-base"]
-    )  # its stream is a sum that grows
-    wide, thin = found["stream"]["held_out_loss"].values()
-    assert len(set(wide)) == 3 and wide == pytest.approx(thin, rel=0.01) and wide != thin
-    assert found["track"]["steps"] > 0 and found["track"]["validation_loss"] < math.log(
-        1024
-    )  # less than it began with
-    assert [(one["least"], one["side"]) for one in found["verdicts"]] == [
-        (least, side) for least in (0.45, 2.0) for side in ("bertlab", "bertlab, stream in 16 bits")
-    ]
-    for one, side in zip(found["verdicts"], ("bertlab", "bertlab, stream in 16 bits")):
-        assert one["value"] == found["shapes"]["BERT-base"][side]["mfu"] and one["reached"] == (
-            one["value"] >= 0.45
-        )
-    assert capsys.readouterr().out.count("reached (tiny shapes") == 4
-
-
-def test_sides_that_were_left_out_have_no_verdict(capsys):
-    gpu = runpy.run_path(str(ROOT / "benchmarks" / "gpu.py"))
-    theirs, ours = {"tokens_per_second": 1.0, "mfu": 0.5}, {"mfu": 0.5, "times_transformers": None}
-    assert gpu["judge"]({"transformers": theirs}, False) == []
-    assert [one["reached"] for one in gpu["judge"]({"bertlab": ours}, False)] == [True]
-    assert capsys.readouterr().out.count("not measured") == 4 + 3
