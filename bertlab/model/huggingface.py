@@ -83,6 +83,8 @@ def find_head(
     "Which head a model has. Raises `ValueError` for a head without a counterpart."
     if isinstance(model, BertLabForMaskedDiffusion):
         return "ForMaskedLM"  # the same weights, trained by another loss
+    if isinstance(model, BertLabForMaskedLM) and type(model).__name__.endswith("Model"):
+        return "ForMaskedLM"  # a class of the user's own, such as MyModel
     name = model if isinstance(model, str) else type(model).__name__
     name = "" if name.endswith("HeadModel") else name.removesuffix("WithPooler")
     if head := next((head for head in ARCHITECTURES if name.endswith(head)), None):

@@ -49,7 +49,8 @@ def test_a_module_and_data_with_other_words_are_refused_before_a_step():
     data = PretrainingDataModule(None, other, max_sequence_length=32, train_batch_size=8)
     data.set_datasets(TEXTS[40:], TEXTS[:40])
     with pytest.raises(
-        ValueError, match="the data module has another tokenizer: the id of '.*' is .* there and .* here"
+        ValueError,
+        match="the data module has another tokenizer: the id of '.*' is .* there and .* here",
     ):
         fit(module_of(), data, 3)
     same = copy.deepcopy(TOKENIZER)  # another object with the same words is no other tokenizer
