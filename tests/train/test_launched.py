@@ -77,7 +77,7 @@ def run(
 
 def losses(folder: Path, output: str) -> list[float]:
     with open(folder / output / "history.csv") as file:
-        return [float(row["loss"]) for row in csv.DictReader(file)]
+        return [float(row["train_loss"]) for row in csv.DictReader(file)]
 
 
 def same(folder: Path, output: str, tolerance: float = 2e-5) -> None:
@@ -365,7 +365,7 @@ def test_stages_over_two_devices_that_lightning_or_torchrun_starts_have_the_loss
         )[0]
         for number in (1, 2):
             with open(place / f"stages-{devices}" / f"stage-{number}" / "history.csv") as file:
-                found[devices] += [float(row["loss"]) for row in csv.DictReader(file)]
+                found[devices] += [float(row["train_loss"]) for row in csv.DictReader(file)]
     assert len(found[1]) == 6
     # The first of two processes stands for both, whose rows are not equally full.
     assert spent[2] == pytest.approx(spent[1], rel=0.05) and spent["torchrun"] == pytest.approx(

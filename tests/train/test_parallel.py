@@ -391,7 +391,7 @@ def test_the_batch_reaches_data_and_trainer():
         resolve_batch_tokens(4096, None, {"train_batch_size": 8})
     with pytest.raises(ValueError, match="accumulate_grad_batches=2"):
         resolve_batch_tokens(4096, None, {}, {"accumulate_grad_batches": 2})
-    with pytest.raises(ValueError, match="batch_tokens must be tokens"):
+    with pytest.raises(ValueError, match="batch_tokens='2h'"):
         resolve_batch_tokens("2h")
 
 
