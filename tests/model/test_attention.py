@@ -371,7 +371,7 @@ def test_flex_alone_trains_nowhere_on_a_cpu_but_runs_without_gradients():
 def test_attention_refuses_a_mask_and_lists_the_kernels_it_knows():
     x = torch.randn(1, 1, 2, 2)
     for mask in (torch.ones(1, 1, 2, 2), torch.ones(1, 1, 2, 2, dtype=torch.bool)):
-        with pytest.raises(ValueError, match="Pattern"):
+        with pytest.raises(ValueError, match="AttentionMaskSpec"):
             attend(x, x, x, mask)
     with pytest.raises(ValueError, match="eager, sdpa, flex, varlen"):
         attend(x, x, x, AttentionMaskSpec(torch.ones(1, 2)), "fast")
