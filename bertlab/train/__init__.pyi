@@ -11,12 +11,12 @@ from . import stopping as stopping
 from . import monitors as monitors
 from . import histograms as histograms
 from . import previews as previews
+from . import evaluators as evaluators
+from . import averages as averages
 from . import reports as reports
 from . import trainer as trainer
 from . import distill as distill
 from . import stages as stages
-from . import evaluators as evaluators
-from . import averages as averages
 from . import estimate as estimate
 from . import model_cards as model_cards
 from . import export as export

@@ -139,7 +139,7 @@ def test_names_are_linked_outside_code_alone_and_never_a_common_word():
         module.notebook: {reference.anchor(name) for name in module.found}
         for module in reference.modules().values()
     }
-    link = lambda text: reference.add_links(text, "train/13_trainer.ipynb", shown)
+    link = lambda text: reference.add_links(text, "train/19_trainer.ipynb", shown)
     assert (
         link("see `pack_best_fit`")
         == "see [`pack_best_fit`](../data/12_packing.ipynb#pack_best_fit)"
