@@ -82,12 +82,25 @@ def _import_module(
     return module
 
 
+def _is_installed(module: Any) -> bool:
+    "Whether a module is part of an installed package, and not one of the user's own files."
+    file = getattr(module, "__file__", None)
+    if file is None:
+        return module.__name__ != "__main__"
+    return bool({"site-packages", "dist-packages"}.intersection(Path(file).parts))
+
+
 def import_object(
     name: str,  # "my_file.MyCollator"
     argument: str,  # for messages: "collator"
-    bases: tuple[type, ...] = (),  # the object must be a subclass of one; empty: or a function
+    bases: tuple[type, ...] = (),  # of an installed package, only subclasses of these are accepted
+    allow_any: bool | None = None,  # any class or function of the user's own files; None: no bases
 ) -> Any:  # a class or function
-    "Import a class or function by its dotted name."
+    """Import a class or function by its dotted name.
+
+    A configuration may come from somebody else, so that a name in it must not be able to call an
+    arbitrary function of an installed package. Raises `ValueError`.
+    """
     label = f"{argument}={name!r}"
     module_name, _, attribute = str(name).rpartition(".")
     if not module_name or not all(part.isidentifier() for part in str(name).split(".")):
@@ -100,9 +113,17 @@ def import_object(
     if not callable(value):
         hint = did_you_mean(attribute, [key for key in vars(module) if key != attribute])
         raise ValueError(f"{label}: {module_name} has no class or function {attribute!r}{hint}")
-    if bases and not (isinstance(value, type) and issubclass(value, bases)):
+    if isinstance(value, type) and issubclass(value, bases):
+        return value
+    if bases and not allow_any:
         expected = ", ".join(base.__name__ for base in bases)
         raise ValueError(f"{label} is not a subclass of {expected}")
+    if _is_installed(module):
+        raise ValueError(
+            f"{label} is part of an installed package, and a name may only stand for a function of "
+            "your own: wrap it in a function of a file in the current directory, or pass the "
+            "function itself from Python"
+        )
     return value
 
 # %% ../../nbs/core/04_names.ipynb #338a0444
@@ -110,11 +131,13 @@ def resolve(
     value: Any,  # a key of the table, a dotted name, or the class or function itself
     table: Mapping[str, Any],
     argument: str,  # for messages: "optimizer_class"
+    bases: tuple[type, ...] = (),  # see `import_object`
 ) -> Any:
     "Return a class of the table by its name, a user's own by its dotted name, or `value` itself."
     if isinstance(value, str):
-        is_own = value not in table and "." in value
-        return import_object(value, argument) if is_own else look_up(value, table, argument)
+        if value not in table and "." in value:
+            return import_object(value, argument, bases, allow_any=True)
+        return look_up(value, table, argument)
     if not callable(value):
         raise ValueError(
             f"{argument}={value!r} is neither a name nor a class; choose one of "

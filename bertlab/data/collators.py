@@ -209,7 +209,7 @@ def get_collator_cls(
     argument: str = "objective",  # what an error calls it
 ) -> type[Collator]:
     "Find a collator: ours by the name of its objective, or a user's own. Raises `ValueError`."
-    found = resolve(objective, COLLATORS, argument)
+    found = resolve(objective, COLLATORS, argument, (Collator,))
     if not isinstance(found, type):
         said = repr(objective) if isinstance(objective, str) else f"<{type(found).__name__}>"
         raise ValueError(

@@ -375,6 +375,15 @@ def _name_layer(setting: str, layer: Any) -> str:
     return found
 
 
+def _resolve_layer(value: Any, table: Mapping[str, Any], key: str) -> Any:
+    "Look a layer up; functions of torch and torch.nn.functional need no file of the user's own."
+    module, _, name = value.rpartition(".") if isinstance(value, str) else ("", "", "")
+    functions = {"torch": torch, "torch.nn.functional": torch.nn.functional}.get(module)
+    if callable(function := getattr(functions, name, None)):
+        return function
+    return resolve(value, table, key, (nn.Module,))
+
+
 def resolve_layers(
     settings: dict[str, Any],  # of BertLabConfig; layers by name, by class, or as my_file.MyNorm
 ) -> dict[str, Any]:  # the same with names alone, all of them known
@@ -391,7 +400,7 @@ def resolve_layers(
         dotted = isinstance(asked, str) and "." in asked
         if not dotted and not callable(asked):
             continue  # left out, or what the configuration will refuse
-        made = resolve(asked, table, key)
+        made = _resolve_layer(asked, table, key)
         if key in ("norm", "mlp") and not (isinstance(made, type) and issubclass(made, nn.Module)):
             raise ValueError(f"{key} {asked!r} is no torch.nn.Module: name a class that is one")
         found[key] = asked if dotted else _name_layer(key, made)

@@ -292,7 +292,7 @@ def optimizer_spec(optimizer: Any) -> OptimizerSpec:  # a key of OPTIMIZERS, or 
 
     That is `backward_options`, `elementwise` and `split_hidden`. Raises `ValueError` for no name.
     """
-    found = resolve(optimizer, OPTIMIZERS, "optimizer_class")
+    found = resolve(optimizer, OPTIMIZERS, "optimizer_class", (Optimizer,))
     if isinstance(found, OptimizerSpec):
         return found
     return OptimizerSpec(
@@ -532,7 +532,7 @@ def get_optimizer(
 
     Raises `ValueError`, and `ImportError` where a library is missing.
     """
-    found = resolve(optimizer_name, OPTIMIZERS, "optimizer_name")
+    found = resolve(optimizer_name, OPTIMIZERS, "optimizer_name", (Optimizer,))
     # A checkpoint holds what a group says, and nobody reads NumPy's numbers from one.
     groups = [_plain_numbers(group) for group in _as_groups(params)]
     options = _plain_numbers(optimizer_kwargs or {})

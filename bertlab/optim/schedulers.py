@@ -220,8 +220,12 @@ def custom_scheduler(
 ) -> LRScheduler:
     "Build the user's own schedule. Raises `ValueError` for options that it does not take."
     options = dict(options or {})
-    schedule = resolve(schedule, CUSTOM_SCHEDULES, "schedule")
-    schedule = import_object(schedule, "schedule") if isinstance(schedule, str) else schedule
+    schedule = resolve(schedule, CUSTOM_SCHEDULES, "schedule", (LRScheduler,))
+    schedule = (
+        import_object(schedule, "schedule", (LRScheduler,))
+        if isinstance(schedule, str)
+        else schedule
+    )
     parameters = inspect.signature(schedule).parameters
     if "total_steps" in parameters and total_steps is not None:
         options.setdefault("total_steps", total_steps)

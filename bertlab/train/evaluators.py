@@ -301,7 +301,9 @@ def build_evaluator(
     if isinstance(config, Evaluator):
         return config
     options = dict(config)
-    evaluator_class = resolve(options.pop("kind", None), EVALUATORS, "evaluators: kind")
+    evaluator_class = resolve(
+        options.pop("kind", None), EVALUATORS, "evaluators: kind", (Evaluator,)
+    )
     try:
         return evaluator_class(**options)
     except TypeError as error:

@@ -92,7 +92,7 @@ def find_objective(
     objective: Any,  # a key of OBJECTIVES; a model's class, or its dotted name
 ) -> str:  # the name under which OBJECTIVES has its model
     "Find the model of an objective; a user's own joins the table. Raises `ValueError`."
-    model = resolve(objective, OBJECTIVES, "objective")
+    model = resolve(objective, OBJECTIVES, "objective", (TokenPredictionModel,))
     if not (isinstance(model, type) and issubclass(model, TokenPredictionModel)):
         raise ValueError(
             f"objective={objective!r} is no model that predicts tokens: derive it "
@@ -398,8 +398,16 @@ def clock_budget(
 ) -> Any:  # None: its schedule follows no clock
     "The time behind which a schedule that follows the clock leaves the rate at 0."
     kind = options.get("schedule")
-    kind = None if kind is None else resolve(kind, CUSTOM_SCHEDULES, "schedule")
-    kind = import_object(kind, "schedule") if isinstance(kind, str) else kind
+    kind = (
+        None
+        if kind is None
+        else resolve(kind, CUSTOM_SCHEDULES, "schedule", (torch.optim.lr_scheduler.LRScheduler,))
+    )
+    kind = (
+        import_object(kind, "schedule", (torch.optim.lr_scheduler.LRScheduler,))
+        if isinstance(kind, str)
+        else kind
+    )
     follows = isinstance(kind, type) and issubclass(kind, TimeBudgetLR)
     return (options.get("scheduler_kwargs") or {}).get("budget") if follows else None
 
@@ -605,9 +613,9 @@ class PretrainingModule(TrainingModule):
                 "whose loss is a plain mean; leave it out"
             )
         check_recomputing(gradient_checkpointing, compile_model, optimizer_class)
-        resolve(optimizer_class, OPTIMIZERS, "optimizer_class")
+        resolve(optimizer_class, OPTIMIZERS, "optimizer_class", (torch.optim.Optimizer,))
         if schedule is not None:
-            resolve(schedule, CUSTOM_SCHEDULES, "schedule")
+            resolve(schedule, CUSTOM_SCHEDULES, "schedule", (torch.optim.lr_scheduler.LRScheduler,))
         if adapter is not None:
             make_peft_config(adapter)
             if float8:

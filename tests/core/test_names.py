@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from bertlab.core import names
 from bertlab.core.names import check_choice, check_minimum, check_options, check_range
@@ -48,7 +49,21 @@ def test_an_own_class_is_found_in_a_package_and_in_an_installed_module(folder):
     (folder / "own_package").mkdir()
     (folder / "own_package" / "inner.py").write_text("def schedule(step): return step\n")
     assert import_object("own_package.inner.schedule", "schedule")(3) == 3
-    assert import_object("torch.nn.Identity", "callback").__name__ == "Identity"
+    layer = import_object("torch.nn.Identity", "layer", (torch.nn.Module,))
+    assert layer is torch.nn.Identity
+
+
+@pytest.mark.parametrize("allow_any", [None, True])
+@pytest.mark.parametrize("bases", [(), (torch.nn.Module,)])
+def test_functions_of_installed_packages_are_refused(bases, allow_any):
+    with pytest.raises(ValueError, match="collect_env.run"):
+        import_object("torch.utils.collect_env.run", "schedule", bases, allow_any)
+
+
+def test_own_functions_are_accepted_where_a_class_would_do(folder):
+    (folder / "own_schedule.py").write_text("def constant(step): return 1.0\n")
+    schedule = resolve("own_schedule.constant", {}, "schedule", (torch.nn.Module,))
+    assert schedule(3) == 1.0
 
 
 @pytest.mark.parametrize(
