@@ -99,29 +99,6 @@ def split_title(cells: list) -> list:
     return cells
 
 
-WIDGET = "application/vnd.jupyter.widget-view+json"
-STATIC = {"text/html", "image/png", "image/svg+xml"}
-
-
-def is_progress(data: dict) -> bool:
-    return WIDGET in data and re.search(
-        r"%\||^HBox\(children=\((HTML|FloatProgress)", "".join(data.get("text/plain", ""))
-    )
-
-
-def prefer_static(notebook) -> None:
-    "Keep only the static form of a widget, because the live one needs a kernel."
-    for cell in notebook.cells:
-        if "outputs" in cell:  # a bar of progress says nothing afterwards
-            cell["outputs"] = [
-                output for output in cell["outputs"] if not is_progress(output.get("data", {}))
-            ]
-        for output in cell.get("outputs", []):
-            if WIDGET in output.get("data", {}) and STATIC & output["data"].keys():
-                del output["data"][WIDGET]
-    notebook.metadata.pop("widgets", None)
-
-
 def png_size(data: str) -> dict[str, int]:  # base64
     "Return the width and height of a PNG from its header."
     head = base64.b64decode(data[:32])
@@ -182,7 +159,6 @@ def stage_notebook(source: Path, name: str) -> tuple[object, set[str]]:
         process(notebook)
     except Exception as error:
         sys.exit(f"{name} cannot be staged: {error}\n{error.__cause__ or ''}")
-    prefer_static(notebook)
     give_sizes(notebook)
     code_at = f"{Address.read(ROOT).git_url}/blob/{Address.read(ROOT).branch}"
     cells, explained = [], set()

@@ -139,8 +139,40 @@ def notebooks(root: Path) -> list[Path]:
     )
 
 
+def as_notebook(notebook: dict) -> str:
+    return json.dumps(notebook, sort_keys=True, indent=1, ensure_ascii=False) + "\n"
+
+
 def source_of(cell: dict) -> str:
     return "".join(cell["source"])
+
+
+WIDGET = "application/vnd.jupyter.widget-view+json"
+STATIC = {"text/html", "image/png", "image/svg+xml"}
+
+
+def clean_outputs(path: Path) -> None:
+    """Keep what a reader without a kernel needs: static forms of widgets, and compact figures.
+
+    Live widgets and progress bars are removed; figures are stored at the size that the page shows.
+    """
+    from bertlab.core.plots import compact_png
+
+    notebook = json.loads(path.read_text(encoding="utf-8"))
+    notebook["metadata"].pop("widgets", None)
+    for cell in notebook["cells"]:
+        outputs = cell.get("outputs", [])
+        for output in outputs:
+            data = output.get("data", {})
+            if data.keys() & STATIC:
+                data.pop(WIDGET, None)
+            if png := "".join(data.get("image/png", "")):
+                shown = output["metadata"].pop("image/png", {})
+                small = compact_png(base64.b64decode(png), shown.get("width"))
+                data["image/png"] = base64.b64encode(small).decode()
+        if outputs:
+            cell["outputs"] = [output for output in outputs if WIDGET not in output.get("data", {})]
+    write_whole(path, as_notebook(notebook))
 
 
 def sync_notebook(path: Path, root: Path, address: Address) -> None:
@@ -161,7 +193,7 @@ def sync_notebook(path: Path, root: Path, address: Address) -> None:
             new = setup_source(address, extras)
         if new != old:
             cell["source"] = new.splitlines(keepends=True)
-    write_whole(path, json.dumps(notebook, sort_keys=True, indent=1, ensure_ascii=False) + "\n")
+    write_whole(path, as_notebook(notebook))
 
 
 def sync_urls(root: Path, address: Address) -> None:
@@ -306,7 +338,7 @@ def sync_parts(root: Path) -> None:
             cell["source"], total = new.splitlines(keepends=True), total + count
     if total != 1:
         sys.exit(f"nbs/parts.ipynb must hold {PARTS_BEGIN} and {PARTS_END} once; found {total}")
-    write_whole(path, json.dumps(notebook, sort_keys=True, indent=1, ensure_ascii=False) + "\n")
+    write_whole(path, as_notebook(notebook))
 
 
 def sidebar(root: Path) -> str:
@@ -422,6 +454,8 @@ def sync(root: Path) -> None:
     for path in notebooks(root):
         sync_notebook(path, root, address)
     export_and_clean(root)
+    for path in notebooks(root):
+        clean_outputs(path)
     files = readme(root)
     for path in (root / "README_files").glob("*"):
         if path.relative_to(root).as_posix() not in files:
