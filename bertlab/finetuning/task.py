@@ -120,7 +120,7 @@ class Task:
     label_column = "label"  # role of the label, and its usual column
     text_type: type = str  # or list: the words of a text
     collator_cls: type[SupervisedCollator]
-    architecture: str | None = "ForSequenceClassification"  # None: `build_head` on any encoder
+    architecture: str | None = "ForSequenceClassification"  # None: bertlab's own
     inputs = ("input_ids", "attention_mask", "position_ids", "token_type_ids")
     outputs = ("logits",)  # of the model, one value a token or a text
     per_token = True  # whether outputs are cut to the tokens of a row

@@ -123,7 +123,7 @@ def collator_objective(
         for one, model in OBJECTIVES.items()
         if one in COLLATORS and issubclass(OBJECTIVES[name], model)
     ]
-    return name if name in COLLATORS or not bases else bases[0]
+    return name if name in COLLATORS or not bases else bases[-1]
 
 
 def check_batch(

@@ -20,8 +20,6 @@ from bertlab.finetuning.module import FinetuningModule
 from bertlab.finetuning.predictions import evaluate, load_predictor, predict_file
 from bertlab.finetuning.runs import finetune
 from bertlab.finetuning.spans import (
-    GlobalPointerHead,
-    allowed_spans,
     find_known,
     find_overlaps,
     find_spans,
@@ -31,7 +29,7 @@ from bertlab.finetuning.spans import (
 )
 from bertlab.finetuning.tokens import count_spans, span_scores
 from bertlab.model.config import modernbert_tiny
-from bertlab.model.task_heads import BertLabForSpanClassification
+from bertlab.model.task_heads import BertLabForSpanClassification, allowed_spans
 from bertlab.train.trainer import make_trainer, seed_everything
 
 warnings.filterwarnings("ignore", module="lightning")
@@ -433,18 +431,6 @@ def test_scores_far_from_zero_neither_overflow_nor_vanish():
         1.0,
     ]
     assert scores.grad.isfinite().all() and not scores.grad[0, 0, 2:].any()
-
-
-def test_padding_does_not_change_a_texts_scores():
-    torch.manual_seed(0)
-    head, x_BLD = GlobalPointerHead(16, 3, 8), torch.randn(1, 5, 16)
-    alone = head(x_BLD, torch.ones(1, 5))
-    padded = head(torch.cat([x_BLD, torch.randn(1, 3, 16)], 1), torch.tensor([[1] * 5 + [0] * 3]))
-    torch.testing.assert_close(padded[..., :5, :5], alone)
-    lowest = torch.finfo(torch.float32).min
-    assert (padded[..., 5:] == lowest).all() and (alone[0, 0, 3, :3] == lowest).all()
-    special = head(x_BLD, torch.ones(1, 5), torch.tensor([[1, 0, 0, 1, 1]]))
-    assert (special[0, 0] > lowest).nonzero().tolist() == [[1, 1], [1, 2], [2, 2]]
 
 
 # --- windows are merged ---------------------------------------------------------------------------

@@ -1,7 +1,5 @@
 "Heads for texts, tokens and questions: losses by hand, padding without a say, pipelines."
 
-import math
-
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -20,10 +18,11 @@ from bertlab.model.heads import BertLabForEnhancedMaskedLM, BertLabForMaskedLM
 from bertlab.model.task_heads import (
     BertLabForQuestionAnswering,
     BertLabForSequenceClassification,
+    BertLabForSpanClassification,
     BertLabForTokenClassification,
     TaskHead,
+    allowed_spans,
     pool_tokens,
-    text_loss,
 )
 
 torch.set_num_threads(1)
@@ -168,99 +167,13 @@ def test_scores_of_classes_stay_in_sixteen_bits_and_amounts_have_a_gradient():
     )
 
 
-# ---- losses of texts -------------------------------------------------------------------------
-
-LOGITS = torch.tensor([[1.0, -2.0, 0.5], [0.0, 3.0, -1.0], [9.0, 9.0, 9.0]])
-REAL = torch.tensor([True, True, False])
-
-
-def test_single_label_loss_by_hand():
-    total, count = text_loss(
-        small(problem_type=PROBLEM["single"]), LOGITS, torch.tensor([2, 1, 0]), REAL
-    )
-    expected = sum(
-        math.log(sum(math.exp(z) for z in row)) - row[label]
-        for row, label in zip(LOGITS[:2].tolist(), (2, 1))
-    )
-    assert total.item() == pytest.approx(expected) and count == 2
-
-
-def test_multi_label_loss_by_hand_with_a_tag_unknown():
-    labels = torch.tensor([[1.0, 0.0, -100.0], [1.0, 1.0, 0.0], [1.0, 1.0, 1.0]])
-    total, count = text_loss(small(problem_type=PROBLEM["multi"]), LOGITS, labels, REAL)
-    terms = [(1.0, 1), (-2.0, 0), (0.0, 1), (3.0, 1), (-1.0, 0)]
-    expected = sum(math.log(1 + math.exp(-z if y else z)) for z, y in terms)
-    assert total.item() == pytest.approx(expected) and count == 5
-
-
-def test_regression_by_hand_where_minus_hundred_is_a_number():
-    config = small(num_labels=1, problem_type=PROBLEM["numbers"])
-    for shape in ((3,), (3, 1)):
-        total, count = text_loss(
-            config, LOGITS[:, :1], torch.tensor([0.0, -100.0, 5.0]).view(shape), REAL
-        )
-        assert total.item() == 1 + 100**2 and count == 2
-
-
-def test_regression_of_several_numbers():
-    config = small(problem_type=PROBLEM["numbers"])
-    total, count = text_loss(config, LOGITS, torch.zeros(3, C), REAL)
-    assert total.item() == 1 + 4 + 0.25 + 0 + 9 + 1 and count == 6
-
-
-@pytest.mark.parametrize(
-    "num_labels, labels, problem",
-    [
-        (1, torch.randn(3), "numbers"),
-        (1, torch.tensor([1, 0, 2]), "numbers"),
-        (3, torch.tensor([0, 1, 2]), "single"),
-        (3, torch.tensor([[1.0, 0, 0]] * 3), "multi"),
-        (3, torch.tensor([[1, 0, 0]] * 3), "multi"),
-    ],
-)
-def test_an_unnamed_problem_is_found_by_its_labels_and_not_written_down(
-    num_labels, labels, problem
-):
-    unnamed, named = (
-        small(num_labels=num_labels),
-        small(num_labels=num_labels, problem_type=PROBLEM[problem]),
-    )
-    results = [text_loss(c, LOGITS[:, :num_labels], labels, REAL) for c in (unnamed, named)]
-    assert results[0] == results[1] and unnamed.problem_type is None
-
-
-@pytest.mark.parametrize(
-    "problem, num_labels, labels, named",
-    [
-        ("single", 3, torch.zeros(3), "ids of shape.*float32"),
-        ("single", 3, torch.zeros(3, 1).long(), r"ids of shape \(3,\)"),
-        ("multi", 3, torch.zeros(3).long(), r"\(3, 3\)"),
-        ("multi", 3, torch.zeros(3, 2), r"\(3, 2\)"),
-        ("numbers", 1, torch.zeros(2), "regression.*1 outputs"),
-        ("numbers", 3, torch.zeros(3), r"\(3, 3\)"),
-    ],
-)
-def test_labels_that_torch_would_broadcast_are_refused(problem, num_labels, labels, named):
-    config = small(num_labels=num_labels, problem_type=PROBLEM[problem])
-    with pytest.raises(ValueError, match=named):
-        text_loss(config, LOGITS[:, :num_labels], labels, REAL)
-
-
-def test_an_unknown_problem_lists_the_known_ones():
-    config = small()
-    config.problem_type = "ranking"
-    with pytest.raises(ValueError, match="ranking") as error:
-        text_loss(config, LOGITS, torch.zeros(3).long(), REAL)
-    assert all(name in str(error.value) for name in PROBLEM.values())
-
-
-# ---- losses through the models -----------------------------------------------------------------
+# ---- losses ------------------------------------------------------------------------------------
 
 
 def batches(kind: str, num: int):
-    "Labels for each model, some of them missing."
     ids, mask = some_ids(num, L), torch.ones(num, L).long()
     mask[0, 5:] = 0
+    positions = torch.randint(L, (2, num))
     labels = {
         "single": dict(labels=torch.randint(C, (num,))),
         "multi": dict(labels=torch.randint(2, (num, C)).float()),
@@ -268,9 +181,7 @@ def batches(kind: str, num: int):
         "tokens": dict(
             labels=torch.randint(C, (num, L)).masked_fill(torch.rand(num, L) < 0.5, -100)
         ),
-        "answers": dict(
-            start_positions=torch.arange(num) % 6 - 1, end_positions=torch.arange(num) % 4 + 1
-        ),
+        "answers": dict(start_positions=positions[0], end_positions=positions[1]),
     }
     return dict(input_ids=ids, attention_mask=mask, **labels[kind])
 
@@ -287,67 +198,50 @@ def model_for(kind: str, **overrides):
 KINDS = [*PROBLEM, "tokens", "answers"]
 
 
+def mean_of_ends(logits, start_positions, end_positions):
+    ends = zip(logits.unbind(-1), (start_positions, end_positions))
+    return sum(F.cross_entropy(scores, positions) for scores, positions in ends) / 2
+
+
+LOSSES = {
+    "single": F.cross_entropy,
+    "multi": F.binary_cross_entropy_with_logits,
+    "numbers": F.mse_loss,
+    "tokens": lambda logits, labels: F.cross_entropy(logits.mT, labels),
+    "answers": mean_of_ends,
+}
+
+
 @pytest.mark.parametrize("kind", KINDS)
-def test_micro_batches_add_up_to_the_loss_and_gradient_of_the_whole(kind):
-    model, batch = model_for(kind), batches(kind, 7)
-    whole = model(**batch)
-    whole.loss.backward()
-    expected = [p.grad.clone() for p in model.parameters()]
-    model.zero_grad()
-    parts = [
-        model(**{k: v[rows] for k, v in batch.items()})
-        for rows in (slice(0, 1), slice(1, 3), slice(3, 7))
-    ]
-    count = sum(part.num_labels for part in parts)
-    assert count == whole.num_labels
-    for part in parts:
-        (part.loss_sum / count).backward()
-    torch.testing.assert_close(sum(p.loss_sum for p in parts) / count, whole.loss)
-    for p, grad in zip(model.parameters(), expected):
-        torch.testing.assert_close(p.grad, grad, rtol=1e-5, atol=1e-5)
+def test_the_loss_is_torchs_mean(kind):
+    model, batch = model_for(kind), batches(kind, 4)
+    labels = {k: v for k, v in batch.items() if k not in ("input_ids", "attention_mask")}
+    logits = scores_of(model, batch["input_ids"], batch["attention_mask"])
+    torch.testing.assert_close(model(**batch).loss, LOSSES[kind](logits, *labels.values()))
+    assert model(batch["input_ids"]).loss is None
 
 
-@pytest.mark.parametrize("kind", ["single", "multi", "numbers"])
-def test_a_row_of_padding_counts_nowhere(kind):
-    model, batch = model_for(kind), batches(kind, 3)
-    longer = {k: torch.cat((v, v[:1])) for k, v in batch.items()}
-    longer["attention_mask"][3] = 0
-    longer["labels"][3] = -100  # what a collator puts there
-    a, b = model(**batch), model(**longer)
-    assert a.num_labels == b.num_labels and b.loss.isfinite()
-    torch.testing.assert_close(a.loss, b.loss)
+@pytest.mark.parametrize(
+    "num_labels, labels, problem",
+    [
+        (1, torch.randn(3), "numbers"),
+        (3, torch.tensor([0, 1, 2]), "single"),
+        (3, torch.tensor([[1.0, 0, 0]] * 3), "multi"),
+    ],
+)
+def test_labels_tell_an_unnamed_problem(num_labels, labels, problem):
+    model, ids = BertLabForSequenceClassification(small(num_labels=num_labels)), some_ids(3, L)
+    loss = model(ids, labels=labels).loss
+    model.config.problem_type = PROBLEM[problem]
+    assert loss == model(ids, labels=labels).loss
 
 
-def test_losses_are_those_of_transformers():
-    from transformers.loss.loss_utils import ForQuestionAnsweringLoss, ForTokenClassification
-
-    model, batch = model_for("tokens"), batches("tokens", 4)
-    out = model(**batch)
-    torch.testing.assert_close(
-        out.loss, ForTokenClassification(out.logits, batch["labels"], model.config)
-    )
-    model, batch = model_for("answers"), batches("answers", 4)
-    batch["start_positions"] = torch.tensor([0, 1, 8, L])
-    batch["end_positions"] = torch.tensor([4, 1, 8, L + 3])
-    out = model(**batch)
-    ends = out.start_logits, out.end_logits, batch["start_positions"], batch["end_positions"]
-    torch.testing.assert_close(out.loss, ForQuestionAnsweringLoss(*ends))
-    assert out.num_labels == 3
-
-
-def test_an_answer_counts_only_if_both_ends_are_in_the_row():
-    model, ids = model_for("answers"), some_ids(5, L)
-    starts, ends = torch.tensor([1, 1, -100, 7, 8]), torch.tensor([2, -100, 2, L, 8])
-    out = model(ids, start_positions=starts, end_positions=ends)
-    kept = model(ids[[0, 4]], start_positions=starts[[0, 4]], end_positions=ends[[0, 4]])
-    assert out.num_labels == 2
-    torch.testing.assert_close(out.loss, kept.loss)
-    columns = model(ids, start_positions=starts[:, None], end_positions=ends[:, None])
-    assert columns.loss == out.loss
-    nothing = model(
-        ids[:1], start_positions=torch.tensor([-100]), end_positions=torch.tensor([-100])
-    )
-    assert nothing.loss == 0 and model(ids, start_positions=starts).loss is None
+def test_an_answer_outside_of_its_row_has_no_loss():
+    model, ids = model_for("answers"), some_ids(3, L)
+    starts, ends = torch.tensor([1, 3, L]), torch.tensor([2, 3, L + 4])
+    loss = model(ids, start_positions=starts, end_positions=ends).loss
+    inside = model(ids[:2], start_positions=starts[:2], end_positions=ends[:2]).loss
+    torch.testing.assert_close(loss, inside)
 
 
 def test_padding_can_be_no_answer():
@@ -358,12 +252,27 @@ def test_padding_can_be_no_answer():
         assert (logits.softmax(-1)[:, 6:] == 0).all() and logits.isfinite().all()
 
 
-def test_packed_documents_get_the_tags_that_they_get_alone():
-    model, ids = model_for("tokens"), some_ids(1, L)
-    documents = torch.tensor([[1] * 4 + [2] + [3] * 3 + [0]])
-    packed = model(ids, documents).logits
+def test_packed_documents_are_scored_as_alone():
+    documents, ids = torch.tensor([[1] * 4 + [2] + [3] * 3 + [0]]), some_ids(1, L)
+    tagger, finder = model_for("tokens"), lively(BertLabForSpanClassification(small()))
+    tags, spans = tagger(ids, documents).logits, finder(ids, documents).logits
     for a, b in ((0, 4), (4, 5), (5, 8)):
-        torch.testing.assert_close(packed[:, a:b], model(ids[:, a:b]).logits, **TOLERANCE)
+        alone = ids[:, a:b]
+        torch.testing.assert_close(tags[:, a:b], tagger(alone).logits, **TOLERANCE)
+        torch.testing.assert_close(spans[..., a:b, a:b], finder(alone).logits, **TOLERANCE)
+        outside = spans[..., a:b, :].clone()
+        outside[..., a:b] = -torch.inf
+        assert outside.max() == -torch.inf or outside.max() == torch.finfo(spans.dtype).min
+
+
+def test_no_span_touches_special_tokens():
+    finder, ids = lively(BertLabForSpanClassification(small(cls_token_id=2))), some_ids(1, 4)
+    ids[0, 0], lowest = 2, torch.finfo(torch.float32).min
+    for logits in (finder(ids).logits, finder(ids, special_tokens_mask=(ids == 2).int()).logits):
+        assert (logits[0, 0] > lowest).nonzero().tolist() == [
+            [i, j] for i in range(1, 4) for j in range(i, 4)
+        ]
+    assert allowed_spans(torch.tensor([[1, 1, 0]])).sum() == 3
 
 
 # ---- at home in transformers -----------------------------------------------------------------
