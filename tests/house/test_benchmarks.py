@@ -1,6 +1,5 @@
-"The benchmarks run at tiny sizes and write their results; the turns and ratios are fair."
+"The benchmarks run at tiny sizes and write their results."
 
-import argparse
 import json
 import subprocess
 import sys
@@ -34,23 +33,6 @@ def test_a_race_runs_at_tiny_sizes(tmp_path):
     assert json.loads((tmp_path / "race" / "log.json").read_text())
 
 
-def test_sides_take_turns_so_that_none_is_always_first():
-    assert sides.in_turns("AB", 2) == [(0, "A"), (0, "B"), (1, "B"), (1, "A")]
-
-
 def test_a_ratio_compares_the_runs_of_one_round():
     ours, theirs = [[{"rate": rate} for rate in rates] for rates in ([2.0, 30.0, 8.0], [1, 10, 2])]
     assert sides.ratios(ours, theirs, "rate") == {"median": 3.0, "min": 2.0, "max": 4.0}
-
-
-def test_a_finished_measurement_is_not_repeated(tmp_path, monkeypatch):
-    monkeypatch.setattr(sides, "BUILD", tmp_path)
-    options, cases = argparse.Namespace(rounds=2, threads=1), {"ours": {}, "theirs": {}}
-    calls = []
-    monkeypatch.setattr(sides, "run_child", lambda *args: calls.append(args) or {"rate": 1.0})
-    for _ in range(2):
-        sides.alternate("x.py", cases, options, sides.Ledger("x"))
-    assert len(calls) == 4
-    monkeypatch.setattr(sides, "fingerprint", lambda: "other code")
-    sides.alternate("x.py", cases, options, sides.Ledger("x"))
-    assert len(calls) == 8

@@ -36,7 +36,7 @@ TYPES = [
 
 
 def check_types(tmp_path: Path, script: str) -> list[dict]:
-    "What pyright says of a script: its diagnostics."
+    "Return the diagnostics of pyright for a script."
     path = tmp_path / "script.py"
     path.write_text(script)
     settings = {"extraPaths": [str(ROOT)], "pythonVersion": "3.11"}
@@ -55,37 +55,24 @@ def check_types(tmp_path: Path, script: str) -> list[dict]:
 
 
 @pytest.mark.slow
-def test_a_type_checker_knows_every_name_and_signature_of_a_first_script(tmp_path):
-    found = check_types(tmp_path, SCRIPT)
-    assert [entry["message"] for entry in found if entry["severity"] == "error"] == []
-    revealed = [entry["message"] for entry in found if entry["severity"] == "information"]
-    assert all(kind in message for kind, message in zip(TYPES, revealed, strict=True)), revealed
-
-
-@pytest.mark.slow
-def test_a_type_checker_finds_a_misspelt_name_and_argument(tmp_path):
-    found = check_types(
-        tmp_path, "import bertlab\nbertlab.PretrainingModul()\nbertlab.make_trainer(max_step=1)\n"
-    )
-    errors = [entry["message"] for entry in found if entry["severity"] == "error"]
-    assert any("PretrainingModul" in message for message in errors)
-    assert any("max_step" in message for message in errors)
-
-
-@pytest.mark.slow
 def test_a_type_checker_knows_every_public_name(tmp_path):
     import bertlab
 
-    lines = "\n".join(f"reveal_type(bertlab.{name})" for name in bertlab._PLACES)
-    found = check_types(tmp_path, f"import bertlab\n{lines}\n")
-    assert [entry["message"] for entry in found if entry["severity"] == "error"] == []
-    unknown = [
-        entry["message"] for entry in found if "Unknown" in entry["message"].removesuffix('"')[-9:]
-    ]
-    assert unknown == []
+    names = "\n".join(f"reveal_type(bertlab.{name})" for name in bertlab._PLACES)
+    mistakes = "bertlab.PretrainingModul()\nbertlab.make_trainer(max_step=1)\n"
+    diagnostics = check_types(tmp_path, f"{SCRIPT}{names}\n{mistakes}")
+    messages = {
+        level: [entry["message"] for entry in diagnostics if entry["severity"] == level]
+        for level in ("error", "information")
+    }
+    first, second = messages["error"]
+    assert "PretrainingModul" in first and "max_step" in second
+    revealed = messages["information"]
+    assert all(name in message for name, message in zip(TYPES, revealed))
+    assert not [message for message in revealed if "Unknown" in message.removesuffix('"')[-9:]]
 
 
-def test_the_stubs_name_what_is_there():
+def test_the_stubs_list_the_public_names():
     import bertlab
 
     stub = (ROOT / "bertlab/__init__.pyi").read_text(encoding="utf-8")
@@ -95,11 +82,9 @@ def test_the_stubs_name_what_is_there():
 
 
 @pytest.mark.parametrize("before, after", [(None, "1000"), ("7", "7")])
-def test_threads_that_wait_are_asked_to_spin_briefly_unless_somebody_says_otherwise(before, after):
+def test_waiting_threads_spin_briefly_by_default(before, after):
     environment = {name: value for name, value in os.environ.items() if name != "GOMP_SPINCOUNT"}
     environment |= {"GOMP_SPINCOUNT": before} if before else {}
-    words = [sys.executable, "-c", "import os, bertlab; print(os.environ['GOMP_SPINCOUNT'])"]
-    found = subprocess.run(
-        words, env=environment, capture_output=True, text=True, check=True, cwd=ROOT
-    )
-    assert found.stdout.strip() == after
+    command = [sys.executable, "-c", "import os, bertlab; print(os.environ['GOMP_SPINCOUNT'])"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=ROOT)
+    assert done.stdout.strip() == after

@@ -37,17 +37,17 @@ class Reader(html.parser.HTMLParser):
         self.feed(text)
 
     def handle_starttag(self, tag, attributes):
-        given = dict(attributes)
+        values = dict(attributes)
         if tag in self.QUIET:
             self.inside.append(tag)
-        self.anchors.update(filter(None, [given.get("id"), given.get("name")]))
+        self.anchors.update(filter(None, [values.get("id"), values.get("name")]))
         loads = tag in ("script", "img", "iframe", "source") or (
-            tag == "link" and given.get("rel") in ("stylesheet", "icon", "preload")
+            tag == "link" and values.get("rel") in ("stylesheet", "icon", "preload")
         )
-        if loads and (given.get("src") or given.get("href")):
-            self.loaded.append(given.get("src") or given.get("href"))
-        if tag == "a" and given.get("href"):
-            self.links.append(given["href"])
+        if loads and (values.get("src") or values.get("href")):
+            self.loaded.append(values.get("src") or values.get("href"))
+        if tag == "a" and values.get("href"):
+            self.links.append(values["href"])
 
     def handle_endtag(self, tag):
         if self.inside and tag == self.inside[-1]:
@@ -63,29 +63,16 @@ def read() -> dict[str, Reader]:
     return {name: Reader((SITE / name).read_text(encoding="utf-8")) for name in PAGES}
 
 
-def faults(read: dict, find) -> dict[str, list]:
-    return {name: found for name, page in read.items() if (found := find(page))}
-
-
-def test_no_formula_is_shown_as_tex_and_no_link_as_markdown(read):
+def test_pages_show_no_markup_and_load_nothing_from_elsewhere(read):
     raw = re.compile(
-        r"\$\$|\\(?:frac|text|sum|mathbf|mathrm|operatorname|begin)\b|\]\(https?:|\]\([\w./]+\.(?:ipynb|qmd)"
+        r"\$\$|\\(?:frac|text|sum|mathbf|begin)\b|\]\(https?:|\]\([\w./]+\.(?:ipynb|qmd)"
     )
-    assert faults(read, lambda page: raw.findall("".join(page.text))) == {}
-
-
-def test_nothing_is_loaded_from_elsewhere(read):
-    assert (
-        faults(read, lambda page: [one for one in page.loaded if re.match(r"(?:https?:)?//", one)])
-        == {}
-    )
-
-
-def test_signatures_say_what_is_written():
-    for name in PAGES:
-        text = (SITE / name).read_text(encoding="utf-8")
-        assert "__main__." not in text.replace("<code>__main__.", ""), name
-        assert not re.search(r"<pre[^>]*>[^<]*\]\(https?:", text), name
+    elsewhere = re.compile(r"(?:https?:)?//")
+    problems = {
+        name: raw.findall("".join(page.text)) + list(filter(elsewhere.match, page.loaded))
+        for name, page in read.items()
+    }
+    assert not any(problems.values()), problems
 
 
 def test_links_and_anchors_lead_somewhere(read):
@@ -95,21 +82,17 @@ def test_links_and_anchors_lead_somewhere(read):
             target, _, anchor = link.partition("#")
             if re.match(r"[a-z]+:|//|javascript", link) or name == "404.html":
                 continue
-            path = (
-                os.path.normpath((SITE / name).parent / target.partition("?")[0])
-                if target
-                else SITE / name
+            path = SITE / target_of(name, link)
+            path = path / "index.html" if path.is_dir() else path
+            linked = (
+                read.get(path.relative_to(SITE).as_posix()) if path.is_relative_to(SITE) else None
             )
-            path = Path(path) / "index.html" if Path(path).is_dir() else Path(path)
-            known = path.relative_to(SITE).as_posix() if path.is_relative_to(SITE) else None
-            if not path.is_file():
-                problems.append(f"{name}: {link}")
-            elif anchor and known in read and anchor not in read[known].anchors:
+            if not path.is_file() or anchor and linked and anchor not in linked.anchors:
                 problems.append(f"{name}: {link}")
     assert problems == []
 
 
-# What a newcomer wants, and the pages on the way to it from the first page.
+# What a newcomer looks for, and the pages from the first page to it.
 TASKS = {
     "train on my text": ["guides/own_text.html"],
     "resume a run": ["guides/own_text.html", "guides/resume.html"],
@@ -131,7 +114,7 @@ def target_of(name: str, link: str) -> str:
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_a_task_is_reached_within_three_clicks_from_the_first_page(task, read):
+def test_a_task_is_within_three_clicks_of_the_first_page(task, read):
     here = "index.html"
     assert len(TASKS[task]) <= 3
     for page in TASKS[task]:
@@ -200,22 +183,24 @@ def browser():
 
 
 def visit(browser, address: str, name: str, width: int, scheme: str):
-    "A page in a window of a width; what it complained of, and what it asked of others."
+    "Open a page in a window of a width; return it with its errors and its requests to other hosts."
     page = browser.new_context(
         viewport={"width": width, "height": 900}, color_scheme=scheme
     ).new_page()
-    said: list[str] = []
+    errors: list[str] = []
     page.on(
-        "console", lambda message: said.append(message.text) if message.type == "error" else None
+        "console", lambda message: errors.append(message.text) if message.type == "error" else None
     )
-    page.on("pageerror", lambda error: said.append(str(error)))
+    page.on("pageerror", lambda error: errors.append(str(error)))
     ours = (address, "data:", "blob:")
     page.on(
         "request",
-        lambda asked: None if asked.url.startswith(ours) else said.append(f"asked for {asked.url}"),
+        lambda request: (
+            None if request.url.startswith(ours) else errors.append(f"asked for {request.url}")
+        ),
     )
     page.goto(address + name, timeout=60_000)
-    return page, said
+    return page, errors
 
 
 # A page of each kind: the first, the live one, a guide, a lesson, a walkthrough, a chapter with its overview, a page
@@ -230,24 +215,24 @@ KINDS = ["index.html", "glass.html", "guides/own_text.html", "course/hide_and_pr
 @pytest.mark.parametrize(
     "width, scheme", [(390, "dark"), (1400, "light"), (390, "light"), (1400, "dark")]
 )
-def test_no_page_is_wider_than_its_window_or_complains(browser, address, width, scheme):
+def test_no_page_is_wider_than_its_window_or_has_errors(browser, address, width, scheme):
     "All pages in two windows; a page of each kind in the two others, too."
     wide, complaints, violations = {}, {}, {}
     axe = Path(os.environ["AXE"]).read_text(encoding="utf-8") if os.environ.get("AXE") else None
-    assert not (absent := set(KINDS) - set(PAGES)), absent
+    assert not (missing := set(KINDS) - set(PAGES)), missing
     for name in PAGES if (width, scheme) in ((390, "dark"), (1400, "light")) else KINDS:
         if name == "404.html":  # its addresses are those of the published site
             continue
-        page, said = visit(browser, address, name, width, scheme)
-        if (found := page.evaluate("document.documentElement.scrollWidth")) > width:
-            wide[name] = found
-        if said:
-            complaints[name] = said
+        page, errors = visit(browser, address, name, width, scheme)
+        if (page_width := page.evaluate("document.documentElement.scrollWidth")) > width:
+            wide[name] = page_width
+        if errors:
+            complaints[name] = errors
         if axe:
             page.evaluate(axe)
             result = page.evaluate("axe.run({runOnly: ['wcag2a', 'wcag2aa']})")
             if result["violations"]:
-                violations[name] = [one["id"] for one in result["violations"]]
+                violations[name] = [violation["id"] for violation in result["violations"]]
         page.context.close()
     assert (wide, complaints, violations) == ({}, {}, {})
 
@@ -258,43 +243,25 @@ needs_model = pytest.mark.skipif(
 
 
 @needs_model
-def test_nothing_of_the_model_is_loaded_before_the_reader_asks(browser, address):
-    page, said = visit(browser, address, "index.html", 1400, "light")
-    asked: list[str] = []
-    page.on("request", lambda request: asked.append(request.url))
+def test_the_model_is_loaded_on_demand(browser, address):
+    page, errors = visit(browser, address, "index.html", 1400, "light")
+    requests: list[str] = []
+    page.on("request", lambda request: requests.append(request.url))
     page.reload()
-    assert not [url for url in asked if "/live/" in url] and said == []
+    assert not [url for url in requests if "/live/" in url] and errors == []
     page.get_by_role("button", name="Fill the gaps").click()
     page.get_by_role("status").get_by_text("Filled in").wait_for(timeout=120_000)
-    assert [url for url in asked if url.endswith(".onnx")] and said == []
-
-
-ANSWERS = """async (sentences) => {
-  const root = document.querySelector("[data-live]"), status = root.querySelector("[role=status]"), times = [];
-  for (const text of sentences) {
-    root.querySelector("textarea").value = text;
-    const answered = new Promise((done) => new MutationObserver((_, watch) => {
-      if (status.textContent.startsWith("Filled in")) { watch.disconnect(); done(); }
-    }).observe(status, { childList: true, characterData: true, subtree: true }));
-    const began = performance.now();
-    root.querySelector("textarea").dispatchEvent(new KeyboardEvent("keydown", { key: "Enter", bubbles: true, cancelable: true }));
-    await answered;
-    times.push(performance.now() - began);
-  }
-  return times;
-}"""
-SENTENCES = [f"The {what} returns a new ___ of the {whose}." for what in ("function", "method", "class", "module", "call")
-             for whose in ("list", "file", "string", "object")]  # fmt: skip
+    assert [url for url in requests if url.endswith(".onnx")] and errors == []
 
 
 @needs_model
-def test_the_glass_encoder_shows_attention_layers_and_what_a_swap_changes(browser, address):
-    page, said = visit(browser, address, "glass.html", 390, "dark")
+def test_the_glass_encoder_shows_attention_and_swaps(browser, address):
+    page, errors = visit(browser, address, "glass.html", 390, "dark")
     assert page.locator(".static").is_visible() and page.locator(".guesses table").count() >= 1
     page.get_by_role("button", name="Fill the gaps").click()
     pieces = page.locator("button.piece")
     pieces.first.wait_for(timeout=120_000)
-    shares = [float(one.rstrip(" %")) for one in page.locator(".piece .share").all_inner_texts()]
+    shares = [float(text.rstrip(" %")) for text in page.locator(".piece .share").all_inner_texts()]
     assert sum(shares) == pytest.approx(100, abs=0.6 * len(shares))
     before = page.locator(".said").inner_text()
     page.locator("button.piece[aria-pressed=true]").focus()
@@ -305,12 +272,12 @@ def test_the_glass_encoder_shows_attention_layers_and_what_a_swap_changes(browse
     page.locator("#glass-word").fill("number")
     page.get_by_role("button", name="Swap").click()
     page.locator(".changed").get_by_text("became").wait_for(timeout=60_000)
-    assert said == [] and page.evaluate("document.documentElement.scrollWidth") <= 390
+    assert errors == [] and page.evaluate("document.documentElement.scrollWidth") <= 390
 
 
 @needs_model
-def test_the_glass_encoder_writes_gap_by_gap_and_keeps_the_surest_guess_first(browser, address):
-    page, said = visit(browser, address, "glass.html", 390, "light")
+def test_the_glass_encoder_writes_the_surest_guess_first(browser, address):
+    page, errors = visit(browser, address, "glass.html", 390, "light")
     page.get_by_role("textbox", name="Sentence").fill(
         "Return True if the object is a string, and False otherwise."
     )
@@ -332,20 +299,12 @@ def test_the_glass_encoder_writes_gap_by_gap_and_keeps_the_surest_guess_first(br
         page.wait_for_function(
             "count => document.querySelectorAll('.kept li').length === count", arg=step + 1
         )
-        kept = page.locator(".kept li").last.inner_text()
-        assert kept.startswith(f"{word}, ") and (
-            f"of {gaps - step - 1} other" in kept or step == gaps - 1
+        last = page.locator(".kept li").last.inner_text()
+        assert last.startswith(f"{word}, ") and (
+            f"of {gaps - step - 1} other" in last or step == gaps - 1
         )
-    assert "no gap is left" in kept and "___" not in written()
-    assert said == [] and page.evaluate("document.documentElement.scrollWidth") <= 390
+    assert "no gap is left" in last and "___" not in written()
+    assert errors == [] and page.evaluate("document.documentElement.scrollWidth") <= 390
     if os.environ.get("AXE"):
         page.evaluate(Path(os.environ["AXE"]).read_text(encoding="utf-8"))
         assert page.evaluate("axe.run({runOnly: ['wcag2a', 'wcag2aa']})")["violations"] == []
-
-
-@needs_model
-def test_without_scripts_a_static_figure_stands_there(browser, address):
-    page = browser.new_context(java_script_enabled=False).new_page()
-    page.goto(address + "glass.html")
-    assert page.locator(".static table").is_visible() and page.locator("form").first.is_hidden()
-    assert page.locator(".static svg[role=img]").get_attribute("aria-label").startswith("Bars:")
