@@ -1,24 +1,20 @@
-"""Every explorer, built from small real objects, with what a hand does to it and what must then be read.
+"""Every explorer, built from small real objects, with the actions of a user and the text they must show.
 
-The browser tests make one notebook of these cases, and the tests without a browser build them in a
-process of each ipywidgets: a new explorer is a new entry in CASES. Its source names it `explorer`.
+The browser tests make one notebook of these cases. The source of a case names its explorer `explorer`.
 """
 
-import time
-from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 
 @dataclass(frozen=True)
 class Act:
-    "One thing that a user does, and the text that the explorer must show then and did not before."
+    "An action of a user, and the text that the explorer must show then and did not before."
 
     control: str  # its description, as the user reads it
-    # By keys: "press" keys, separated by spaces; "type". By the mouse: "click" a button's words;
-    # "drag" a slider to a share of its length; "play". "choose" from a list: as the browser does it.
+    # Keys: "press" keys, separated by spaces; "type". Mouse: "click" a button; "drag" a slider to a
+    # share of its length; "play". "choose" from a list.
     how: str
     what: str
     shows: str  # regular expression, found in the text of the explorer's drawing
@@ -26,12 +22,12 @@ class Act:
 
 @dataclass(frozen=True)
 class Case:
-    "An explorer, the acts in their order, and steps of its static form with what each must show."
+    "An explorer, actions in their order, and steps of its static form with what each must show."
 
     source: str
     acts: tuple[Act, ...]
     steps: dict[str, str] = field(default_factory=dict)  # label of a step -> regular expression
-    # Description, value, words of the message; no words: a value to stay with, for the next ones.
+    # Description, value, words of the message; no words: a value for the next ones.
     messages: tuple[tuple[str, object, str], ...] = ()
 
 
@@ -41,73 +37,11 @@ def find_widgets(widget: Any) -> Iterator[Any]:
         yield from find_widgets(child)
 
 
-@contextmanager
-def watch_widgets() -> Iterator[dict[str, set[str]]]:
-    "Note which traits are set, by the names of the widget's class and of what it is derived from."
-    import ipywidgets
-
-    asked, kind = defaultdict(set), ipywidgets.Widget
-    build, put = kind.__init__, kind.__setattr__
-    names = lambda widget: " ".join(one.__name__ for one in type(widget).__mro__)
-
-    def noting_build(self, *values, **options):
-        asked[names(self)].update(options)
-        build(self, *values, **options)
-
-    def noting_put(self, name, value):
-        if self.has_trait(name):
-            asked[names(self)].add(name)
-        put(self, name, value)
-
-    kind.__init__, kind.__setattr__ = noting_build, noting_put
-    try:
-        yield asked
-    finally:
-        kind.__init__ = build
-        del kind.__setattr__  # it was inherited
-
-
-def report_case(case: Case, room: dict) -> dict:
-    "Build one explorer in `room`, give it the nonsense of its messages, and say what it showed."
-    from IPython.core.formatters import DisplayFormatter
-
-    exec(case.source, room)
-    explorer, said, seconds = room["explorer"], [], []
-    widgets = list(find_widgets(explorer))
-    controls = {one.description: one for one in widgets if getattr(one, "description", "")}
-    first = explorer.children[-1].value
-    for description, value, words in case.messages:
-        before, start = controls[description].value, time.process_time()
-        controls[description].value = value
-        said.append(explorer.children[-1].value)
-        if words:
-            controls[description].value = before
-        seconds.append(time.process_time() - start)
-    bundle = DisplayFormatter().format(explorer)[0]  # as a notebook asks for it
-    return {
-        "first": first,
-        "said": said,
-        "seconds": seconds,
-        "last": explorer.children[-1].value,
-        "static": bundle["text/html"],
-        "live": any("widget-view" in kind for kind in bundle),
-        "kinds": sorted({type(one).__name__ for one in widgets}),
-    }
-
-
-def report_all() -> dict:
-    "What every explorer showed, under the ipywidgets that is installed."
-    import ipywidgets
-
+def make_room() -> dict:
+    "Return the names that the sources of the cases use: a tokenizer and small models."
     room: dict = {}
     exec(SETUP, room)
-    with watch_widgets() as asked:
-        cases = {name: report_case(case, room) for name, case in CASES.items()}
-    traits = {
-        names: sorted(one for one in some if not one.startswith("_"))
-        for names, some in asked.items()
-    }
-    return {"version": ipywidgets.__version__, "asked": traits, "cases": cases}
+    return room
 
 
 SETUP = """

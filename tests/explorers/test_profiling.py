@@ -6,14 +6,19 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
 
-from bertlab.train.history import History
-from bertlab.model.config import modernbert_tiny
 from bertlab.data.module import PretrainingDataModule
-from bertlab.train.stopping import NonFiniteGuard, SpikeGuard, TokenLimit
+from bertlab.explorers.profiling import (
+    HostReadCounter,
+    host_reads,
+    kind_of_work,
+    profile_step,
+    seconds_by_kind,
+)
+from bertlab.model.config import modernbert_tiny
 from bertlab.model.heads import BertLabForMaskedLM
+from bertlab.train.history import History
 from bertlab.train.modules import PretrainingModule
-from bertlab.explorers.profiling import HostReadCounter, host_reads, kind_of_work, profile_step
-from bertlab.explorers.profiling import seconds_by_kind
+from bertlab.train.stopping import NonFiniteGuard, SpikeGuard, TokenLimit
 from bertlab.train.trainer import make_trainer
 
 SHAPE = dict(
@@ -25,7 +30,7 @@ SHAPE = dict(
     (lambda x: torch.bincount(x), "bincount"), (lambda x: torch.repeat_interleave(x, x), "repeat_interleave"),
     (lambda x: x.index_put_((x > 1,), torch.ones(2, dtype=torch.long)), "index_put_"),
 ])  # fmt: skip
-def test_what_waits_for_a_count_is_counted(wait, name):
+def test_reads_of_counts_are_counted(wait, name):
     x = torch.tensor([1, 2, 3])
     assert host_reads(lambda: wait(x)) == {name: 1}
     assert (
@@ -64,28 +69,28 @@ def test_operations_are_sorted_into_kinds(name, kind):
     assert kind_of_work(name) == kind
 
 
-def test_seconds_of_a_kind_add_up_and_the_longest_comes_first():
-    found = seconds_by_kind([("mul", 1.0), ("mm", 2.0), ("addmm", 0.5), ("add_", 0.25)])
-    assert list(found.items()) == [("products", 2.5), ("arithmetic", 1.25)]
+def test_seconds_of_a_kind_add_up():
+    seconds = seconds_by_kind([("mul", 1.0), ("mm", 2.0), ("addmm", 0.5), ("add_", 0.25)])
+    assert list(seconds.items()) == [("products", 2.5), ("arithmetic", 1.25)]
 
 
-def test_a_profile_names_the_work_counts_it_and_says_what_is_read():
+def test_a_profile_names_the_work_and_the_host_reads():
     a = torch.randn(400, 400)
-    found = profile_step(lambda: (a @ a).relu().sum().item(), repeats=9)
-    assert min(found.parts["products"], found.parts["activations"], found.seconds) > 0
-    assert list(found.parts.values()) == sorted(found.parts.values(), reverse=True)
+    profile = profile_step(lambda: (a @ a).relu().sum().item(), repeats=9)
+    assert min(profile.parts["products"], profile.parts["activations"], profile.seconds) > 0
+    assert list(profile.parts.values()) == sorted(profile.parts.values(), reverse=True)
     assert (
-        4 <= found.num_operations <= 30
+        4 <= profile.num_operations <= 30
     )  # four and what they call, in one step; in nine it is nine times as many
-    assert found.reads == {
+    assert profile.reads == {
         "_local_scalar_dense": 1
-    } and "host reads: 1 x _local_scalar_dense" in str(found)
+    } and "host reads: 1 x _local_scalar_dense" in str(profile)
 
 
 # --- the host runs ahead --------------------------------------------------------------------------
 
 
-def test_whatever_makes_the_host_wait_is_found():
+def test_whatever_makes_the_host_wait_is_reported():
     x, mask = torch.arange(4.0), torch.tensor([True, False, True, False])
     assert host_reads(lambda: x.sum().item()) == {"_local_scalar_dense": 1}
     assert host_reads(lambda: mask.nonzero()) == {"nonzero": 1}
@@ -94,7 +99,7 @@ def test_whatever_makes_the_host_wait_is_found():
     assert host_reads(lambda: torch.where(mask, x, 0.0).cumsum(0)) == {}
 
 
-def test_the_host_waits_for_the_same_in_inference_mode():
+def test_inference_mode_has_the_same_host_reads():
     x = torch.arange(4.0)
 
     def step():
@@ -171,7 +176,7 @@ def test_a_watched_training_step_never_waits(material, objective, monkeypatch):
     assert watchers[-1].reads == [{}] * 6
 
 
-def test_what_a_watcher_reads_is_counted(material):
+def test_the_reads_of_a_callback_are_counted(material):
     watchers = [History(fetch_every=1), ReadsInside()]
     small_run(material, watchers, precision="32-true", accelerator="cpu")
     assert all(reads["_local_scalar_dense"] for reads in watchers[-1].reads)

@@ -1,4 +1,4 @@
-"The stepper says of each place what the sampler did to it, forward and back."
+"The stepper shows what the sampler did at each position."
 
 import math
 import re
@@ -10,8 +10,8 @@ import torch
 from bertlab.data.tokenizers import train_tokenizer
 from bertlab.explorers.stepper import step_cells, step_html, stepper
 from bertlab.model.config import modernbert_tiny
-from bertlab.model.heads import BertLabForMaskedDiffusion
 from bertlab.model.generation import generate_with_steps
+from bertlab.model.heads import BertLabForMaskedDiffusion
 
 torch.set_num_threads(1)
 TOKENIZER = train_tokenizer(["the cat sat on the mat <b> bold"] * 20, vocab_size=80)
@@ -22,7 +22,7 @@ MASK = TOKENIZER.mask_token_id
 
 
 @pytest.mark.parametrize("sampler", ["confidence", "remask", "ancestral"])
-def test_the_fates_of_all_places_follow_from_the_states(sampler):
+def test_the_fate_of_a_token_follows_from_the_states(sampler):
     writing = generate_with_steps(
         MODEL,
         TOKENIZER,
@@ -36,8 +36,8 @@ def test_the_fates_of_all_places_follow_from_the_states(sampler):
     for step in range(10):
         now, before = writing.states[step][1:-1], writing.states[max(0, step - 1)][1:-1]
         for i, cell in enumerate(step_cells(TOKENIZER, writing, step)):
-            given = writing.states[0][1:-1][i] != MASK
-            right = ("given" if given else "new" if now[i] != MASK and before[i] == MASK
+            is_given = writing.states[0][1:-1][i] != MASK
+            right = ("given" if is_given else "new" if now[i] != MASK and before[i] == MASK
                      else "written" if now[i] != MASK else "taken back" if before[i] != MASK else "open")  # fmt: skip
             assert cell.fate == right
             assert math.isnan(cell.confidence) == (right in ("given", "open"))
@@ -49,12 +49,12 @@ def test_the_fates_of_all_places_follow_from_the_states(sampler):
     assert ("taken back" in seen) == (sampler == "remask") and {"given", "open", "new"} <= seen
 
 
-def test_each_step_is_drawn_with_its_words_and_their_confidence():
+def test_a_step_shows_words_and_their_confidence():
     writing = generate_with_steps(MODEL, TOKENIZER, ["the [MASK] [MASK] mat"], seed=1)[0]
-    [place] = np.flatnonzero(writing.states[0] != writing.states[1])
+    [position] = np.flatnonzero(writing.states[0] != writing.states[1])
     drawn = step_html(TOKENIZER, writing, 1)
-    sure = writing.confidence[1, place]
-    word = TOKENIZER.convert_ids_to_tokens(int(writing.states[1, place]))
+    sure = writing.confidence[1, position]
+    word = TOKENIZER.convert_ids_to_tokens(int(writing.states[1, position]))
     assert f"wrote <bdi>{word}</bdi> ({sure:.0%}); 1 open" in drawn.replace("&#x27;", "'").replace(
         "&lt;", "<"
     ).replace("&gt;", ">")
@@ -69,7 +69,7 @@ def test_the_static_form_has_every_step_without_a_script():
     assert [int(n) for n in re.findall(r"(\d) open", static)] == [3, 2, 1, 0]
 
 
-def test_a_wrong_prompt_is_the_callers_mistake_when_it_is_built():
+def test_a_wrong_prompt_is_refused():
     with pytest.raises(ValueError, match="type a prompt"):
         stepper(MODEL, TOKENIZER, " ")
     with pytest.raises(ValueError, match="sampler='best'"):
