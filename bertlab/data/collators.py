@@ -23,29 +23,31 @@ from .supervised import QuestionAnsweringCollator, SequenceClassificationCollato
 from .supervised import SpanClassificationCollator, TokenClassificationCollator
 
 # %% ../../nbs/data/10_collators.ipynb #30c006e9
-def _read_continuations(
+def _find_continuations(
     unit: str,  # of a `MaskingConfig`; single tokens need no words
     continues_word: Sequence[bool] | None,  # one for each id; None: ask the tokenizer
     tokenizer: Any,  # of transformers; None if there is none
     vocab_size: int,
 ) -> np.ndarray | None:  # (V,) bool
-    "Settle which ids go on with the word before them. Raises `ValueError` if nothing tells."
+    "Return which ids continue the word before them. Raises `ValueError` if nothing says so."
     if unit == "token":
         return None
     if continues_word is None and tokenizer is None:
-        raise ValueError("whole words need a tokenizer, or continues_word: one bool for each id")
+        raise ValueError(
+            f"unit={unit!r} needs a tokenizer, or continues_word: one bool for each id"
+        )
     table = continuation_mask(tokenizer) if continues_word is None else continues_word
     continues_V = np.asarray(table, dtype=bool)
     if continues_V.shape != (vocab_size,):
         raise ValueError(
-            f"continues_word has shape {continues_V.shape}, but vocab_size is "
-            f"{vocab_size}: give one bool for each id"
+            f"continues_word has shape {continues_V.shape}, but vocab_size is {vocab_size}: give "
+            "one bool for each id"
         )
     return continues_V
 
 # %% ../../nbs/data/10_collators.ipynb #6a4e1dd1
 def _as_tensors(arrays: Mapping[str, np.ndarray]) -> dict[str, torch.Tensor]:
-    "Hand arrays to torch; the numbers are not copied."
+    "Turn arrays into tensors without a copy."
     return {name: torch.from_numpy(values) for name, values in arrays.items()}
 
 
@@ -99,14 +101,12 @@ class MaskedLanguageModelingCollator(Collator):
             span_stop_prob,
             max_span_length,
         )
-        self.continues_V = _read_continuations(
-            unit, continues_word, self.read.tokenizer, vocab_size
-        )
+        self.continues_V = _find_continuations(unit, continues_word, self.tokenizer, vocab_size)
 
-    def compute_labels(self, tokenized: dict[str, Any]) -> dict[str, torch.Tensor]:
-        "Mask the rows; see `mask_tokens` for what comes back."
-        known = self.vocabulary, self.rule, not self.read.pad_to_multiple_of, self.continues_V
-        return _as_tensors(mask_tokens(tokenized, row_addresses(tokenized, self.epoch), *known))
+    def compute_labels(self, batch: dict[str, Any]) -> dict[str, torch.Tensor]:
+        "Mask the rows; see `mask_tokens` for the result."
+        options = self.vocabulary, self.rule, not self.pad_to_multiple_of, self.continues_V
+        return _as_tensors(mask_tokens(batch, row_addresses(batch, self.epoch), *options))
 
 # %% ../../nbs/data/10_collators.ipynb #ceabc181
 class MaskedDiffusionCollator(Collator):
@@ -145,7 +145,7 @@ class MaskedDiffusionCollator(Collator):
             **options,
         )
         if writing and end_token_id is None:
-            end_token_id = getattr(self.read.tokenizer, "sep_token_id", None)
+            end_token_id = getattr(self.tokenizer, "sep_token_id", None)
             if end_token_id is None:
                 raise ValueError(
                     "writing=True needs end_token_id, the [SEP] that closes prompts "
@@ -168,10 +168,10 @@ class MaskedDiffusionCollator(Collator):
             end_token_id,
         )
 
-    def compute_labels(self, tokenized: dict[str, Any]) -> dict[str, torch.Tensor]:
-        "Hide tokens, and weigh them; see `noise_batch` for what comes back."
-        addresses = row_addresses(tokenized, self.epoch)
-        return _as_tensors(noise_batch(tokenized, addresses, self.vocabulary, self.rule))
+    def compute_labels(self, batch: dict[str, Any]) -> dict[str, torch.Tensor]:
+        "Mask tokens and weight them; see `noise_batch` for the result."
+        addresses = row_addresses(batch, self.epoch)
+        return _as_tensors(noise_batch(batch, addresses, self.vocabulary, self.rule))
 
 # %% ../../nbs/data/10_collators.ipynb #37e017e3
 class EnhancedMaskedLanguageModelingCollator(Collator):
@@ -179,10 +179,11 @@ class EnhancedMaskedLanguageModelingCollator(Collator):
 
     objective = "enhanced_mlm"
 
-    def compute_labels(self, tokenized: dict[str, Any]) -> dict[str, torch.Tensor]:
-        "Label every ordinary token; row_keys (B,) is what a model may draw its hiding from."
-        ids_BL, ordinary_BL = tokenized["input_ids"], maskable_tokens(tokenized, self.vocabulary)
-        keys_B = row_rng_keys(self.seed, *row_addresses(tokenized, self.epoch))
+    def compute_labels(self, batch: dict[str, Any]) -> dict[str, torch.Tensor]:
+        "Label every ordinary token; row_keys (B,) seeds the draws of a model that hides them."
+        ids_BL = batch["input_ids"].numpy()
+        ordinary_BL = maskable_tokens(batch, self.vocabulary)
+        keys_B = row_rng_keys(self.seed, *row_addresses(batch, self.epoch))
         return _as_tensors(
             {
                 "row_keys": keys_B.view(np.int64),
@@ -206,37 +207,31 @@ COLLATORS = {
 
 def get_collator_cls(
     objective: str | type[Collator],  # a key of COLLATORS, a dotted name, or the class itself
-    argument: str = "objective",  # what an error calls it
+    argument: str = "objective",  # for messages
 ) -> type[Collator]:
-    "Find a collator: ours by the name of its objective, or a user's own. Raises `ValueError`."
-    found = resolve(objective, COLLATORS, argument, (Collator,))
-    if not isinstance(found, type):
-        said = repr(objective) if isinstance(objective, str) else f"<{type(found).__name__}>"
+    "Find a collator by the name of its objective, or a user's own. Raises `ValueError`."
+    collator = resolve(objective, COLLATORS, argument, (Collator,))
+    if not isinstance(collator, type) or not hasattr(collator, "from_tokenizer"):
         raise ValueError(
-            f"{argument}={said} is no class: pass the class of a collator, derived "
-            "from bertlab.Collator; its options go to collator_kwargs"
+            f"{argument}={objective!r:.80} is not a class derived from bertlab.Collator: pass the "
+            "class, and its options as collator_kwargs"
         )
-    if not hasattr(found, "from_tokenizer"):
-        raise ValueError(
-            f"{argument}={objective!r} is no collator, because it has no "
-            "from_tokenizer: derive it from bertlab.Collator"
-        )
-    return found
+    return collator
 
 
 def check_collator_options(
     collator: type[Collator],
     options: Mapping[str, Any],  # keyword arguments
 ) -> None:
-    "Raise `ValueError` for an option that nothing in the collator's classes takes."
-    known = [
-        p.name
-        for one in collator.__mro__
-        if "__init__" in vars(one) and one is not object
-        for p in signature(one).parameters.values()
-        if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
+    "Raise `ValueError` for an option that neither the collator nor its base classes take."
+    accepted = [
+        parameter.name
+        for cls in collator.__mro__
+        if "__init__" in vars(cls) and cls is not object
+        for parameter in signature(cls).parameters.values()
+        if parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
     ]
     for name in options:
-        if known and name not in known:
-            hint = did_you_mean(name, known) or f"; it has {', '.join(dict.fromkeys(known))}"
+        if accepted and name not in accepted:
+            hint = did_you_mean(name, accepted) or f"; it has {', '.join(dict.fromkeys(accepted))}"
             raise ValueError(f"collator_kwargs: {collator.__name__} has no option {name!r}{hint}")

@@ -6,8 +6,8 @@
 __all__ = ['BLOCKS', 'DOCUMENTED', 'RULE', 'SKIPPED', 'INSTALLED', 'UNSPACED', 'SLICE', 'CONTENT_VERSION', 'Document',
            'parse_docstrings', 'sections', 'drop_rules', 'python_files', 'module_documents', 'installed_documents',
            'normalized_words', 'stable_hash', 'deduplicate', 'has_unspaced', 'word_pattern', 'split_words',
-           'word_ngrams', 'ngram_overlap', 'choose_held_out', 'train_validation_split', 'parse_split', 'slice_bounds',
-           'sliced', 'hash_files']
+           'grapheme_span', 'word_ngrams', 'ngram_overlap', 'choose_held_out', 'train_validation_split', 'parse_split',
+           'slice_bounds', 'sliced', 'hash_files']
 
 # %% ../../nbs/data/01_documents.ipynb #1a029f5e
 import ast
@@ -18,10 +18,11 @@ import re
 import sys
 import unicodedata
 import warnings
+from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
@@ -236,6 +237,23 @@ def split_words(
     if text.isascii():  # the same words, faster
         return re.findall(r"\w+|[^\w\s]" if signs else r"\w+", text)
     return word_pattern(signs).findall(text)
+
+
+@lru_cache(maxsize=16)
+def _grapheme_starts(text: str) -> list[int]:  # with the length of the text at the end
+    return [*(match.start() for match in regex.finditer(r"\X", text)), len(text)]
+
+
+def grapheme_span(
+    text: str,
+    start: int,
+    stop: int,
+) -> tuple[int, int]:
+    "Widen a span to whole letters: with accents, joined emoji, both halves of a flag (UAX 29)."
+    if start >= stop or text.isascii():
+        return start, stop
+    starts = _grapheme_starts(text)
+    return starts[bisect_right(starts, start) - 1], starts[bisect_left(starts, stop)]
 
 # %% ../../nbs/data/01_documents.ipynb #0f853e35
 def _iter_ngrams(text: str, num_words: int = 8) -> Iterator[tuple[str, ...]]:

@@ -22,13 +22,12 @@ from torch import Tensor
 from torchmetrics import Metric
 from torchmetrics.utilities.data import dim_zero_cat
 
-from ..data.documents import has_unspaced, split_words, word_pattern
+from ..data.documents import grapheme_span, has_unspaced, split_words, word_pattern
 from ..data.rows import IGNORE_INDEX
 from bertlab.data.supervised import (
     QuestionAnsweringCollator,
     fit_offsets,
     read_answers,
-    whole_letters,
 )
 from .evaluation import Evaluation, plot_groups
 from .files import read_json_cell
@@ -104,7 +103,7 @@ def merge_candidates(
         kept = [s for rank, s in enumerate(order) if rank < num_best or s in ((0, 0), first)]
         context, answers = contexts[example], []
         for span in kept:
-            start, stop = whole_letters(context, *span)
+            start, stop = grapheme_span(context, *span)
             answers.append(Answer(context[start:stop], best[span], start, stop))
         ranked[example] = answers
     return ranked
@@ -344,7 +343,7 @@ class QuestionAnswering(Task):
         return read_json_cell
 
     def read_label(self, row, column, texts):
-        read_answers(row, column, texts["context"], 0)
+        read_answers(row, column, texts["context"])
         return row[column]
 
     def group_texts(self, row):
@@ -372,12 +371,10 @@ class QuestionAnswering(Task):
 
     def encode(self, rows, collator, start=0, whole=False):
         if collator.label_column is None:  # predictions cut a question instead of refusing it
-            tokenizer = collator.read.tokenizer
-            room = collator.read.max_sequence_length - collator.doc_stride - 1
-            room -= tokenizer.num_special_tokens_to_add(pair=True)
-            shorten = lambda text: shorten_question(text, tokenizer, room)
+            room = collator.room - collator.doc_stride - 1
+            shorten = lambda text: shorten_question(text, collator.tokenizer, room)
             rows = [{**row, "question": shorten(row["question"])} for row in rows]
-        return collator.encode(rows, start)
+        return super().encode(rows, collator, start)
 
     def learn_lengths(self, encoded: Sequence[Mapping]) -> None:
         "Allow answers as long as the longest of training, and 30 tokens at least."
@@ -478,7 +475,7 @@ class QuestionAnswering(Task):
         line = (
             f"  {lost:,} answers are in no window as a whole, and are learned as no answer; raise "
             f"doc_stride in collator_kwargs (now {collator.doc_stride}), or max_sequence_length "
-            f"(now {collator.read.max_sequence_length})"
+            f"(now {collator.max_sequence_length})"
         )
         return [line] * bool(lost)
 

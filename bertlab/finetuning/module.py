@@ -9,7 +9,6 @@ __all__ = ['SCHEDULES', 'DEFAULT_SCHEDULE', 'is_custom', 'finetuning_schedule', 
 import math
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from inspect import signature
 from typing import Any
 
@@ -215,8 +214,8 @@ class FinetuningModule(TrainingModule):
                 f"the data has rows of {max(lengths)} tokens and the model's "
                 f"max_position_embeddings is {most}; lower max_sequence_length to that"
             )
-        read = data.collator.read  # batches are padded to a multiple of 8
-        data.collator.read = replace(read, max_sequence_length=min(read.max_sequence_length, most))
+        longest = min(data.collator.max_sequence_length, most)
+        data.collator.max_sequence_length = longest  # batches are padded to a multiple of 8
 
     def configure_model(self) -> None:
         "Load or build, reinitialize, freeze: once."

@@ -173,7 +173,7 @@ class SpanClassification(Task):
         return read_json_cell
 
     def read_label(self, row, column, texts):
-        spans = read_spans(row, column, texts["text"], 0)
+        spans = read_spans(row, column, texts["text"])
         return [{"start": start, "end": end, "label": label} for start, end, label in spans]
 
     def label_values(self, label):
@@ -193,11 +193,6 @@ class SpanClassification(Task):
         collator = super().make_collator(tokenizer, max_sequence_length, labelled, **options)
         self.doc_stride = collator.doc_stride
         return collator
-
-    def encode(self, rows, collator, start=0, whole=False):
-        label = collator.label_column
-        rows = [{**r, label: self.label_ids(r[label])} if label else r for r in rows]
-        return collator.encode(rows, start)
 
     def fix_shapes(self, collator, encoded):
         most = max((len(row.get("labels", ())) for row in encoded), default=0)

@@ -14,7 +14,7 @@ import unicodedata
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -252,15 +252,15 @@ class Task:
         "Tokenize rows. Raises `ValueError` for a row that does not fit."
         label = collator.label_column
         rows = [{**r, label: self.label_ids(r[label])} if label else r for r in rows]
-        encoded = collator.encode(rows, start)
-        return [{"example_index": n, **row} for n, row in enumerate(encoded, start)]
+        encoded = collator.encode(rows)
+        return [{**row, "example_index": row["example_index"] + start} for row in encoded]
 
     def count_cut(self, rows: Sequence[Mapping], encoded: Sequence[Mapping], collator: Any) -> int:
         "Count texts that do not fit into a row (of windows: texts that need several)."
-        longest = collator.read.max_sequence_length
+        longest = collator.max_sequence_length
         full = [n for n, row in enumerate(encoded) if len(row["input_ids"]) >= longest]
         longer = copy(collator)
-        longer.read = replace(collator.read, max_sequence_length=longest + 1)
+        longer.max_sequence_length = longest + 1
         count = 0
         for begin in range(0, len(full), 100):  # few at a time: a tokenizer keeps whole texts
             part = self.encode([rows[n] for n in full[begin : begin + 100]], longer)

@@ -402,9 +402,9 @@ seen = []
 class MyCollator(bertlab.MaskedLanguageModelingCollator):
     objective = "my_words"
 
-    def compute_labels(self, tokenized):
+    def compute_labels(self, batch):
         seen.append("collator")
-        return super().compute_labels(tokenized)
+        return super().compute_labels(batch)
 
 
 class MyOptimizer(torch.optim.SGD):

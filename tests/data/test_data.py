@@ -725,8 +725,8 @@ class Reversed(MaskedLanguageModelingCollator):
 class CountTokens(Collator):
     "All that a collator must have."
 
-    def compute_labels(self, tokenized):
-        return {"labels": torch.from_numpy(tokenized["attention_mask"].astype(bool).sum(1))}
+    def compute_labels(self, batch):
+        return {"labels": (batch["attention_mask"] > 0).sum(1)}
 
 
 def test_an_own_collator_is_given_as_a_class_or_by_its_dotted_name_and_tells_its_objective(

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from bertlab.data import tokens as module
 from bertlab.data.diffusion import encode_pairs
 from bertlab.data.packing import PackedDataset
-from bertlab.data.rows import encode_rows
+from bertlab.data.collators import MaskedLanguageModelingCollator
 from bertlab.data.supervised import SequenceClassificationCollator
 from bertlab.data.tokenizers import hide_special_pieces, tokenize_plain, train_tokenizer
 from bertlab.data.tokens import (
@@ -367,8 +367,9 @@ def test_so_they_are_in_rows_of_text_of_labels_and_of_prompts_with_their_answers
     collate = SequenceClassificationCollator.from_tokenizer(
         tokenizer, label_column=None, num_labels=2
     )
+    masked = MaskedLanguageModelingCollator.from_tokenizer(tokenizer)
     for row in (
-        encode_rows([says], "text", tokenizer, 40)[0]["input_ids"],
+        masked.encode([says])[0]["input_ids"],
         collate.encode([{"text": says}])[0]["input_ids"],
     ):
         assert not inner & {*row[1:-1]} and tokenizer.decode(row[1:-1]) == "ab <unk> a<unk>b"
@@ -381,10 +382,7 @@ def test_so_they_are_in_rows_of_text_of_labels_and_of_prompts_with_their_answers
     decoded = tokenizer.decode(row[:end]), tokenizer.decode(row[end + 1 : -1])
     assert decoded == ("ab <unk> a<unk>b", "ab <unk> e")
     tokenizer.add_tokens(["new"])  # after a first call
-    assert (
-        tokenizer.convert_tokens_to_ids("new")
-        in encode_rows(["ab new"], "text", tokenizer, 40)[0]["input_ids"]
-    )
+    assert tokenizer.convert_tokens_to_ids("new") in masked.encode(["ab new"])[0]["input_ids"]
 
 
 @pytest.mark.parametrize("kind", ["wordpiece", "bpe", "unigram"])

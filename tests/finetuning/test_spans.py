@@ -4,6 +4,7 @@ import functools
 import json
 import math
 import os
+import re
 import warnings
 
 import numpy as np
@@ -12,7 +13,7 @@ import torch
 from ranks import run_on_ranks
 from transformers import BertConfig, BertForMaskedLM
 
-from bertlab.data.supervised import SpanClassificationCollator, fit_offsets, place_spans, read_spans
+from bertlab.data.supervised import SpanClassificationCollator, fit_offsets, read_spans
 from bertlab.data.tokenizers import train_tokenizer
 from bertlab.finetuning.baselines import compute_baselines
 from bertlab.finetuning.data import FinetuningDataModule
@@ -141,7 +142,7 @@ def test_spans_that_nest_cross_and_share_borders_come_back_to_the_letter():
     ]
     row = {"text": text, "spans": [dict(zip(("start", "end", "label"), one)) for one in given]}
     names = sorted({label for *_, label in given})
-    assert read_spans(row, "spans", text, 0) == given
+    assert read_spans(row, "spans", text) == given
     numbered = {
         "text": text,
         "spans": [{**one, "label": names.index(one["label"])} for one in row["spans"]],
@@ -164,26 +165,30 @@ def test_spans_that_nest_cross_and_share_borders_come_back_to_the_letter():
     ).tolist() == [False, False]
 
 
-def test_a_span_is_a_label_of_exactly_those_windows_that_hold_it_whole():
-    rng = np.random.default_rng(0)
-    for _ in range(200):
+def test_a_span_is_a_label_of_the_windows_that_hold_it():
+    rng, words = np.random.default_rng(0), ["rome", "bank", "the"]
+    for _ in range(60):
         size, room = int(rng.integers(1, 40)), int(rng.integers(2, 12))
         stride = int(rng.integers(0, room))
-        tokens, windows, begin = [(2 * n, 2 * n + 1) for n in range(size)], [], 0
-        while True:
-            windows.append(np.array([(-1, -1), *tokens[begin : begin + room], (-1, -1)]))
-            if begin + room >= size:
-                break
-            begin += room - stride
+        text = " ".join(rng.choice(words, size))
+        edges = [m.span() for m in re.finditer(r"\w+", text)]
         first = int(rng.integers(size))
         last = min(size - 1, first + int(rng.integers(stride + 1)))  # stride + 1 tokens at most
-        placed, moved = place_spans(windows, [(2 * first, 2 * last + 1, 7)], stride)
-        assert not moved and any(map(len, placed)), "no cut parts so few tokens"
-        for window, labels in zip(windows, placed):
-            whole = all(token in map(tuple, window) for token in tokens[first : last + 1])
-            assert len(labels) == whole
-            for a, b, label in labels:
-                assert (window[a, 0], window[b, 1], label) == (2 * first, 2 * last + 1, 7)
+        start, end = edges[first][0], edges[last][1]
+        collator = SpanClassificationCollator.from_tokenizer(
+            tokenizer(), max_sequence_length=room + 2, doc_stride=stride
+        )
+        windows = collator.encode(
+            [{"text": text, "spans": [{"start": start, "end": end, "label": 7}]}]
+        )
+        assert any(len(window["labels"]) for window in windows)
+        for window in windows:
+            shown = set(map(tuple, window["offsets"].tolist()))
+            is_whole = set(edges[first : last + 1]) <= shown
+            assert len(window["labels"]) == is_whole
+            for a, b, label in window["labels"]:
+                span = window["offsets"][a, 0], window["offsets"][b, 1], label
+                assert span == (start, end, 7)
 
 
 def test_windows_hold_the_whole_text_and_remember_their_row():
@@ -263,27 +268,18 @@ def test_a_span_within_a_token_is_widened_and_counted():
 SPAN = {"start": 4, "end": 8, "label": "LOC"}
 
 
-@pytest.mark.parametrize("spans, message", [
-    ([{**SPAN, "end": 99}], "from character 4 to 99, and the text has 13"),
-    ([{**SPAN, "start": -1}], "0 <= start < end <= 13"),
-    ([{**SPAN, "end": 4}], "0 <= start < end"),
-    ([{**SPAN, "start": 3, "end": 4}], "holds nothing but ' '"),
-    ([{**SPAN, "label": None}], "the label None"),
-    ([{**SPAN, "label": ""}], "the label ''"),
-    ([{**SPAN, "label": ["LOC"]}], r"the label \['LOC'\]"),
-    ([{"start": 4, "label": "LOC"}], "must hold start and end"),
-    ([{**SPAN, "start": 4.5}], "must hold start and end"),
-    ([{**SPAN, "start": "4"}], "must hold start and end"),
-    ("LOC", "must hold start and end"),
-    ([[4, 8, "LOC"]], "must hold start and end"),
-    (None, "got None"),
+@pytest.mark.parametrize("spans, words", [
+    ([{**SPAN, "end": 99}], "4 to 99.* 13"), ([{**SPAN, "start": -1}], "-1 to 8.*13"),
+    ([{**SPAN, "end": 4}], "4 to 4"), ([{**SPAN, "start": 3, "end": 4}], "3 to 4.*' '"),
+    ([{**SPAN, "label": None}], "None"), ([{**SPAN, "label": ""}], "''"),
+    ([{**SPAN, "label": ["LOC"]}], "LOC"), ([{"start": 4, "label": "LOC"}], "start, end, label"),
+    ([{**SPAN, "start": 4.5}], "4.5"), ([{**SPAN, "start": "4"}], "'4'"), ("LOC", "LOC"),
+    ([[4, 8, "LOC"]], "LOC"), (None, "None"),
 ])  # fmt: skip
-def test_a_bad_span_is_refused_in_one_sentence_that_names_the_row(spans, message):
+def test_a_bad_span_is_refused_by_its_row(spans, words):
     bad = {"text": "the rome bank", "spans": spans}
-    data = data_for([*rows_of(3), bad])
-    with pytest.raises(ValueError, match=f"train row 3: the column 'spans'.*{message}") as caught:
-        data.setup()
-    assert "\n" not in str(caught.value)
+    with pytest.raises(ValueError, match=f"train row 3: .*'spans'.*{words}"):
+        data_for([*rows_of(3), bad]).setup()
     data = data_for([*rows_of(3), bad], bad_rows="skip")
     data.setup()
     assert len(data.rows["train"]) == 3 and "train: 1 rows left out" in data.describe()
@@ -312,13 +308,13 @@ def test_labels_that_training_does_not_know_are_refused():
         data_for(val=[text_of("the", ("CITY", "rome"))]).setup()
     with pytest.raises(ValueError, match="no row to train on has a label"):
         data_for(train=[text_of("the rome")] * 3, val=[text_of("rome")]).setup()
-    with pytest.raises(ValueError, match="doc_stride must be 0 or more and below 14"):
+    with pytest.raises(ValueError, match="doc_stride=14"):
         data_for(collator_kwargs={"doc_stride": 14}).setup()
     with pytest.raises(ValueError, match="class_weights"):
         fit(module_for(class_weights=[1.0, 2.0]), data_for(), 1)
 
 
-def test_rows_of_ids_bring_their_own_spans_and_wrong_places_are_refused():
+def test_rows_of_ids_bring_their_own_spans():
     collator = SpanClassificationCollator.from_tokenizer(
         tokenizer(), max_sequence_length=16, num_labels=2, max_spans=2
     )
@@ -330,9 +326,8 @@ def test_rows_of_ids_bring_their_own_spans_and_wrong_places_are_refused():
         "input_ids"
     ].shape == (2, 16)
     assert batch["special_tokens_mask"][1].tolist() == [1, 0, 0] + [1] * 13
-    for spans, message in (([[0, 2, 0]], "no span begins"), ([[3, 2, 0]], "no span begins"), ([[1, 2, 5]], "label 5"),
-                           ([[1, 1, 0]] * 3, "max_spans is 2")):  # fmt: skip
-        with pytest.raises(ValueError, match=f"row 0.*{message}"):
+    for spans, words in (([[1, 2, 5]], "label 5"), ([[1, 1, 0]] * 3, "max_spans=2")):
+        with pytest.raises(ValueError, match=f"row 0.*{words}"):
             collator([{"input_ids": ids, "spans": spans}])
 
 
