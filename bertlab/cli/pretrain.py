@@ -587,10 +587,7 @@ class Run:
                     self._own_tokenizer,
                 )
             self.data.tokenizer = self.tokenizer
-            strategy = get_strategy(build_objects(self.config["trainer"]["strategy"]) or "auto")
-            later = model[MODEL] is not None and getattr(strategy, "fills_shares", False)
-            # Weights are read in shares, or here.
-            with torch.device("meta" if later else "cpu"), self._naming_beginning():
+            with self._naming_beginning():
                 self.module = PretrainingModule(**{**model, TOKENIZER: self.tokenizer})
             if model[MODEL] is not None:
                 check_parts(self.module)

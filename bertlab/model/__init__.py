@@ -24,8 +24,6 @@ __getattr__, __dir__ = _lazy_parts(__name__, (
     "adapters",
     "context",
     "vocabulary",
-    "tensor_parallel",
     "context_parallel",
-    "deferred",
     "causal",
 ))

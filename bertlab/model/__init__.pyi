@@ -20,7 +20,5 @@ from . import float8 as float8
 from . import adapters as adapters
 from . import context as context
 from . import vocabulary as vocabulary
-from . import tensor_parallel as tensor_parallel
 from . import context_parallel as context_parallel
-from . import deferred as deferred
 from . import causal as causal

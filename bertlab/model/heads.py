@@ -42,7 +42,6 @@ class MaskedLMHead(nn.Module):
         self.norm = make_norm(config)
         self.bias = nn.Parameter(torch.zeros(config.vocab_size)) if config.decoder_bias else None
         self.decoder = None
-        self.split = None  # of the vocabulary, where processes share it (see tensor parallel)
         if not config.tie_word_embeddings:
             self.decoder = nn.Parameter(torch.zeros(config.vocab_size, config.hidden_size))
 
@@ -75,7 +74,7 @@ class MaskedLMHead(nn.Module):
         # Tied in the computation, not by sharing an object: that tie survives a move to any device.
         weight_VD = embedding_VD if self.decoder is None else self.decoder
         x = self.norm(self.activation(self.dense(x)))
-        return F.linear(x if self.split is None else self.split.enter(x), weight_VD, self.bias)
+        return F.linear(x, weight_VD, self.bias)
 
 # %% ../../nbs/model/06_heads.ipynb #391954bd
 def head_and_loss(
@@ -135,23 +134,20 @@ class TokenPredictionModel(BertLabPreTrainedModel):
     ) -> tuple[Tensor | None, LossSums | None]:  # logits; None if `loss_config` keeps none
         "Score vectors at the requested positions."
         x, labels, weights = (_take(t, positions_BM) for t in (x_BLD, labels_BL, weights_BL))
-        head, split = lambda x: self.head(x, embedding_VD), self.head.split
+        head = lambda x: self.head(x, embedding_VD)
         embedding_VD = self.get_input_embeddings().weight
         if labels is None:
-            return head(x) if split is None else split.whole(head(x)), None
+            return head(x), None
         is_dynamic, loss_only = allows_dynamic_shapes(x), loss_config.loss_only
         if loss_only and is_dynamic:
             x, labels, weights = select_labelled(x, labels, weights)
-        options = () if split is None else (split.score,)
         if loss_config.chunk_size:
-            return None, sum_losses_chunked(head, x, labels, loss_config, weights, *options)
-        if loss_only and split is None and self.compiled_head and not is_dynamic:
+            return None, sum_losses_chunked(head, x, labels, loss_config, weights)
+        if loss_only and self.compiled_head and not is_dynamic:
             return None, self.compiled_head(
                 self.head, embedding_VD, x, labels, loss_config, weights
             )
         logits = head(x)
-        if split is not None:
-            return None, split.score(logits, labels, loss_config, weights)
         return None if loss_only else logits, sum_losses(logits, labels, loss_config, weights)
 
 

@@ -223,12 +223,11 @@ def sum_losses_chunked(
     labels: Tensor,  # (...)
     rule: LossConfig,  # with a chunk_size
     weights: Tensor | None = None,  # (...): of each label's cross-entropy; None: 1
-    score: Callable[..., LossSums] = sum_losses,  # what is done with a chunk's scores
 ) -> LossSums:
     "Sum the losses with no more than one chunk's logits in memory, forward and backward."
 
     def sums_of(x_nD: Tensor, labels_n: Tensor, weights_n: Tensor | None) -> LossSums:
-        return score(head(x_nD), labels_n, rule, weights_n)
+        return sum_losses(head(x_nD), labels_n, rule, weights_n)
 
     labels_N = labels.flatten()
     size = rule.chunk_size or max(len(labels_N), 1)

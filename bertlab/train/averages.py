@@ -25,7 +25,6 @@ from ..model.config import BertLabConfig
 from ..model.families import output_settings, to_bertlab_config
 from ..model.huggingface import ARCHITECTURES, read_config
 from ..model.loading import check_finite, read_state_dict, written_weights
-from ..model.tensor_parallel import find_cuts
 from bertlab.train.model_directories import (
     read_sentence_transformers_files,
     saved_models,
@@ -77,7 +76,7 @@ class EMA(Callback):
     def on_train_start(self, trainer, pl_module) -> None:
         moving = self._moving(pl_module)
         spread = any(hasattr(p, "device_mesh") for p in moving.values())
-        if spread or find_cuts(pl_module.model):
+        if spread:
             raise ValueError(
                 "EMA keeps whole weights, and the strategy spreads them "
                 "over processes: take strategy='ddp'"

@@ -19,7 +19,6 @@ from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
 from torch import Tensor, nn
 
 from ..core.files import atomic_write
-from ..model.tensor_parallel import find_cuts, gather_cut
 from .monitors import PeriodicCallback
 from .steps import full_tensor
 
@@ -188,15 +187,12 @@ class WeightHistograms(PeriodicCallback):
 
     def observe(self, trainer, pl_module) -> None:
         "Read weights after a step, and the gradients that it used: divided and clipped."
-        step, histograms, cuts = trainer.global_step, [], find_cuts(pl_module)
-        cuts = {id(p): cuts[name] for name, p in pl_module.named_parameters() if name in cuts}
+        step, histograms = trainer.global_step, []
         for name, parameter in match_parameters(pl_module, self.patterns).items():
             for kind, tensor in (("weight", parameter), ("gradient", parameter.grad)):
                 if tensor is None:
                     continue
                 tensor = full_tensor(tensor.detach())  # all processes take part
-                if id(parameter) in cuts:
-                    tensor = gather_cut(tensor, *cuts[id(parameter)])
                 if trainer.is_global_zero:
                     histograms.append(tensor_histogram(tensor, step, name, kind, self.bins))
         if trainer.is_global_zero:

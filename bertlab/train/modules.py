@@ -40,7 +40,6 @@ from bertlab.model.config import (
     training_flops_per_token,
     matmul_parameters,
 )
-from ..model.deferred import build_deferred, fill_weights, read_deferred
 from ..core.durations import parse_amount
 from ..core.names import import_object, resolve
 from ..data.collators import COLLATORS
@@ -230,7 +229,6 @@ def initialize_model(
     objective: str,
     overrides: dict[str, Any],  # settings of the configuration that leave the weights' shapes alone
     key_mapping: dict[str, str] | None = None,  # our names of weights: theirs
-    deferred: bool = False,  # True: with shapes alone, to be filled by `fill_weights`
 ) -> TokenPredictionModel:
     """The objective's model with another's weights; says which are fresh, and keeps it as `fresh`.
 
@@ -245,12 +243,8 @@ def initialize_model(
             f"model_config_kwargs={overrides} leave no place for {len(lost)} weights "
             f"of {source} ({some}), which would be lost: leave such settings out"
         )
-    build = lambda: OBJECTIVES[objective](config)
-    model = build_deferred(build) if deferred else build()
-    wrong = ""
-    if getattr(model, "deferred", None) is not None:
-        fresh = read_deferred(model, source, key_mapping)
-    elif key_mapping:
+    model, wrong = OBJECTIVES[objective](config), ""
+    if key_mapping:
         report = load_state_dict(model, source, key_mapping, strict=False)
         fresh, wrong = report.missing_keys, "; ".join(report.mismatched_keys)
     else:
@@ -654,10 +648,9 @@ class PretrainingModule(TrainingModule):
             self.config = BertLabConfig(**config_from_tokenizer(tokenizer, overrides))
         else:
             # Under torch's own context the numbers wait until processes share them.
-            later = torch.get_default_device().type == "meta" and not adapter and not float8
             check_tokenizer_matches(source, tokenizer, tokenizer if own else None)
             with torch.device("cpu"):
-                self.model = initialize_model(source, objective, overrides, load_key_mapping, later)
+                self.model = initialize_model(source, objective, overrides, load_key_mapping)
             self.config, self.fresh = self.model.config, self.model.fresh
             # BERT's own configuration names neither [CLS] nor [SEP], and others name what nobody
             # has looked at: labels are counted by these ids.
@@ -791,13 +784,7 @@ class PretrainingModule(TrainingModule):
         # Lightning takes out what cannot be pickled, such as a class made in a notebook.
         self.hparams.update({**self._own, **self.hparams})
         h = self.hparams
-        # A strategy that divides weights has the numbers made in shares.
-        strategy = None if self._trainer is None else self.trainer.strategy
-        divides = getattr(strategy, "fills_shares", False) and not h.adapter and not h.float8
-        build = build_deferred if divides else lambda make: make()
-        model = self.model or build(self.build_fresh)
-        if not divides:
-            fill_weights(model)
+        model = self.model or self.build_fresh()
         if h.adapter is not None:
             add_adapter(model, h.adapter)
         freeze_weights(model, h.freeze)

@@ -5,8 +5,9 @@
 # %% auto #0
 __all__ = ['STRATEGIES', 'DIVIDED_PRECISIONS', 'neighbours', 'split_batch_tokens', 'LaunchInfo', 'detect_launcher',
            'is_lone_task', 'started_by_first', 'apply_launcher', 'num_processes', 'ranks_per_batch',
-           'resolve_batch_tokens', 'transformer_blocks', 'apply_fsdp', 'gather_weights', 'held_bytes',
-           'FullyShardedStrategy', 'check_precision', 'get_strategy']
+           'resolve_batch_tokens', 'transformer_blocks', 'broadcast_weights', 'apply_fsdp', 'full_state_dict',
+           'shard_order', 'shard_orders', 'restore_order', 'check_tensor_parallel', 'apply_tp', 'FullyShardedStrategy',
+           'check_precision', 'get_strategy']
 
 # %% ../../nbs/train/07_parallel.ipynb #c996403a
 import inspect
@@ -23,20 +24,23 @@ from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from torch.distributed.checkpoint.state_dict import set_model_state_dict
+from torch.distributed.checkpoint.state_dict import set_model_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
+from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
 
 from ..data.module import PretrainingDataModule
 from ..core.devices import find_accelerator, canonical_precision
 from ..core.durations import parse_amount
+from ..model.config import BertLabConfig
 from ..model.context_parallel import deal_labels, share_rows
-from ..model.deferred import fill_weights
+from ..model.encoder import SelfAttention
+from ..model.heads import BertLabForCausalLM, TokenPredictionModel
+from ..model.layers import MLP, Projection
 from ..model.loading import numpy_allowed, read_torch_file
-from ..model.tensor_parallel import check_split, find_cuts, gather_cut, split_model
 from ..optim.optimizers import OPTIMIZERS, optimizer_spec
-from .steps import total_grad_norm
 
 # %% ../../nbs/train/07_parallel.ipynb #e5b73405
 def neighbours(
@@ -249,106 +253,173 @@ def transformer_blocks(model: nn.Module) -> Iterator[nn.Module]:
             yield module
 
 # %% ../../nbs/train/07_parallel.ipynb #1ca10340
+def broadcast_weights(
+    model: nn.Module,
+    device: torch.device | None = None,  # to send from: NCCL sends nothing from a CPU; None: as is
+) -> None:
+    "Copy process 0's weights to all processes."
+    for tensor in model.state_dict().values():
+        sent = tensor.detach().to(device or tensor.device)
+        torch.distributed.broadcast(sent, 0)
+        tensor.detach().copy_(sent)
+
+
 def apply_fsdp(
-    model: nn.Module,  # called as model(...), or its blocks are never put together
+    model: nn.Module,  # called as model(...), or its blocks are never gathered
     mesh: DeviceMesh,  # one dimension: the processes that share the weights
     param_dtype: torch.dtype | None = None,  # gather and compute in it; None: as the weights are
-    reshard_after_forward: bool = True,  # False: keep blocks whole until their backward pass
-    reduce_dtype: torch.dtype | None = None,  # add gradients up in it; None: float32
-    blocks_per_group: int = 1,  # blocks that are put together at once
-    prefetch_blocks: int = 0,  # groups that are put together ahead of time; 0: as torch sees fit
-    broadcast: bool = True,  # False: the weights are alike already
+    reshard_after_forward: bool = True,  # False: keep gathered blocks until their backward pass
+    reduce_dtype: torch.dtype | None = None,  # sum gradients in it; None: float32
 ) -> nn.Module:  # the same object
-    """Let each process hold its share of every weight (FSDP2), beginning with process 0's weights.
+    """Shard every weight over the processes (FSDP2); weights must be equal before.
 
-    A mesh of two dimensions is replicas by shards: weights are shared along the second alone.
+    A mesh of two dimensions is replicas by shards: weights are sharded along the second alone.
     """
     if isinstance(model, FSDPModule):
         return model
-    if single := [name for name, weight in model.named_parameters() if not weight.dim()]:
+    if scalars := [name for name, weight in model.named_parameters() if not weight.dim()]:
         raise ValueError(
-            f"{single[0]} is a number without an axis, which FSDP2 cannot share: make "
-            "it torch.zeros(1), a tensor with one, or take strategy='ddp'"
+            f"FSDP2 cannot shard the scalar {scalars[0]}: make it torch.zeros(1), or take "
+            "strategy='ddp'"
         )
-    broadcast &= not any(weight.is_meta for weight in model.parameters())  # they come later
-    first = torch.distributed.get_rank() == 0
-    weights = model.state_dict() if first and broadcast else {}
-    # Gradients are added up in float32, however they were computed.
+    # Gradients are summed in float32, however they were computed.
     reduce_dtype = reduce_dtype or (torch.float32 if param_dtype else None)
     options = {"mesh": mesh, "mp_policy": MixedPrecisionPolicy(param_dtype, reduce_dtype)}
-    blocks = list(transformer_blocks(model))
-    groups = [blocks[n : n + blocks_per_group] for n in range(0, len(blocks), blocks_per_group)]
-    for group in groups:
-        fully_shard(
-            group if len(group) > 1 else group[0],
-            **options,
-            reshard_after_forward=reshard_after_forward,
-        )
+    for block in transformer_blocks(model):
+        fully_shard(block, **options, reshard_after_forward=reshard_after_forward)
     fully_shard(model, **options)
-    for number, group in enumerate(groups if prefetch_blocks else ()):
-        ahead, before = groups[number + 1 :], groups[:number][::-1]
-        group[0].set_modules_to_forward_prefetch([g[0] for g in ahead[:prefetch_blocks]])
-        group[0].set_modules_to_backward_prefetch([g[0] for g in before[:prefetch_blocks]])
-    if broadcast:
-        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-        set_model_state_dict(model, weights, options=options)
     return model
 
+# %% ../../nbs/train/07_parallel.ipynb #d20223ac
+def full_state_dict(model: nn.Module) -> dict[str, Tensor]:  # sharded: empty on ranks above 0
+    "Copy all weights to the CPU; sharded ones are gathered, so every process must call it."
+    if not any(isinstance(weight, DTensor) for weight in model.parameters()):
+        return {name: weight.detach().cpu().clone() for name, weight in model.state_dict().items()}
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    return restore_order(get_model_state_dict(model, options=options), shard_orders(model))
 
-def _put_together(share: Tensor, cut: tuple[Any, Any] | None) -> Tensor:  # on the CPU
-    "A whole tensor of the shares of all processes, which must all ask for it."
-    share = share.detach()
-    share = share.full_tensor() if isinstance(share, DTensor) else share
-    return (share if cut is None else gather_cut(share, *cut)).cpu().clone()
-
-
-def _share_of(whole: Tensor, like: Tensor, cut: tuple[Any, Any] | None) -> Tensor:
-    "This process's share of a whole tensor, cut and sharded as a parameter is."
-    if cut is not None:
-        how, group = cut
-        whole = how.take(whole, torch.distributed.get_rank(group),
-                         torch.distributed.get_world_size(group))  # fmt: skip
-    if not isinstance(like, DTensor):
-        return whole
-    whole = whole.to(like.device)
-    return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
-
-
-def _whole_shape(share: Tensor, cut: tuple[Any, Any] | None) -> torch.Size:
-    if cut is None:
-        return share.shape
-    shape = list(share.shape)
-    shape[cut[0].axis] = sum(cut[0].sections)
-    return torch.Size(shape)
+# %% ../../nbs/train/07_parallel.ipynb #938bcbb7
+def shard_order(
+    sections: Sequence[int],  # rows of each section, such as those of queries, keys and values
+    ranks: int,  # processes, which divide each section
+) -> Tensor:  # indices of rows
+    "Order the rows of a fused matrix so that equal shards hold an equal part of each section."
+    starts = [sum(sections[:i]) for i in range(len(sections))]
+    rows = [torch.arange(start, start + n) for start, n in zip(starts, sections)]
+    return torch.cat([section.view(ranks, -1) for section in rows], 1).flatten()
 
 
-def gather_weights(
-    model: nn.Module,
-) -> dict[str, Tensor]:  # on the CPU of process 0; nothing on the others
-    "Put sharded weights together, for a file or a comparison; every process must call it."
-    cuts = find_cuts(model)
-    if not cuts:
-        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-        return get_model_state_dict(model, options=options)
-    first, whole = torch.distributed.get_rank() == 0, {}
-    for name, tensor in model.state_dict().items():
-        gathered = _put_together(tensor, cuts.get(name))
-        whole |= {name: gathered} if first else {}
-    return whole
+def shard_orders(module: nn.Module) -> dict[str, Tensor]:  # full name of a parameter: its rows
+    "Find the parameters whose rows tensor parallel has reordered."
+    return {
+        f"{path}.{name}": layer.shard_order
+        for path, layer in module.named_modules()
+        if hasattr(layer, "shard_order")
+        for name, _ in layer.named_parameters(recurse=False)
+    }
 
-# %% ../../nbs/train/07_parallel.ipynb #ea660c29
-def held_bytes(
-    module: nn.Module,
-    optimizer: torch.optim.Optimizer | None = None,
-) -> dict[str, int]:  # bytes of weights, gradients and moments
-    "What this process holds of a run's state, its own shares alone."
-    local = lambda t: t.to_local() if hasattr(t, "to_local") else t
-    count = lambda tensors: sum(local(t).nbytes for t in tensors)
-    parameters = list(module.parameters())
-    states = optimizer.state.values() if optimizer is not None else ()
-    moments = [v for state in states for v in state.values() if isinstance(v, Tensor) and v.dim()]
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    return {"weights": count(parameters), "gradients": count(gradients), "moments": count(moments)}
+
+def restore_order(
+    tensors: Mapping[str, Tensor],
+    orders: Mapping[str, Tensor],  # of `shard_orders`
+) -> dict[str, Tensor]:
+    "Put reordered rows back to where one process has them."
+    return {
+        name: tensor[orders[name].argsort()] if name in orders else tensor
+        for name, tensor in tensors.items()
+    }
+
+# %% ../../nbs/train/07_parallel.ipynb #3cc24d47
+def check_tensor_parallel(
+    config: BertLabConfig,
+    size: int,  # processes that are to share each layer
+) -> None:
+    "Raise `ValueError` for a model whose layers so many processes cannot share exactly."
+    for name, number in {
+        "num_attention_heads": config.num_attention_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "intermediate_size": config.intermediate_size,
+    }.items():
+        if number % size:
+            raise ValueError(
+                f"tensor_parallel_size={size} does not divide {name}={number}: change one of them"
+            )
+    for name in ("attention_dropout", "mlp_dropout"):
+        if rate := getattr(config, name):
+            raise ValueError(
+                f"{name}={rate} would drop the same units in each of the {size} processes of a "
+                "layer: set it to 0 (hidden_dropout and embedding_dropout may stay)"
+            )
+
+
+def _check_layers(model: nn.Module) -> None:
+    "Raise `ValueError` for modules that tensor parallel would not compute exactly."
+    if not isinstance(model, TokenPredictionModel) or isinstance(model, BertLabForCausalLM):
+        reason = f"not a {type(model).__name__}"
+    elif model.encoder.compiled_blocks is not None:
+        reason = "without compile_model"
+    else:
+        mlps = [block.mlp for block in model.modules() if hasattr(block, "mlp")]
+        reason = next((f"not mlp={type(m).__name__}" for m in mlps if not isinstance(m, MLP)), "")
+        if not reason and any(
+            isinstance(mlp.activation, nn.Module) and mlp.activation.state_dict() for mlp in mlps
+        ):
+            reason = f"not hidden_activation={model.config.hidden_activation}, which has weights"
+    if reason:
+        raise ValueError(
+            f"tensor parallel computes bertlab's encoders with a masked-word head, {reason}; "
+            "take strategy='fsdp'"
+        )
+
+# %% ../../nbs/train/07_parallel.ipynb #83157ee0
+def _parallel_plan(model: nn.Module) -> tuple[dict[str, ParallelStyle], dict[str, tuple[int, ...]]]:
+    "Name the style of each shared layer, and the sections of those that are fused."
+    plan: dict[str, ParallelStyle] = {}
+    sections: dict[str, tuple[int, ...]] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, SelfAttention):
+            config, kv_dim = module.config, module.config.num_kv_heads * module.config.head_dim
+            plan |= {f"{name}.qkv": ColwiseParallel(), f"{name}.out_proj": RowwiseParallel()}
+            sections[f"{name}.qkv"] = (config.hidden_size, kv_dim, kv_dim)
+            if module.gate is not None:
+                plan[f"{name}.gate"] = ColwiseParallel()
+            if config.qk_norm:  # one scale for the heads of all: its gradient is summed
+                plan[f"{name}.q_norm"] = SequenceParallel(sequence_dim=2, use_local_output=True)
+                plan[f"{name}.k_norm"] = SequenceParallel(sequence_dim=2, use_local_output=True)
+        elif isinstance(module, MLP):
+            units, rows = module.down_proj.in_features, module.up_proj.out_features
+            plan |= {f"{name}.up_proj": ColwiseParallel(), f"{name}.down_proj": RowwiseParallel()}
+            sections[f"{name}.up_proj"] = (units,) * (rows // units)
+    return plan, sections
+
+
+def apply_tp(
+    model: TokenPredictionModel,  # whole, with equal weights in each process; changed in place
+    mesh: DeviceMesh,  # one dimension: the processes that share each layer
+) -> TokenPredictionModel:  # the same object
+    "Leave each process its heads and hidden units. Raises `ValueError` where it is not exact."
+    _check_layers(model)
+    check_tensor_parallel(model.config, mesh.size())
+    plan, sections = _parallel_plan(model)
+    for name in plan:
+        layer = model.get_submodule(name)
+        if type(layer) not in (nn.Linear, Projection) and not isinstance(layer, nn.RMSNorm):
+            raise ValueError(
+                f"tensor parallel splits plain linear layers, and {name} is a "
+                f"{type(layer).__name__}: leave float8 and adapter out"
+            )
+    with torch.no_grad():
+        for name, lengths in sections.items():
+            layer = model.get_submodule(name)
+            layer.shard_order = shard_order(lengths, mesh.size())
+            for weight in layer.parameters():
+                weight.copy_(weight[layer.shard_order])
+    heads, rank = model.config.num_attention_heads // mesh.size(), mesh.get_local_rank()
+    model.encoder.local_heads = slice(rank * heads, (rank + 1) * heads)
+    for module in model.modules():
+        if isinstance(module, SelfAttention):
+            module.num_heads = heads
+    return parallelize_module(model, mesh, plan)
 
 # %% ../../nbs/train/07_parallel.ipynb #cce9827f
 def _dtype(asked: torch.dtype | str | None, name: str) -> torch.dtype | None:
@@ -358,47 +429,41 @@ def _dtype(asked: torch.dtype | str | None, name: str) -> torch.dtype | None:
     return found
 
 # %% ../../nbs/train/07_parallel.ipynb #7de213da
+_KERNELS = ("foreach", "fused")  # which an optimizer may be told to use
+
+
 class FullyShardedStrategy(ModelParallelStrategy):
     """FSDP2 for any LightningModule whose weights are in models that it calls.
 
-    Models of bertlab's are made in shares, so that no process holds one whole. A checkpoint is one
-    file, as one process would write it. Processes with neighbouring numbers
-    may compute a model of bertlab's together (tensor parallel), or its rows (context parallel);
-    then they read the same rows. Raises `ValueError` for what cannot be shared so.
+    A checkpoint is one file, as one process would write it. Neighbouring processes may compute a
+    model of bertlab's together (tensor parallel), or its rows (context parallel); then they read
+    the same rows. Raises `ValueError` for what cannot be shared so.
     """
-
-    fills_shares = True  # a deferred model is given its numbers in `setup`
 
     def __init__(
         self,
         param_dtype: torch.dtype | str | None = None,  # as in `apply_fsdp`, here and below
         reshard_after_forward: bool = True,  # free gathered weights before backward
-        reduce_dtype: torch.dtype | str | None = None,  # gradients travel in it; None: float32
-        blocks_per_group: int = 1,  # blocks that are put together at once
-        prefetch_blocks: int = 0,  # groups that are put together ahead of time
+        reduce_dtype: torch.dtype | str | None = None,  # of gradients on their way; None: float32
         tensor_parallel_size: int | None = 1,  # processes that share each layer; None: all
         context_parallel_size: int | None = 1,  # processes that share each row; None: all the rest
-        replicas: int = 1,  # groups of processes that each hold all weights, in shares
+        replicas: int = 1,  # groups of processes that each hold all weights, in shards
         **options: Any,  # of Lightning's ModelParallelStrategy
     ):
-        # Written whole by process 0, and one process can load it as well.
+        # One file, which one process can load as well.
         settings = {"save_distributed_checkpoint": False, **options}
         super().__init__(tensor_parallel_size=1, **settings)
         self.sharding = {
             "param_dtype": _dtype(param_dtype, "param_dtype"),
             "reshard_after_forward": reshard_after_forward,
             "reduce_dtype": _dtype(reduce_dtype, "reduce_dtype"),
-            "blocks_per_group": blocks_per_group,
-            "prefetch_blocks": prefetch_blocks,
         }
-        sizes = {"tensor_parallel_size": tensor_parallel_size,
-                 "context_parallel_size": context_parallel_size, "replicas": replicas,
-                 "blocks_per_group": blocks_per_group}  # fmt: skip
-        for name, size in sizes.items():
-            may_be_none = size is None and name.endswith("parallel_size")
-            if not may_be_none and (type(size) is not int or size < 1):
-                raise ValueError(f"{name} must be a whole number, 1 or more, got {size!r}")
-        self._asked = tensor_parallel_size, context_parallel_size, replicas
+        self._sizes = tensor_parallel_size, context_parallel_size, replicas
+        if any(size is not None and size < 1 for size in self._sizes):
+            raise ValueError(
+                f"tensor_parallel_size={tensor_parallel_size}, context_parallel_size="
+                f"{context_parallel_size} and replicas={replicas} must be 1 or more"
+            )
         if tensor_parallel_size != 1 and self._save_distributed_checkpoint:
             raise ValueError(
                 f"tensor_parallel_size={tensor_parallel_size} writes checkpoints of "
@@ -410,7 +475,7 @@ class FullyShardedStrategy(ModelParallelStrategy):
         processes: int,  # of the run
     ) -> tuple[int, int, int]:  # processes that share a layer, a row; replicas
         "Settle the sizes. Raises `ValueError` where the processes do not divide."
-        tensor, context, replicas = self._asked
+        tensor, context, replicas = self._sizes
         tensor = processes if tensor is None else tensor
         context = max(1, processes // tensor) if context is None else context
         for asked, what in (
@@ -439,18 +504,18 @@ class FullyShardedStrategy(ModelParallelStrategy):
         "Raise `ValueError` for a run that so many processes cannot share, before long work."
         tensor, context, _ = self.mesh_sizes(processes)
         if tensor > 1 and config is not None:
-            check_split(config, tensor)
-        if getattr(config, "norm", None) == "dynamic_tanh" and (tensor == 1 or processes > tensor):
+            check_tensor_parallel(config, tensor)
+        if getattr(config, "norm", None) == "dynamic_tanh":
             raise ValueError(
-                "norm='dynamic_tanh' learns a number without an axis, which FSDP2 "
-                "cannot share: take another norm, or strategy='ddp'"
+                "norm='dynamic_tanh' learns a scalar, which FSDP2 cannot shard: take another "
+                "norm, or strategy='ddp'"
             )
         if tensor > 1 and not optimizer_spec(optimizer_class).elementwise:
-            known = ", ".join(name for name, facts in OPTIMIZERS.items() if facts.elementwise)
+            choices = ", ".join(name for name, spec in OPTIMIZERS.items() if spec.elementwise)
             raise ValueError(
                 f"optimizer_class={optimizer_class!r} needs whole matrices, and "
                 f"tensor_parallel_size={tensor} leaves each process a part: take "
-                f"{known}, or strategy='fsdp'"
+                f"{choices}, or strategy='fsdp'"
             )
         if row_length is not None and row_length % context:
             near = neighbours(row_length, context)
@@ -479,68 +544,54 @@ class FullyShardedStrategy(ModelParallelStrategy):
         }
 
     def _make_groups(self) -> None:
-        "Meet those with whom this process shares layers, rows and weights."
-        data, kind = self.device_mesh["data_parallel"], self.root_device.type
-        self.tensor_group = self.device_mesh["tensor_parallel"].get_group()
-        self.shard_mesh = data
+        "Find the processes with which this one shares layers, rows and weights."
+        data, device_type = self.device_mesh["data_parallel"], self.root_device.type
+        self.tensor_mesh, self.shard_mesh = self.device_mesh["tensor_parallel"], data
         if self.replicas > 1:
             shape = (self.replicas, data.size() // self.replicas, self.tensor)
             names = ("replicas", "shards", "tensor")
-            self.shard_mesh = init_device_mesh(kind, shape, mesh_dim_names=names)[names[:2]]
+            mesh = init_device_mesh(device_type, shape, mesh_dim_names=names)
+            self.tensor_mesh, self.shard_mesh = mesh["tensor"], mesh[names[:2]]
         if self.context > 1:
             shape = (data.size() // self.context, self.context, self.tensor)
-            mesh = init_device_mesh(kind, shape, mesh_dim_names=("rows", "context", "tensor"))
+            mesh = init_device_mesh(
+                device_type, shape, mesh_dim_names=("rows", "context", "tensor")
+            )
             self.context_group = mesh["context"].get_group()
 
     def setup(self, trainer: L.Trainer) -> None:
         "Split and shard each model of the module once it is built, then go on as Lightning does."
         module = self.lightning_module
-        own = [name for name, _ in module.named_parameters(recurse=False)]
-        if own:
-            raise ValueError(f"strategy='fsdp' shards models, and {own} belong to the module "
-                             "itself: move them into a model, or use strategy='ddp'")  # fmt: skip
-        facts = {name: module.hparams[name] for name in ("optimizer_class",)
-                 if name in module.hparams}  # fmt: skip
-        self.check(
-            self.world_size,
-            None,
-            **facts,
-            row_length=getattr(trainer.datamodule, "max_sequence_length", None),
-        )
+        if names := [name for name, _ in module.named_parameters(recurse=False)]:
+            raise ValueError(
+                f"strategy='fsdp' shards models, and {names} belong to the module itself: move "
+                "them into a model, or use strategy='ddp'"
+            )
+        optimizer = {
+            name: module.hparams[name] for name in ("optimizer_class",) if name in module.hparams
+        }
+        row_length = getattr(trainer.datamodule, "max_sequence_length", None)
+        self.check(self.world_size, None, **optimizer, row_length=row_length)
         self._make_groups()
         for model in module.children():
-            if not any(True for _ in model.parameters()):
+            if next(model.parameters(), None) is None or isinstance(model, FSDPModule):
                 continue
-            self._agree_on_numbers(model)
+            broadcast_weights(model, self.root_device)
             if self.context > 1:
                 share_rows(model, self.context_group)
             if self.tensor > 1:
-                if not find_cuts(model):
-                    split_model(model, self.tensor_group, self.root_device)
-                if self.shard_mesh.size() > 1:
-                    apply_fsdp(model, self.shard_mesh, **self.sharding, broadcast=False)
-            else:
-                apply_fsdp(model, self.shard_mesh, **self.sharding)
-            cuts = find_cuts(model)
-            fill_weights(
-                model,
-                self.root_device,
-                lambda name, whole, own, cuts=cuts: _share_of(whole, own, cuts.get(name)),
-            )
+                apply_tp(model, self.tensor_mesh)
+            apply_fsdp(model, self.shard_mesh, **self.sharding)
         super().setup(trainer)
 
-    def _agree_on_numbers(self, model: nn.Module) -> None:
-        "Let a model that has no numbers yet begin with those that process 0 would draw."
-        deferred = getattr(model, "deferred", None)
-        if deferred is None:
-            return
-        states = [beginning.state for beginning in deferred.beginnings.values()]
-        states = self.broadcast(torch.stack(states))
-        for (path, beginning), state in zip(list(deferred.beginnings.items()), states):
-            deferred.beginnings[path] = beginning._replace(state=state.clone())
+    def setup_optimizers(self, trainer: L.Trainer) -> None:
+        super().setup_optimizers(trainer)
+        if self.tensor > 1:  # foreach and fused kernels take weights of one mesh
+            for group in (g for optimizer in self.optimizers for g in optimizer.param_groups):
+                group.update({name: False for name in _KERNELS if name in group})
 
     def batch_to_device(self, batch: Any, device: Any = None, dataloader_idx: int = 0) -> Any:
-        "A process scores its share of the labels where several share rows."
+        "Give a process its part of the labels where several share rows."
         batch = super().batch_to_device(batch, device, dataloader_idx)
         if self.context == 1 or not isinstance(batch, dict):
             return batch
@@ -549,60 +600,31 @@ class FullyShardedStrategy(ModelParallelStrategy):
         rank = self.device_mesh["data_parallel"].get_local_rank() % self.context
         return deal_labels(batch, rank, self.context, tuple(i for i in ids if i is not None))
 
-    def gradient_norm(self, parameters: list[nn.Parameter]) -> Tensor:  # that have a gradient
-        "The norm of the whole gradient; what all processes of a layer have counts once."
-        if self.tensor == 1:
-            return total_grad_norm([p.grad.detach() for p in parameters])
-        cut = {id(p) for name, p in self.lightning_module.named_parameters()
-               if name in self._cuts()}  # fmt: skip
-        parts = [
-            [p.grad.detach() for p in parameters if (id(p) in cut) == inside]
-            for inside in (True, False)
-        ]
-        inside, outside = (
-            total_grad_norm(part).square() if part else torch.zeros((), device=self.root_device)
-            for part in parts
-        )
-        torch.distributed.all_reduce(inside, group=self.tensor_group)
-        return (inside + outside).sqrt()
-
-    def _cuts(self) -> dict[str, Any]:
-        return find_cuts(self.lightning_module)
-
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        if self.tensor == 1:
-            return super().lightning_module_state_dict()
-        return gather_weights(self.lightning_module)
-
-    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        if self.tensor == 1:
-            return super().optimizer_state(optimizer)
-        state = getattr(optimizer, "_optimizer", optimizer).state_dict()
-        owners, cuts = self._owners(optimizer), self._cuts()
-
-        def whole(number: int, value: Any) -> Any:
-            name, shape = owners[number]
-            if not isinstance(value, Tensor) or value.shape != shape or not shape:
-                return value
-            return _put_together(value, cuts.get(name))
-
-        moments = {
-            number: {key: whole(number, value) for key, value in kept.items()}
-            for number, kept in sorted(state["state"].items())
-        }
-        return {**state, "state": moments} if self.is_global_zero else {}
-
-    def _owners(self, optimizer: torch.optim.Optimizer) -> dict[int, tuple[str, torch.Size]]:
-        "Name and shape here of each parameter, by its number in the optimizer's state."
-        names = {id(p): name for name, p in self.lightning_module.named_parameters()}
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        return {number: (names[id(p)], p.shape) for number, p in enumerate(parameters)}
-
     def on_validation_end(self) -> None:
-        # A forward pass leaves the outermost weights whole; the next one is to gather them anew.
+        # A forward pass leaves the outermost weights gathered; the next one is to gather them anew.
         for module in self.lightning_module.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        weights = super().lightning_module_state_dict()
+        return restore_order(weights, shard_orders(self.lightning_module))
+
+    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        "Lightning's state, with the rows of moments where one process has them."
+        state, orders = super().optimizer_state(optimizer), shard_orders(self.lightning_module)
+        if not orders or not self.is_global_zero:
+            return state
+        names = [name for name, _ in self.lightning_module.named_parameters()]
+        moments = {
+            number: {
+                key: restore_order({names[number]: value}, orders)[names[number]]
+                if value.dim() else value
+                for key, value in values.items()
+            }
+            for number, values in state["state"].items()
+        }  # fmt: skip
+        return {**state, "state": moments}
 
     def load_checkpoint(self, checkpoint_path, weights_only: bool | None = None) -> dict[str, Any]:
         # Lightning 2.6 does not hand on what `fit` was told, so None stands for anything: safely.
@@ -611,53 +633,58 @@ class FullyShardedStrategy(ModelParallelStrategy):
         if os.path.isdir(path):
             if self.tensor > 1:
                 raise ValueError(
-                    f"{path} is a checkpoint in shards, which tensor parallel does "
-                    "not read: go on with strategy='fsdp-shards'"
+                    f"{path} is a checkpoint in shards, which tensor parallel does not read: "
+                    "continue with strategy='fsdp-shards'"
                 )
             with numpy_allowed():
                 return super().load_checkpoint(path, weights_only=safe)
-        checkpoint = read_torch_file(path, safe)  # mapped: each process reads its own shares of it
-        self._load_weights(checkpoint.pop("state_dict"))
+        checkpoint = read_torch_file(path, safe)  # mapped: each process reads its own shards of it
+        # Moments first: torch makes empty ones by a step, which may touch the weights.
         for optimizer, state in zip(self.optimizers, checkpoint.get("optimizer_states", [])):
             self._load_moments(optimizer, state)
+        self._load_weights(checkpoint.pop("state_dict"))
         return checkpoint
 
     def _load_weights(self, weights: Mapping[str, Tensor]) -> None:
-        "Fill the module with this process's shares of whole weights."
-        module, cuts = self.lightning_module, self._cuts()
-        own = module.state_dict(keep_vars=True)
-        if module.strict_loading and own.keys() != weights.keys():
-            raise KeyError(
-                f"the checkpoint's weights are of another model: only one of them has "
-                f"{sorted(own.keys() ^ weights.keys())[:4]}"
+        "Fill the module with this process's shards of full weights."
+        module, orders = self.lightning_module, shard_orders(self.lightning_module)
+        shapes = {name: weight.shape for name, weight in module.state_dict().items()}
+        others = shapes.keys() ^ weights.keys() if module.strict_loading else set()
+        others |= {
+            name for name in shapes.keys() & weights.keys() if shapes[name] != weights[name].shape
+        }
+        if others:
+            raise ValueError(
+                f"the checkpoint's weights are of another model: {sorted(others)[:4]} are not in "
+                "both, or have other shapes"
             )
-        for name in sorted(own.keys() & weights.keys()):  # copy_ would spread one row over many
-            there, here = weights[name].shape, _whole_shape(own[name], cuts.get(name))
-            if there != here:
-                raise ValueError(
-                    f"the checkpoint's weights are of another model: {name} is "
-                    f"{tuple(there)} there and {tuple(here)} here"
-                )
-        with torch.no_grad():
-            for name in own.keys() & weights.keys():
-                own[name].copy_(_share_of(weights[name], own[name], cuts.get(name)))
+        weights = {
+            name: weight[orders[name]] if name in orders else weight
+            for name, weight in weights.items()
+        }
+        options = StateDictOptions(full_state_dict=True, strict=module.strict_loading)
+        set_model_state_dict(module, weights, options=options)
 
     def _load_moments(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
-        "Fill an optimizer with this process's shares of whole moments."
+        "Fill an optimizer with this process's shards of full moments."
         optimizer = getattr(optimizer, "_optimizer", optimizer)
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        names, cuts = {i: name for i, (name, _) in self._owners(optimizer).items()}, self._cuts()
+        module, orders = self.lightning_module, shard_orders(self.lightning_module)
+        names = {id(p): name for name, p in module.named_parameters()}
+        groups, moments = [], {}
         # Numbers in a file are labels: its groups list them in the order of ours.
-        numbers = [number for group in state["param_groups"] for number in group["params"]]
-        moments = {}
-        for own, (number, p) in enumerate(zip(numbers, parameters, strict=True)):
-            cut, kept = cuts.get(names[own]), state["state"].get(number, {})
-            whole_shape = _whole_shape(p, cut)
-            moments[number] = {
-                key: _share_of(value, p, cut)
-                if isinstance(value, Tensor) and value.dim() and value.shape == whole_shape
-                else value for key, value in kept.items()}  # fmt: skip
-        optimizer.load_state_dict({**state, "state": {n: m for n, m in moments.items() if m}})
+        for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=True):
+            params = [names[id(p)] for p in group["params"]]
+            kernels = {name: group[name] for name in _KERNELS if name in group}
+            groups.append({**saved, **kernels, "params": params})
+            for name, number in zip(params, saved["params"], strict=True):
+                if number in state["state"]:
+                    moments[name] = {
+                        key: value[orders[name]] if name in orders and value.dim() else value
+                        for key, value in state["state"][number].items()
+                    }
+        options = StateDictOptions(full_state_dict=True, strict=False)
+        state = {"state": moments, "param_groups": groups}
+        set_optimizer_state_dict(module, optimizer, state, options=options)
 
 # %% ../../nbs/train/07_parallel.ipynb #d68a8c65
 STRATEGIES = {

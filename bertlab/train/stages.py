@@ -31,7 +31,7 @@ from ..data.tokenizers import resolve_tokenizer, save_tokenizer, train_tokenizer
 from ..data.module import PretrainingDataModule
 from ..data.tokens import tokenizer_fingerprint
 from ..data.sources import expand_sources, is_local, looks_like_hub_name
-from .distill import DistillationModule, check_penalty, check_whole_scores
+from .distill import DistillationModule, check_penalty
 from ..core.durations import parse_amount
 from ..core.files import RUN_FILE, check_run_directory, lock_directory, prepare_run_directory
 from ..core.files import atomic_directory, atomic_write
@@ -364,9 +364,6 @@ def _check_module(stage: Stage, number: int) -> None:
     if stage.reference is None:
         return
     check_penalty(kl_weight, temperature, module.loss_config.chunk_size)
-    strategy = get_strategy(stage.trainer.get("strategy") or "auto")
-    if hasattr(strategy, "mesh_sizes") and kl_weight:
-        check_whole_scores(strategy.mesh_sizes(num_processes(stage.trainer))[0])
     if stage.reference != "previous" and kl_weight:
         if not Path(stage.reference).is_dir() and not looks_like_hub_name(stage.reference):
             raise ValueError(f"reference {stage.reference!r} is neither a directory nor a hub name")

@@ -434,22 +434,6 @@ def test_a_hash_of_weights_sees_one_bit_one_name_and_one_shape():
     assert state_dict_hash(flat) != state_dict_hash(named)
 
 
-def test_tensor_parallel_which_has_no_whole_scores_is_refused_before_training(
-    references, text, tmp_path
-):
-    module, trainer = distilled(references["mlm"]), make_trainer(1, **CPU)
-    trainer.strategy.tensor, module.trainer = 2, trainer
-    with pytest.raises(ValueError, match="under tensor parallel .* take strategy='fsdp'"):
-        module.setup("fit")
-    alone = distilled("nobody", kl_weight=0.0)
-    alone.trainer = trainer
-    alone.setup("fit")  # without a reference nothing is compared
-    shared = {"accelerator": "cpu", "devices": 2, "strategy": "tensor:2"}
-    stages = [stages_of(text)[0], Stage(steps=4, data=stages_of(text)[0].data, module={"scheduler_warmup_steps": 0},
-                                        trainer=shared, reference="previous")]  # fmt: skip
-    refused(["stage 2", "tensor parallel"], run_stages, stages, tmp_path / "out")
-
-
 # --- stages ---------------------------------------------------------------------------------------
 
 

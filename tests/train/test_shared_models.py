@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_on_ranks
+from torch.distributed.device_mesh import init_device_mesh
 from test_parallel import (
     CONFIG,
     LENGTH,
@@ -25,22 +26,21 @@ from bertlab.model.activation_checkpointing import checkpoint_activations
 from bertlab.model.config import BertLabConfig
 from bertlab.model.context_parallel import deal_labels, share_rows
 from bertlab.model.losses import LossConfig
-from bertlab.model.tensor_parallel import (
-    Cut,
-    RowLinear,
-    check_split,
-    find_cuts,
-    gather_cut,
-    split_model,
-)
 from bertlab.train.checkpoints import RunCheckpoint
 from bertlab.train.modules import OBJECTIVES, PretrainingModule
 from bertlab.train.parallel import (
     FullyShardedStrategy,
-    resolve_batch_tokens,
-    gather_weights,
+    apply_tp,
+    broadcast_weights,
+    check_tensor_parallel,
+    full_state_dict,
     get_strategy,
+    resolve_batch_tokens,
+    restore_order,
+    shard_order,
+    shard_orders,
 )
+from bertlab.train.steps import full_tensor
 from bertlab.train.stopping import NonFiniteGuard, SpikeGuard
 from bertlab.train.trainer import make_trainer, seed_everything
 
@@ -91,9 +91,9 @@ def parts_of(model, batch, rule):
 
 
 def gradients(model):
-    cuts = find_cuts(model)
-    return {name: p.grad if name not in cuts else gather_cut(p.grad, *cuts[name])
-            for name, p in model.named_parameters()}  # fmt: skip
+    full = {name: full_tensor(p.grad).clone() for name, p in model.named_parameters()
+            if p.grad is not None}  # fmt: skip
+    return restore_order(full, shard_orders(model))
 
 
 def apart(name, way, kind="mlm", rule=LossConfig(), labels=True, recomputed=None):
@@ -112,7 +112,8 @@ def apart(name, way, kind="mlm", rule=LossConfig(), labels=True, recomputed=None
         if recomputed:
             checkpoint_activations(model, recomputed)
         if shared and way == "tensor":
-            split_model(model, dist.group.WORLD)
+            broadcast_weights(model)
+            apply_tp(model, init_device_mesh("cpu", (size,)))
         if shared and way == "context":
             share_rows(model, dist.group.WORLD)
         own = deal_labels(batch, rank, size, (0, 1, 2)) if shared and way == "context" else batch
@@ -131,7 +132,10 @@ def apart(name, way, kind="mlm", rule=LossConfig(), labels=True, recomputed=None
 def scores(way):
     "Scores of a model that predicts, of all and of this process's model; and what a row of odd length gives."
     whole, shared = (make("plain").eval() for _ in range(2))
-    (split_model if way == "tensor" else share_rows)(shared, dist.group.WORLD)
+    if way == "tensor":
+        apply_tp(shared, init_device_mesh("cpu", (2,)))
+    else:
+        share_rows(shared, dist.group.WORLD)
     batch = {
         k: v
         for k, v in batch_of(5, 9).items()
@@ -140,21 +144,6 @@ def scores(way):
     odd = {k: v[:, :23] for k, v in batch.items()}
     with torch.no_grad():
         return [(whole(**b).logits - shared(**b).logits).abs().max().item() for b in (batch, odd)]
-
-
-def types_of_sums():
-    "What layers give under autocast that processes add up and then add a bias to."
-    model, found = (
-        OBJECTIVES["mlm"](BertLabConfig(**{**FOUR, "attention_bias": True, "mlp_bias": True})),
-        [],
-    )
-    split_model(model, dist.group.WORLD)
-    for module in model.modules():
-        if isinstance(module, RowLinear):
-            module.register_forward_hook(lambda *args: found.append(args[-1].dtype))
-    with torch.autocast("cpu", torch.bfloat16):
-        model(**batch_for("mlm", 5, 9, 11))
-    return found
 
 
 class Shared(Batches):
@@ -167,10 +156,7 @@ class Shared(Batches):
 
 class Recorded(PretrainingModule):
     def configure_gradient_clipping(self, optimizer, *args, **kwargs):
-        names = find_cuts(self.model)
-        full = lambda g: g.full_tensor() if hasattr(g, "full_tensor") else g  # noqa: E731
-        self.gradients = {k: full(p.grad).clone() if k not in names else gather_cut(full(p.grad), *names[k])
-                          for k, p in self.model.named_parameters() if p.grad is not None}  # fmt: skip
+        self.gradients = gradients(self.model)
         super().configure_gradient_clipping(optimizer, *args, **kwargs)
 
 
@@ -210,9 +196,9 @@ def run(
     )
     values = lambda name: float(trainer.callback_metrics.get(name, np.nan))  # noqa: E731
     return {"losses": losses.column("train_loss"), "norms": losses.column("gradient_norm"), "gradients": one.gradients,
-            "weights": gather_weights(one.model) if world > 1 else one.model.state_dict(), "val": values("val_loss"),
+            "weights": full_state_dict(one.model), "val": values("val_loss"),
             "accuracy": values("val_accuracy"), "skipped": values("skipped"),
-            "held": sum(p.numel() for p in one.parameters())}  # fmt: skip
+            "held": sum(getattr(p, "to_local", lambda p=p: p)().numel() for p in one.parameters())}  # fmt: skip
 
 
 def guarded(strategy, sharers):
@@ -235,7 +221,7 @@ def guarded(strategy, sharers):
 
     class Watch(Losses):
         def on_train_batch_end(self, trainer, pl_module, *args):
-            kept.append({k: v.clone() for k, v in gather_weights(pl_module.model).items()})
+            kept.append({k: v.clone() for k, v in full_state_dict(pl_module.model).items()})
 
     trainer = make_trainer(
         3, "32-true", "cpu", world, [guard, SpikeGuard(), Watch()], strategy=strategy
@@ -301,7 +287,6 @@ def worker(folder):
         results[f"{way} rules"] = {"all terms": apart("plain", way, rule=RULES["all terms"])}
         results[f"{way} of one"] = run(way, 2, steps=4, seed=99, resume=folder / "one")
         results[f"{way} of one"]["next draw"] = torch.rand(()).item()  # by which units are dropped
-    results["types of sums"] = types_of_sums()
     torch.save(results, folder / f"result-{os.environ['RANK']}.pt")
 
 
@@ -373,13 +358,6 @@ def test_sharing_changes_no_sum_and_no_gradient(results, way, variant):
         assert_alike(result[f"{way} rules"]["all terms"])
 
 
-def test_a_sum_over_processes_has_the_type_of_the_product_with_its_bias_too(results):
-    for result in results:
-        assert len(result["types of sums"]) >= 4 and set(result["types of sums"]) == {
-            torch.bfloat16
-        }
-
-
 def test_processes_that_share_layers_go_on_from_one_process_with_one_generator(results):
     first, second = (result["tensor of one"]["next draw"] for result in results)
     assert first == second
@@ -444,14 +422,11 @@ def test_micro_batches_are_added_up(more, one, way):
     assert_same_step(more[0][f"{way} in micro-batches"], one["run"])
 
 
-def test_under_tensor_parallel_each_process_holds_about_half(results):
-    in_each = sum(
-        p.numel()
-        for name, p in make("plain").named_parameters()
-        if "norm" in name or "dense" in name
-    )
+def test_tensor_parallel_splits_attention_and_mlp(results):
+    layers = make("plain").encoder.blocks.named_parameters()
+    shared = sum(p.numel() for name, p in layers if "norm" not in name)
     held = [result["tensor"]["held"] for result in results]
-    assert sum(held) == BertLabConfig(**FOUR).num_params() + in_each
+    assert held == [BertLabConfig(**FOUR).num_params() - shared // 2] * 2
 
 
 @pytest.mark.slow
@@ -511,22 +486,16 @@ def test_what_cannot_be_shared_is_refused_in_one_sentence(more, name, words):
         )
 
 
-@pytest.mark.parametrize("sections", [(8,), (8, 4, 4), (101,), (3, 5)])
-@pytest.mark.parametrize("axis", [0, 1])
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_what_was_cut_is_joined_again(sections, axis, size):
-    cut, shape = Cut(axis, sections), [7, 7]
-    shape[axis] = sum(sections)
-    whole = torch.randn(shape)
-    shares = [cut.take(whole, rank, size) for rank in range(size)]
-    assert torch.equal(cut.join(shares), whole)
-    assert [s.shape[axis] for s in shares] == [sum(cut.lengths(r, size)) for r in range(size)]
+@pytest.mark.parametrize("sections, ranks", [((8,), 2), ((8, 4, 4), 4), ((3, 6), 3)])
+def test_reordered_rows_return_to_their_places(sections, ranks):
+    rows = torch.randn(sum(sections), 3)
+    order = shard_order(sections, ranks)
+    assert torch.equal(restore_order({"w": rows[order]}, {"w": order})["w"], rows)
 
 
 def test_heads_stay_with_the_keys_that_they_share():
-    # 4 heads of queries, 2 of keys and values, a number each: q0 q1 q2 q3 k0 k1 v0 v1
-    whole = torch.arange(8)
-    assert Cut(0, (4, 2, 2)).take(whole, 1, 2).tolist() == [2, 3, 5, 7]
+    # 4 heads of queries, 2 of keys and values, a row each: q0 q1 q2 q3 k0 k1 v0 v1
+    assert shard_order((4, 2, 2), 2).view(2, 4)[1].tolist() == [2, 3, 5, 7]
 
 
 @pytest.mark.parametrize("size", [2, 3, 5])
@@ -566,7 +535,7 @@ def test_sizes_are_checked_where_the_processes_are_counted():
     with pytest.raises(ValueError, match="max_sequence_length=33"):
         get_strategy("context").check(2, row_length=33)
     with pytest.raises(ValueError, match="num_key_value_heads=2"):
-        check_split(BertLabConfig(**{**FOUR, "num_key_value_heads": 2}), 4)
+        check_tensor_parallel(BertLabConfig(**{**FOUR, "num_key_value_heads": 2}), 4)
 
 
 def test_a_batch_in_tokens_counts_processes_that_share_rows_once():
