@@ -4,11 +4,10 @@
 
 # %% auto #0
 __all__ = ['AMPERE', 'PEAK_TFLOPS', 'ACCELERATORS', 'PRECISIONS', 'cpu_multiplies_bfloat16', 'gpu_capability',
-           'default_precision', 'matmul_dtype', 'default_attention', 'find_varlen', 'describe_attention', 'Peaks',
-           'peak_flops', 'benchmark_matmul', 'benchmark_bandwidth', 'Device', 'installed_version', 'count_tpus',
-           'num_devices', 'find_devices', 'describe_device', 'find_accelerator', 'precision_error',
-           'canonical_precision', 'check_device', 'retain_freed_memory', 'peak_memory_bytes', 'resident_memory_bytes',
-           'device_memory_peaks']
+           'default_precision', 'matmul_dtype', 'Peaks', 'peak_flops', 'benchmark_matmul', 'benchmark_bandwidth',
+           'Device', 'installed_version', 'count_tpus', 'num_devices', 'find_devices', 'describe_device',
+           'find_accelerator', 'precision_error', 'canonical_precision', 'check_device', 'retain_freed_memory',
+           'peak_memory_bytes', 'resident_memory_bytes', 'device_memory_peaks']
 
 # %% ../../nbs/core/05_devices.ipynb #5f341d85
 import ctypes
@@ -19,10 +18,7 @@ import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec
-from inspect import signature
 from typing import NamedTuple
 
 import torch
@@ -77,52 +73,6 @@ def matmul_dtype(
 ) -> str | None:  # one of the latter; None for one that the table of peaks has no column for
     "Return the type in which a precision multiplies."
     return _TYPES.get(str(precision))
-
-# %% ../../nbs/core/05_devices.ipynb #fe76acd0
-def default_attention(
-    kind: str,  # "cpu", "cuda", "mps" or "tpu"
-    precision: str,  # Lightning's name
-    row_length: int,  # positions; the plain kernel's memory grows with the square
-    dropout: float = 0.0,  # on attention weights
-    trains: bool = True,  # is there a backward pass?
-) -> str:  # "eager" or "sdpa", as transformers calls them
-    "What is faster: plain products train so on a CPU with dropout, or bfloat16 and short rows."
-    short = precision.startswith("bf16") and row_length <= 512 and trains
-    # With dropout torch's kernel, too, writes down all scores on a CPU, in more passes.
-    return "eager" if kind == "cpu" and (short or dropout) else "sdpa"
-
-
-@cache
-def find_varlen() -> str:  # "flash_attn", "torch", or empty where neither has it
-    "Say who brings attention over documents of different lengths, with windows."
-    if find_spec("flash_attn") is not None:
-        return "flash_attn"
-    try:
-        from torch.nn.attention.varlen import varlen_attn  # torch 2.9 has none
-    except ImportError:
-        return ""
-    # Its first version knew no windows.
-    return "torch" if "window_size" in signature(varlen_attn).parameters else ""
-
-
-def describe_attention(
-    kind: str,  # "cpu", "cuda", "mps" or "tpu"
-    precision: str,  # Lightning's name
-    row_length: int = 512,  # positions
-    capability: tuple[int, int] = AMPERE,  # of a GPU
-) -> tuple[str, str]:  # the kernel that a model takes by itself, and why
-    "Say in advance which attention kernel a model of usual heads, without dropout, will take."
-    narrow = matmul_dtype(precision) in ("bfloat16", "float16", "float8")
-    if kind == "cuda" and capability >= AMPERE and narrow:
-        if find_varlen():
-            return "varlen", "documents one by one, no padding; in a compiled graph, flex"
-        if row_length > 128:
-            return "flex", "blocks between documents are skipped"
-    name = default_attention(kind, precision, row_length)
-    return name, {
-        "eager": "a CPU with dropout, or bfloat16 and short rows: plain products win",
-        "sdpa": "exact and fused on every device",
-    }[name]
 
 # %% ../../nbs/core/05_devices.ipynb #345be769
 class Peaks(NamedTuple):
@@ -273,8 +223,6 @@ class Device:
     memory_bytes: int  # of the accelerator, or of the machine for a CPU; 0 where unknown
     precision: str  # Lightning's name
     reason: str  # why this precision
-    attention: str = "sdpa"  # the kernel for rows of 512
-    attention_reason: str = ""  # why this kernel; empty: it is the fastest
     peak: tuple[float, str] | None = None  # dense FLOP/s in this precision, and the source
 
     def __str__(self) -> str:
@@ -292,7 +240,6 @@ class Device:
             "device": f"{self.kind}: {self.name}",
             "memory": memory,
             "precision": f"{self.precision} ({self.reason})",
-            "attention": f"{self.attention} ({self.attention_reason})",
             "peak": peak,
         }
         return "\n".join(f"{name:10} {value}" for name, value in rows.items())
@@ -343,15 +290,11 @@ def _name_and_memory(kind: str, index: int) -> tuple[str, int]:
 def _describe(kind: str, index: int, measure: bool) -> Device:
     name, memory = _name_and_memory(kind, index)
     precision, reason = default_precision(kind, index)
-    capability = gpu_capability(index) if kind == "cuda" else AMPERE
-    attention, why = describe_attention(kind, precision, capability=capability)
-    if attention in ("varlen", "flex"):
-        why += "; with dropout on its weights, or pretraining that is not compiled, sdpa"
     peak = peak_flops(name, precision)
     if peak is None and measure and kind != "tpu":  # a TPU is left alone
         device = f"cuda:{index}" if kind == "cuda" else kind
         peak = benchmark_matmul(precision, device=device), "measured on matrix products"
-    return Device(kind, name, memory, precision, reason, attention, why, peak)
+    return Device(kind, name, memory, precision, reason, peak)
 
 
 _KINDS = ("tpu", "cuda", "mps", "cpu")  # a run takes the first that is here

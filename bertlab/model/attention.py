@@ -14,13 +14,14 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.util import find_spec
+from inspect import signature
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..core.devices import default_attention, find_varlen
 from .layers import apply_dropout
 
 # %% ../../nbs/model/03_attention.ipynb #600a9e8f
@@ -318,7 +319,16 @@ def make_varlen_metadata(
     return VarlenMetadata(cu_lengths, longest, pattern.window, pattern.slopes_H, pattern.is_causal)
 
 # %% ../../nbs/model/03_attention.ipynb #af792d44
-_FLASH, _VARLEN = find_varlen() == "flash_attn", find_varlen() == "torch"
+def _torch_has_varlen() -> bool:
+    try:
+        from torch.nn.attention.varlen import varlen_attn  # torch 2.9 has none
+    except ImportError:
+        return False
+    return "window_size" in signature(varlen_attn).parameters  # its first version has no windows
+
+
+_FLASH = find_spec("flash_attn") is not None
+_VARLEN = _torch_has_varlen()
 
 
 def varlen_attention(
@@ -512,11 +522,8 @@ def choose_kernel(
     for name, reason in _ON_CUDA.items() if s.device == "cuda" else ():
         if not (unfit[name] or ATTENTION_KERNELS[name].unsupported_reason(s)):
             return name, reason
-    precision = "bf16-mixed" if setting.dtype == torch.bfloat16 else "32-true"
-    name = default_attention(
-        setting.device, precision, setting.row_length, setting.dropout, setting.trains
-    )
-    return name, {
-        "eager": "a CPU with dropout, or bfloat16 and short rows: plain products win",
-        "sdpa": "exact and fused on every device",
-    }[name]
+    # With dropout, torch's kernel writes out all scores on a CPU, too, in more passes.
+    is_short = s.dtype == torch.bfloat16 and s.row_length <= 512 and s.trains
+    if s.device == "cpu" and (is_short or s.dropout):
+        return "eager", "a CPU with dropout, or bfloat16 and short rows: plain products win"
+    return "sdpa", "exact and fused on every device"

@@ -8,25 +8,29 @@ __all__ = ['SPECIAL_TOKEN_IDS', 'ACTIVATION_NAMES', 'CHOICES', 'SWITCHES', 'Bert
            'bert_base', 'bert_large', 'bert_tiny', 'roberta_base', 'neobert']
 
 # %% ../../nbs/model/01_config.ipynb #c169bcbe
-import difflib
 from collections.abc import Sequence
+from sys import float_info
+from typing import Any
 
 from transformers.configuration_utils import PretrainedConfig
 
+from ..core.names import check_range, did_you_mean, look_up
+
 # %% ../../nbs/model/01_config.ipynb #93d778da
-_COUNTS = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
-           "num_attention_heads", "max_position_embeddings", "norm_groups")  # fmt: skip
-_LEAST = {  # whole numbers: the smallest that makes sense, and what may be meant by less
-    **dict.fromkeys(_COUNTS, (1, "")),
-    **dict.fromkeys(("position_offset", "type_vocab_size"), (0, "")),
-    "local_attention": (2, "; half of it is seen on each side"),
-    "global_attention_every_n_layers": (1, (
-        ": without a global layer far tokens never meet; 1 makes every layer global, a number "
-        "larger than num_hidden_layers leaves only layer 0 global"))}  # fmt: skip
-_POSITIVE = ("norm_eps", "global_rope_theta", "local_rope_theta", "partial_rotary_factor",
-             "initializer_range", "initializer_cutoff_factor")  # fmt: skip
-_RATES = ("embedding_dropout", "attention_dropout", "mlp_dropout", "hidden_dropout",
-          "classifier_dropout")  # fmt: skip
+_INF = float("inf")
+_NUMBERS = {  # types, smallest value, and the limit that is not reached
+    **dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
+                     "max_position_embeddings", "norm_groups",
+                     "num_attention_heads", "global_attention_every_n_layers"),
+                    ((int,), 1, _INF)),
+    **dict.fromkeys(("position_offset", "type_vocab_size"), ((int,), 0, _INF)),
+    "local_attention": ((int,), 2, _INF),
+    **dict.fromkeys(("norm_eps", "global_rope_theta", "local_rope_theta", "partial_rotary_factor",
+                     "initializer_range", "initializer_cutoff_factor"),
+                    ((int, float), float_info.min, _INF)),
+    **dict.fromkeys(("embedding_dropout", "attention_dropout", "mlp_dropout", "hidden_dropout",
+                     "classifier_dropout"), ((int, float), 0, 1)),
+}  # fmt: skip
 SPECIAL_TOKEN_IDS = ("pad_token_id", "cls_token_id", "sep_token_id", "mask_token_id")
 ACTIVATION_NAMES = ("gelu", "gelu_pytorch_tanh", "quick_gelu", "relu", "relu_squared", "sigmoid",
                     "silu", "tanh")  # fmt: skip
@@ -47,37 +51,29 @@ SWITCHES = ("tie_word_embeddings", "embedding_norm", "norm_bias", "attention_bia
             "head_bias", "decoder_bias", "qk_norm", "residual_in_fp32", "is_causal")  # fmt: skip
 
 # %% ../../nbs/model/01_config.ipynb #029e82c3
+def _check_number(name: str, value: Any, types: tuple, least: float, limit: float) -> None:
+    "Raise `ValueError` for a number of another type, outside of [least, limit), or NaN."
+    if type(value) not in types or not least <= value < limit:
+        kind = "a whole number" if types == (int,) else "a number"
+        raise ValueError(f"{name} must be {kind} from {least} to below {limit}, got {value!r}")
+
+
 def _check_each(config: PretrainedConfig) -> None:
     "Raise `ValueError` for a setting that is wrong whatever the others are."
-    for name, (least, hint) in _LEAST.items():
-        value = getattr(config, name)
-        if type(value) is not int or value < least:
-            raise ValueError(f"{name} must be a whole number, {least} or more, got {value!r}{hint}")
-    for name in _POSITIVE + _RATES:
-        value = getattr(config, name)
-        if type(value) not in (int, float) or not 0 <= value < float("inf"):
-            raise ValueError(f"{name} must be a finite number, 0 or more, got {value!r}")
-        if name in _POSITIVE and value == 0:
-            raise ValueError(f"{name} must be above 0, got {value!r}")
-        if name in _RATES and value >= 1:
-            raise ValueError(f"{name} is a share: 0 or more and below 1, got {value!r}")
-    for name, known in CHOICES.items():
-        if (value := getattr(config, name)) not in known:
-            listed = ", ".join(map(str, known))
-            own = "; a layer of your own is made known by bertlab.register_layer" * (
-                "." in str(value)
-            )
-            raise ValueError(f"{name} {value!r} is unknown; choose one of {listed}{own}")
-    if not isinstance(config.family, str | None):
-        raise ValueError(
-            f"family must be a model_type of transformers or None, got {config.family!r}"
-        )
-    for name in SWITCHES:
-        if type(value := getattr(config, name)) is not bool:
-            raise ValueError(f"{name} must be True or False, got {value!r}")
+    for name, limits in _NUMBERS.items():
+        _check_number(name, getattr(config, name), *limits)
+    for name in SPECIAL_TOKEN_IDS:
+        if (value := getattr(config, name)) is not None:
+            _check_number(name, value, (int,), 0, config.vocab_size)
+    for name, choices in CHOICES.items():
+        if (value := getattr(config, name)) is not None or None not in choices:
+            look_up(value, dict.fromkeys(filter(None, choices)), name)
+    for name, types in {**dict.fromkeys(SWITCHES, (bool,)), "family": (str, type(None))}.items():
+        if type(value := getattr(config, name)) not in types:
+            raise ValueError(f"{name} must be a {types[0].__name__}, got {value!r}")
 
 
-_STRETCHES = {  # kinds of rope_scaling: what each needs, and what it takes besides
+_ROPE_SCALINGS = {  # rope_type: options that it needs, and others that it takes
     "linear": ({"factor"}, set()),
     "yarn": (
         {"factor", "original_max_position_embeddings"},
@@ -86,74 +82,50 @@ _STRETCHES = {  # kinds of rope_scaling: what each needs, and what it takes besi
 }
 
 
-def _check_stretch(stretch: dict | None) -> None:
-    "Raise `ValueError` for a stretch of rotary positions that cannot be."
-    if stretch is None:
+def _check_rope_scaling(scaling: dict | None) -> None:
+    "Raise `ValueError` for a scaling of rotary positions that is not possible."
+    if scaling is None:
         return
-    kind = stretch.get("rope_type") if isinstance(stretch, dict) else None
-    if kind not in _STRETCHES:
+    rope_type = scaling.get("rope_type") if isinstance(scaling, dict) else scaling
+    required, optional = look_up(rope_type, _ROPE_SCALINGS, "rope_scaling['rope_type']")
+    options = scaling.keys() - {"rope_type"}
+    if not required <= options <= required | optional:
         raise ValueError(
-            f"rope_scaling must be None or a dict with rope_type, one of "
-            f"{', '.join(_STRETCHES)}, and factor; got {stretch!r}"
+            f"rope_scaling={scaling!r} must have {', '.join(sorted(required))}; it may have "
+            f"{', '.join(sorted(optional)) or 'nothing else'}"
         )
-    needed, more = _STRETCHES[kind]
-    given = stretch.keys() - {"rope_type"}
-    if missing := sorted(needed - given):
-        raise ValueError(f"rope_scaling {kind!r} needs {missing[0]!r}, got {stretch!r}")
-    if unknown := sorted(given - needed - more):
-        raise ValueError(
-            f"rope_scaling {kind!r} takes {', '.join(sorted(needed | more))}, not {unknown[0]!r}"
-        )
-    for name in given:
-        value, least = stretch[name], 1 if name in needed else 0
-        if type(value) not in (int, float) or not least <= value < float("inf"):
-            raise ValueError(
-                f"rope_scaling: {name} must be a number, {least} or more, got {value!r}"
-            )
+    for name in options:
+        least = 1 if name in required else 0
+        _check_number(f"rope_scaling[{name!r}]", scaling[name], (int, float), least, _INF)
 
 
 def _check_together(config: "BertLabConfig") -> None:
     "Raise `ValueError` for settings that do not fit each other."
     width, heads = config.hidden_size, config.num_attention_heads
-    groups = config.num_key_value_heads
-    if width % heads:
-        near = [h for h in range(1, width + 1) if width % h == 0 and width // h % 2 == 0]
-        hint = f"heads that fit are {near}" if near else "make hidden_size even"
-        raise ValueError(f"hidden_size {width} cannot be split into {heads} heads; {hint}")
-    if groups is not None and (type(groups) is not int or groups < 1 or heads % groups):
-        near = [g for g in range(1, heads + 1) if heads % g == 0]
-        raise ValueError(
-            f"num_key_value_heads {groups!r} must divide num_attention_heads {heads}; "
-            f"choose one of {near}, or None for as many as heads"
-        )
-    turned, size = config.rotary_dim, config.head_dim
-    if config.attention_positions == "rope" and (turned % 2 or not 2 <= turned <= size):
-        raise ValueError(
-            f"partial_rotary_factor {config.partial_rotary_factor} of heads of {size} (hidden_size {width} "
-            f"/ num_attention_heads {heads}) turns {turned} numbers; rotary positions "
-            "turn pairs: change partial_rotary_factor or the heads so that it is even, from 2 "
-            f"to {size}"
-        )
-    if config.norm == "deep" and config.norm_position != "post":
-        raise ValueError(
-            "norm 'deep' scales the stream in front of a norm behind the sum: set "
-            f"norm_position to 'post' (got {config.norm_position!r}), or norm to "
-            "'layer'"
-        )
-    if not config.residual_in_fp32 and config.norm_position != "post":
-        raise ValueError(
-            "residual_in_fp32=False rounds the stream where a norm has just set its "
-            "size; here it is a sum that grows from block to block: set norm_position "
-            f"to 'post' (got {config.norm_position!r}), or leave it True"
-        )
-    if config.norm == "group" and width % config.norm_groups:
-        raise ValueError(f"norm_groups {config.norm_groups} must divide hidden_size {width}")
-    for name in SPECIAL_TOKEN_IDS:
-        value, last = getattr(config, name), config.vocab_size - 1
-        if value is not None and (type(value) is not int or not 0 <= value <= last):
+    norm_groups = config.norm_groups if config.norm == "group" else 1
+    parts = {
+        "num_attention_heads": (heads, "hidden_size", width),
+        "num_key_value_heads": (config.num_kv_heads, "num_attention_heads", heads),
+        "norm_groups": (norm_groups, "hidden_size", width),
+    }
+    for name, (part, total_name, total) in parts.items():
+        if type(part) is not int or part < 1 or total % part:
+            divisors = [n for n in range(1, total + 1) if total % n == 0]
             raise ValueError(
-                f"{name} must be None or an id from 0 to vocab_size - 1 = {last}, got {value!r}"
+                f"{name}={part!r} must divide {total_name}={total}; choose one of {divisors}"
             )
+    rotary_dim, head_dim = config.rotary_dim, config.head_dim
+    if config.attention_positions == "rope" and (rotary_dim % 2 or not 2 <= rotary_dim <= head_dim):
+        raise ValueError(
+            f"partial_rotary_factor={config.partial_rotary_factor} rotates {rotary_dim} of the "
+            f"{head_dim} dimensions of a head (hidden_size={width}, num_attention_heads={heads}); "
+            "rotary positions need an even number, 2 or more"
+        )
+    needs_post = {"norm='deep'": config.norm == "deep",
+                  "residual_in_fp32=False": not config.residual_in_fp32}  # fmt: skip
+    for setting, is_set in needs_post.items():
+        if is_set and config.norm_position != "post":
+            raise ValueError(f"{setting} needs norm_position='post', got {config.norm_position!r}")
 
 # %% ../../nbs/model/01_config.ipynb #633cdccc
 _FROM_FILES = ("_name_or_path", "attn_implementation", "experts_implementation", "auto_map")
@@ -164,6 +136,14 @@ class BertLabConfig(PretrainedConfig):
 
     model_type = "bertlab"
     keys_to_ignore_at_inference = ["loss_sum", "num_labels", "z_loss", "num_correct"]  # by Trainer
+    attribute_map = {  # other names: BertBlocks' for the same settings
+        "num_blocks": "num_hidden_layers",
+        "norm_fn": "norm",
+        "norm_kind": "norm_position",
+        "actv_fn": "hidden_activation",
+        "mlp_type": "mlp",
+        "max_sequence_length": "max_position_embeddings",
+    }
 
     # How ids become vectors, and vectors become scores.
     vocab_size: int = 50368
@@ -223,11 +203,12 @@ class BertLabConfig(PretrainedConfig):
     initializer_cutoff_factor: float = 2.0  # standard deviations before the cut; likewise
 
     def __post_init__(self, **kwargs):
+        for name in kwargs.keys() & self.attribute_map.keys():
+            setattr(self, name, kwargs.pop(name))
         for name in kwargs:  # what is left over after the fields is a typing error
             if not hasattr(type(self), name) and name not in _FROM_FILES:
-                near = difflib.get_close_matches(name, type(self).__dataclass_fields__, n=1)
-                hint = f"did you mean {near[0]!r}?" if near else "help(BertLabConfig) has the names"
-                raise ValueError(f"{name!r} is no setting of {type(self).__name__}; {hint}")
+                hint = did_you_mean(name, type(self).__dataclass_fields__)
+                raise ValueError(f"{type(self).__name__} has no setting {name!r}{hint}")
         self.check()
         super().__post_init__(**kwargs)
         self.architectures = self.architectures or []  # Auto classes iterate over it
@@ -235,7 +216,7 @@ class BertLabConfig(PretrainedConfig):
     def check(self) -> None:
         "Raise `ValueError` for a setting from which no model can be built."
         _check_each(self)
-        _check_stretch(self.rope_scaling)
+        _check_rope_scaling(self.rope_scaling)
         _check_together(self)
 
     @property
@@ -344,33 +325,31 @@ def training_flops_per_token(
     Of the 6, 2 are forward, 2 the gradient of a weight, and 2 that of its input: where weights are
     frozen their own are spared, and below the lowest that is trained the whole way back is.
     """
-    if mean_context < 1:
-        raise ValueError(f"mean_context must be 1 or more (a token itself), got {mean_context}")
-    if not 0 <= label_rate <= 1:
-        raise ValueError(f"label_rate is a share from 0 to 1, got {label_rate}")
+    check_range("mean_context", mean_context, 1)  # a token attends to itself
+    check_range("label_rate", label_rate, 0, 1)
     matrices, layers = matmul_parameters(config), config.num_hidden_layers
-    seen = {
+    context = {
         "full_attention": mean_context,
         "sliding_attention": min(mean_context, 2 * config.window + 1),
     }
-    spared = 1 - label_rate  # of the last layer, behind its attention
+    skipped = 1 - label_rate  # of the last layer, after its attention
     output = config.hidden_size**2
-    shares = [1.0] * (layers + 2) if trained is None else [*trained]
-    first = next((part for part, share in enumerate(shares) if share), len(shares))
-    way_back = [float(part >= first) for part in range(1, len(shares))]  # layers, then the head
-    passes = [2 + 2 * back + 2 * share for back, share in zip(way_back, shares[1:])]
-    # Where no norm stands before the lowest trained block, nobody asks for its input's gradient.
-    bare = not config.has_pre_norm or first == 1 and config.skips_first_norm
-    unasked = 2.0 * (matrices["attention"] - output) * (bare and 0 < first <= layers)
+    fractions = [1.0] * (layers + 2) if trained is None else [*trained]
+    lowest = next((part for part, fraction in enumerate(fractions) if fraction), len(fractions))
+    backward = [float(part >= lowest) for part in range(1, len(fractions))]  # layers, then head
+    passes = [2 + 2 * back + 2 * fraction for back, fraction in zip(backward, fractions[1:])]
+    # Without a norm before the lowest trained block, the gradient of its input is not needed.
+    bare = not config.has_pre_norm or lowest == 1 and config.skips_first_norm
+    unneeded = 2.0 * (matrices["attention"] - output) * (bare and 0 < lowest <= layers)
     scores = [
-        (4.0 + 8.0 * back) * config.hidden_size * seen[kind]
-        for back, kind in zip(way_back, config.layer_types)
+        (4.0 + 8.0 * back) * config.hidden_size * context[layer_type]
+        for back, layer_type in zip(backward, config.layer_types)
     ]
     return {
         "projections": (
-            sum(passes[:-1]) * matrices["attention"] - unasked - passes[-2] * spared * output
+            sum(passes[:-1]) * matrices["attention"] - unneeded - passes[-2] * skipped * output
         ),
-        "MLP": (sum(passes[:-1]) - passes[-2] * spared) * matrices["MLP"],
+        "MLP": (sum(passes[:-1]) - passes[-2] * skipped) * matrices["MLP"],
         "scores": sum(scores),
         "head": passes[-1] * matrices["head"] * label_rate,
     }

@@ -6,7 +6,7 @@
 __all__ = ['ARCHITECTURES', 'END_OF_MODEL', 'BertLabModelWithPooler', 'find_head', 'load_config_json', 'read_config',
            'stored_head', 'LoadedModel', 'load_model', 'from_huggingface', 'has_adapter', 'check_no_adapter',
            'merged_copy', 'positions_differ', 'drop_position_offset', 'to_huggingface', 'check_tokenizer',
-           'sync_special_tokens', 'saved_as', 'save_model', 'find_kind', 'their_class', 'load_pretrained']
+           'sync_special_tokens', 'saved_as', 'save_model']
 
 # %% ../../nbs/model/10_huggingface.ipynb #bb5daf10
 import copy
@@ -16,7 +16,7 @@ import logging
 import os
 import re
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -72,19 +72,22 @@ ARCHITECTURES: dict[str, type[BertLabPreTrainedModel]] = {  # end of a class's n
     "ForTokenClassification": BertLabForTokenClassification,
     "ForQuestionAnswering": BertLabForQuestionAnswering,
 }
-_OWN = (BertLabModelWithPooler, BertLabForMaskedDiffusion, BertLabForEnhancedMaskedLM,
-        BertLabForSpanClassification, BertLabForCausalLM)  # fmt: skip
-_CLASSES = {cls.__name__: cls for cls in (*ARCHITECTURES.values(), *_OWN)}
+_OTHER_CLASSES = (
+    BertLabModelWithPooler,
+    BertLabForMaskedDiffusion,
+    BertLabForEnhancedMaskedLM,
+    BertLabForSpanClassification,
+    BertLabForCausalLM,
+)
+_CLASSES = {cls.__name__: cls for cls in (*ARCHITECTURES.values(), *_OTHER_CLASSES)}
 
 
 def find_head(
     model: PreTrainedModel | str,  # a model of ours, or the name of a class
 ) -> str:  # a key of ARCHITECTURES
-    "Which head a model has. Raises `ValueError` for a head without a counterpart."
-    if isinstance(model, BertLabForMaskedDiffusion):
-        return "ForMaskedLM"  # the same weights, trained by another loss
-    if isinstance(model, BertLabForMaskedLM) and type(model).__name__.endswith("Model"):
-        return "ForMaskedLM"  # a class of the user's own, such as MyModel
+    "Return the head of a model. Raises `ValueError` for a head that no family has."
+    if isinstance(model, BertLabForMaskedLM):  # a subclass has the same weights, whatever its name
+        return "ForMaskedLM"
     name = model if isinstance(model, str) else type(model).__name__
     name = "" if name.endswith("HeadModel") else name.removesuffix("WithPooler")
     if head := next((head for head in ARCHITECTURES if name.endswith(head)), None):
@@ -134,7 +137,7 @@ def stored_head(
     config: PretrainedConfig,
     state_dict: Mapping[str, Tensor],
 ) -> str:  # a key of ARCHITECTURES
-    "The head that a configuration names, or that the names of the weights show."
+    "Return the head that a configuration or the names of the weights tell."
     name = (config.architectures or [""])[0]
     if head := next((h for h in ARCHITECTURES if name.endswith(h) and "LMHead" not in name), None):
         return head
@@ -147,42 +150,43 @@ def stored_head(
 
 # %% ../../nbs/model/10_huggingface.ipynb #10f373e0
 class LoadedModel(NamedTuple):
-    "A model, and what has to be known about how it was loaded."
+    "A model, and how it was loaded."
 
     model: PreTrainedModel  # float32, on the CPU, in evaluation mode
     new_weights: list[str]  # newly initialized: no checkpoint brought them
     padded_because: str | None  # None: bertlab's encoder, for which packed rows are exact
 
 
-def _our_class(config: PretrainedConfig, head: str, state_dict: Mapping[str, Tensor]) -> type:
-    named = _CLASSES.get((config.architectures or [""])[0])
-    if named is not None and head in (None, named.__name__.removeprefix("BertLab")):
-        return named
+def _find_class(config: PretrainedConfig, head: str, state_dict: Mapping[str, Tensor]) -> type:
+    "Return bertlab's class for a head."
+    stored = _CLASSES.get((config.architectures or [""])[0])
+    if stored is not None and head in (None, stored.__name__.removeprefix("BertLab")):
+        return stored
     if head == "Model" and any("pooler." in name for name in state_dict):
         return BertLabModelWithPooler
-    return ARCHITECTURES[head] if head in ARCHITECTURES else _CLASSES[f"BertLab{head}"]
+    return _CLASSES[f"BertLab{head}"]
 
 
-def _load_ours(
+def _load_packable(
     source: Any, cls: type, config: BertLabConfig, state_dict: dict[str, Tensor], key_mapping
 ) -> tuple[BertLabPreTrainedModel, list[str]]:
-    "Build a model of ours and fill it; only a head may be newly initialized."
+    "Build a model of bertlab and fill it; only a head may be newly initialized."
     model = cls(config)
     report = load_state_dict(model, state_dict, key_mapping, strict=False)
-    mismatched = [text.partition(":")[0] for text in report.mismatched_keys]
+    new = sorted(report.missing_keys + [text.partition(":")[0] for text in report.mismatched_keys])
     heads = ("head.", "task_head.", "decoder.", "decoder_norm.", "pooler.")
-    if lost := [key for key in report.missing_keys + mismatched if not key.startswith(heads)]:
+    if lost := [key for key in new if not key.startswith(heads)]:
         raise ValueError(
             f"{str(source)!r} does not fit its config.json: {lost[0]!r} is missing or has another "
             f"shape ({len(lost)} such weights); {report}"
         )
-    return model.eval(), sorted(report.missing_keys + mismatched)
+    return model.eval(), new
 
 
-def _load_theirs(
+def _load_padded(
     source: Any, head: str, config: PretrainedConfig, state_dict: dict[str, Tensor]
 ) -> tuple[PreTrainedModel, list[str]]:
-    "Load transformers' own class of a model that our encoder cannot express."
+    "Load transformers' own class of a model that bertlab's encoder cannot express."
     auto = getattr(transformers, "AutoModel" + head.removeprefix("Model"), None)
     try:
         cls = auto._model_mapping[type(config)]
@@ -190,8 +194,7 @@ def _load_theirs(
         raise ValueError(
             f"{str(source)!r} is a {config.model_type}, for which transformers has no {head}"
         ) from None
-    if isinstance(cls, (list, tuple)):
-        cls = cls[0]
+    cls = cls[0] if isinstance(cls, (list, tuple)) else cls
     verbosity = transformers.utils.logging.get_verbosity()
     transformers.utils.logging.set_verbosity_error()  # it draws a table of missing weights
     try:
@@ -203,8 +206,7 @@ def _load_theirs(
         raise ValueError(f"{str(source)!r} cannot be built: {error}") from None
     finally:
         transformers.utils.logging.set_verbosity(verbosity)
-    mismatched = [name for name, *_ in report["mismatched_keys"]]
-    new = sorted({*report["missing_keys"], *mismatched})
+    new = sorted({*report["missing_keys"], *(name for name, *_ in report["mismatched_keys"])})
     prefix = f"{cls.base_model_prefix}."
     if lost := [key for key in new if key.startswith(prefix) and "pooler." not in key]:
         raise ValueError(f"{str(source)!r} lacks weights, such as {lost[0]!r} ({len(lost)} in all)")
@@ -222,32 +224,27 @@ def load_model(
     Raises `ValueError` in one line for a model that does not exist, is damaged, or lacks weights
     of its encoder. Code that lies beside a model is never run.
     """
-    config = read_config(source)
-    state_dict = read_state_dict(source)
+    config, state_dict = read_config(source), read_state_dict(source)
     check_finite(state_dict, repr(str(source)))
-    named = (config.architectures or [""])[0]
-    own_head = named.removeprefix("BertLab") if named in _CLASSES else None
-    head = head or own_head or stored_head(config, state_dict)
+    stored = (config.architectures or [""])[0]
+    stored = stored.removeprefix("BertLab") if stored in _CLASSES else None
+    head = head or stored or stored_head(config, state_dict)
     for name, value in (settings or {}).items():
         setattr(config, name, value)
-    reason = None
+    is_converted = not isinstance(config, BertLabConfig)
     try:
-        ours = config
-        if not isinstance(config, BertLabConfig):
-            known = "ForTokenClassification" if head == "ForSpanClassification" else head
-            ours = to_bertlab_config(config, known)
+        family_head = "ForTokenClassification" if head == "ForSpanClassification" else head
+        shape = to_bertlab_config(config, family_head) if is_converted else config
     except ValueError as error:
-        reason = str(error)
-    if reason is not None:
-        return LoadedModel(*_load_theirs(source, head, config, state_dict), reason)
-    cls = _our_class(config, head, state_dict)
-    if ours is config and hasattr(cls, "per_token") and config.classifier_head != "tanh":
+        return LoadedModel(*_load_padded(source, head, config, state_dict), str(error))
+    cls = _find_class(config, head, state_dict)
+    if not is_converted and hasattr(cls, "per_token") and config.classifier_head != "tanh":
         # What the head over the vocabulary has learned about preparing vectors is kept.
         state_dict = {
             re.sub(r"^head\.(dense|norm)\.", r"task_head.\1.", name): weight
             for name, weight in state_dict.items()
         }
-    return LoadedModel(*_load_ours(source, cls, ours, state_dict, key_mapping), None)
+    return LoadedModel(*_load_packable(source, cls, shape, state_dict, key_mapping), None)
 
 
 def from_huggingface(
@@ -261,13 +258,13 @@ def from_huggingface(
         return loaded.model
     head, state_dict = find_head(type(source).__name__), source.state_dict()
     config = to_bertlab_config(source.config, head)
-    ours = _our_class(source.config, head, state_dict)(config).to(source.dtype)
-    load_state_dict(ours, state_dict)
-    return ours.eval()
+    model = _find_class(source.config, head, state_dict)(config).to(source.dtype)
+    load_state_dict(model, state_dict)
+    return model.eval()
 
 # %% ../../nbs/model/10_huggingface.ipynb #a2f8eb77
 def has_adapter(model: nn.Module) -> bool:
-    "Whether layers of a model carry what `add_adapter` put beside them."
+    "Return whether `add_adapter` was called on a model."
     return bool(getattr(model, "peft_config", None))
 
 
@@ -306,21 +303,21 @@ def merged_copy(
     return plain.requires_grad_(True).eval()
 
 
-def _to_their_names(
-    state_dict: dict[str, Tensor], wanted: Mapping[str, Tensor], model_type: str, head: str
+def _rename(
+    state_dict: dict[str, Tensor], expected: Mapping[str, Tensor], model_type: str, head: str
 ) -> dict[str, Tensor]:
-    "Name our weights as a family does, each by all of its names."
-    theirs, table = {}, key_table(model_type, head)
+    "Name weights as a family does, each by all of its names."
+    renamed, table = {}, key_table(model_type, head)
     for key, weight in state_dict.items():
         try:
             names = their_names(key, table)
         except KeyError:
             raise ValueError(f"{key} has no place in a {model_type} model") from None
-        theirs.update(zip(names, weight.detach().cpu().chunk(len(names)), strict=True))
+        renamed.update(zip(names, weight.detach().cpu().chunk(len(names)), strict=True))
     for second, first in second_names(model_type, head).items():
-        if second in wanted and first in theirs:
-            theirs.setdefault(second, theirs[first])
-    return theirs
+        if second in expected and first in renamed:
+            renamed.setdefault(second, renamed[first])
+    return renamed
 
 # %% ../../nbs/model/10_huggingface.ipynb #be1523de
 def positions_differ(
@@ -390,9 +387,9 @@ def to_huggingface(
     if head == "Model" and "pooler" in FAMILIES[family].keys:
         options["add_pooling_layer"] = isinstance(model, BertLabModelWithPooler)
     with torch.random.fork_rng(devices=[]):
-        theirs = FAMILIES[family].get_class(head)(config, **options).to(model.dtype)
-    theirs.load_state_dict(_to_their_names(state_dict, theirs.state_dict(), family, head))
-    return theirs.eval()
+        converted = FAMILIES[family].get_class(head)(config, **options).to(model.dtype)
+    converted.load_state_dict(_rename(state_dict, converted.state_dict(), family, head))
+    return converted.eval()
 
 # %% ../../nbs/model/10_huggingface.ipynb #eb54b11f
 def check_tokenizer(
@@ -464,27 +461,57 @@ def saved_as(
 
 
 @functools.cache
-def _say_once(line: str) -> None:
+def _warn_once(line: str) -> None:
     logging.getLogger(__name__).warning("%s", line)
 
 
-# Those of transformers 4 kept special tokens apart, and win over what is written today.
+# Those of transformers 4 have the special tokens, and win over the files that are written today.
 _OLD_FILES = ("special_tokens_map.json", "added_tokens.json")
-
-
 # The directory cannot be renamed: a mounted drive, or no permission beside it.
 _CANNOT_MOVE = (errno.EBUSY, errno.EXDEV, errno.EINVAL, errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 def _replaced_files(directory: Path, with_tokenizer: bool) -> set[str]:
-    "Files of an older model, and of its tokenizer, that would be read with the new ones."
+    "List files of an older model, and of its tokenizer, that would be read with the new ones."
     names = {path.name for path in directory.iterdir()} if directory.is_dir() else set()
     shards = r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?"
-    old = {name for name in names if re.fullmatch(shards, name)}
+    replaced = {name for name in names if re.fullmatch(shards, name)}
     of_a_model = {"config.json", "tokenizer.json", "tokenizer_config.json", *_OLD_FILES}
-    if with_tokenizer and names & of_a_model:  # a list of words alone is somebody's own file
-        old |= names & {*TOKENIZER_FILES, "merges.txt", "tokenizer.model", *_OLD_FILES}
-    return old
+    if with_tokenizer and names & of_a_model:  # a word list alone is a file of the user's
+        replaced |= names & {*TOKENIZER_FILES, "merges.txt", "tokenizer.model", *_OLD_FILES}
+    return replaced
+
+
+def _check_directory(directory: Path) -> None:
+    "Raise `ValueError` if a model cannot be written here."
+    if directory.exists() and not directory.is_dir():
+        raise ValueError(f"directory {directory} is a file; name a directory")
+    if (directory / "adapter_config.json").exists():
+        raise ValueError(
+            f"{directory} holds an adapter, which transformers would add to the model when it "
+            f"loads it; move that to {directory / 'adapter'}, or choose another directory"
+        )
+
+
+def _replace_directory(directory: Path, write: Callable[[Path], None], replaced: set[str]) -> None:
+    "Write a directory anew, or file by file if it has other things in it, such as a run."
+    if (directory / "config.json").exists() or not directory.exists():
+        try:
+            with atomic_directory(directory, keep=True, without=replaced) as temporary:
+                write(temporary)
+            return
+        except OSError as error:
+            if error.errno not in _CANNOT_MOVE:
+                raise
+    directory.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=directory, prefix=".saving-") as temporary:
+        write(Path(temporary))
+        # Weights last: if they are there, everything else is.
+        files = sorted(Path(temporary).iterdir(), key=lambda file: file.suffix == ".safetensors")
+        for file in files:
+            os.replace(file, directory / file.name)
+        for name in replaced - {file.name for file in files}:
+            (directory / name).unlink(missing_ok=True)
 
 
 def save_model(
@@ -499,29 +526,20 @@ def save_model(
     `ValueError`, before anything is written, for a tokenizer that does not fit, for a `directory`
     that is a file or an adapter's, and for a `family` that cannot express the model.
     """
-    directory = Path(directory)
-    if directory.exists() and not directory.is_dir():
-        raise ValueError(f"directory {directory} is a file; name a directory")
-    if (directory / "adapter_config.json").exists():
-        raise ValueError(
-            f"{directory} holds an adapter, which transformers would add to the model when it "
-            f"loads it; move that to {directory / 'adapter'}, or choose another directory"
-        )
+    directory, is_packable = Path(directory), isinstance(model, BertLabPreTrainedModel)
+    _check_directory(directory)
     if tokenizer is not None:
         check_tokenizer(tokenizer, model.config.vocab_size, get_head(model) == "ForMaskedLM")
     try:
-        if not isinstance(model, BertLabPreTrainedModel):
-            raise ValueError(f"{type(model).__name__} is written as it is")
-        written = to_huggingface(model, family, tokenizer)
+        written = to_huggingface(model, family, tokenizer) if is_packable else None
     except ValueError:
         if family is not None:
             raise
-        written = merged_copy(model, model.state_dict())
-    if positions_differ(model.config, tokenizer) or isinstance(written, BertLabPreTrainedModel):
-        _say_once(saved_as(model, family, tokenizer))
+        written = None
+    if is_packable and written is None or positions_differ(model.config, tokenizer):
+        _warn_once(saved_as(model, family, tokenizer))
+    written = merged_copy(model, model.state_dict()) if written is None else written
     tokenizer = tokenizer and sync_special_tokens(written.config, tokenizer)
-    recover_directory(directory)
-    old = _replaced_files(directory, tokenizer is not None)
 
     def write(path: Path) -> None:
         with written_weights(path, directory):
@@ -529,52 +547,6 @@ def save_model(
         if tokenizer is not None:
             save_tokenizer(tokenizer, path)
 
-    # A directory with other things in it, such as a run, stays where it is.
-    if (directory / "config.json").exists() or not directory.exists():
-        try:
-            with atomic_directory(directory, keep=True, without=old) as temporary:
-                write(temporary)
-            return directory
-        except OSError as error:
-            if error.errno not in _CANNOT_MOVE:
-                raise
-    directory.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=directory, prefix=".saving-") as temporary:
-        write(Path(temporary))
-        # Weights last: if they are found, everything else is there.
-        files = sorted(Path(temporary).iterdir(), key=lambda file: file.suffix == ".safetensors")
-        for file in files:
-            os.replace(file, directory / file.name)
-        for name in old - {file.name for file in files}:
-            (directory / name).unlink(missing_ok=True)
+    recover_directory(directory)
+    _replace_directory(directory, write, _replaced_files(directory, tokenizer is not None))
     return directory
-
-# %% ../../nbs/model/10_huggingface.ipynb #c33980a7
-def find_kind(config: PretrainedConfig) -> str:  # a key of FAMILIES
-    "Which family a configuration describes. Raises `ValueError` for another one."
-    if config.model_type not in FAMILIES:
-        raise ValueError(f"model_type {config.model_type!r} cannot be converted")
-    return config.model_type
-
-
-def their_class(model_type: str, ending: str) -> type:
-    "Find a class of transformers by its family and how its name ends."
-    return FAMILIES[model_type].get_class(ending)
-
-
-def load_pretrained(model_class: type, source: str | os.PathLike, **options: Any) -> Any:
-    "Let transformers load a model. Raises `ValueError` with the reason in one line."
-    read_config(source)
-    try:
-        model, report = model_class.from_pretrained(
-            source, trust_remote_code=False, **{**options, "output_loading_info": True}
-        )
-    except Exception as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ValueError(f"the weights of {str(source)!r} cannot be loaded: {reason}") from error
-    check_finite(model.state_dict(), repr(str(source)))
-    if options.get("output_loading_info"):
-        return model, report
-    if lost := sorted(report["missing_keys"]):
-        raise ValueError(f"{str(source)!r} lacks weights, such as {lost[0]!r} ({len(lost)} in all)")
-    return model

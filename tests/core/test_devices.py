@@ -1,7 +1,5 @@
 "Devices are described with reasons and sources; missing ones are refused."
 
-import itertools
-from inspect import signature
 from mmap import mmap
 from types import SimpleNamespace
 
@@ -10,13 +8,10 @@ import pytest
 import torch
 
 from bertlab.core import devices
-from bertlab.model import attention
-from bertlab.model.attention import KernelRequest, choose_kernel
 from bertlab.cli.main import main
 from bertlab.core.devices import (
     check_device,
     default_precision,
-    describe_attention,
     describe_device,
 )
 from bertlab.core.devices import (
@@ -177,7 +172,6 @@ def bare(monkeypatch):
     "A host without accelerators, whatever the machine of the test has."
     pretend_gpus(monkeypatch)
     pretend_versions(monkeypatch)
-    monkeypatch.setattr(devices, "find_varlen", lambda: "torch")  # torch 2.9 has none
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
     monkeypatch.setattr(devices, "count_tpus", lambda: 0)
     monkeypatch.delenv("PJRT_DEVICE", raising=False)
@@ -185,17 +179,17 @@ def bare(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "gpu, precision, kernel, peak",
+    "gpu, precision, peak",
     [
-        (T4, "16-mixed", "sdpa", 65e12),
-        (A100, "bf16-mixed", "varlen", 312e12),
-        (H200, "bf16-mixed", "varlen", 989.5e12),
+        (T4, "16-mixed", 65e12),
+        (A100, "bf16-mixed", 312e12),
+        (H200, "bf16-mixed", 989.5e12),
     ],
 )
-def test_a_gpu_is_described_with_reason_and_peak(bare, gpu, precision, kernel, peak):
+def test_a_gpu_is_described_with_reason_and_peak(bare, gpu, precision, peak):
     pretend_gpus(bare, gpu)
     found = describe_device()
-    assert (found.kind, found.precision, found.attention) == ("cuda", precision, kernel)
+    assert (found.kind, found.precision) == ("cuda", precision)
     assert (
         found.peak[0] == peak
         and "data sheet" in found.peak[1]
@@ -206,7 +200,6 @@ def test_a_gpu_is_described_with_reason_and_peak(bare, gpu, precision, kernel, p
         found.name,
         f"{gpu[2]}.0 GiB",
         found.reason,
-        found.attention_reason,
         found.peak[1],
     ):
         assert fact in found.report()
@@ -276,50 +269,11 @@ def test_the_command_prints_each_device_with_every_fact(bare, capsys):
     a100, t4, cpu = capsys.readouterr().out.strip().split("\n\n")
     for shown, gpu, peak in ((a100, A100, "312 TFLOP/s"), (t4, T4, "65 TFLOP/s")):
         facts = dict(line.split(maxsplit=1) for line in shown.splitlines())
-        assert list(facts) == ["device", "memory", "precision", "attention", "peak"]
+        assert list(facts) == ["device", "memory", "precision", "peak"]
         assert gpu[0] in facts["device"] and f"{gpu[2]}.0 GiB" in facts["memory"]
         assert peak in facts["peak"] and "dense" in facts["peak"] and "data sheet" in facts["peak"]
-        assert all("(" in facts[name] for name in ("precision", "attention"))  # the reason
+        assert "(" in facts["precision"]  # the reason
     assert "measured on matrix products" in cpu
-
-
-@pytest.mark.parametrize("varlen", ["torch", "flash_attn", ""])
-def test_the_kernel_that_is_foretold_is_the_one_that_a_model_takes(monkeypatch, varlen):
-    "With a torch that has attention over stretches, with flash-attn, and with neither (torch 2.9)."
-    monkeypatch.setattr(devices, "find_varlen", lambda: varlen)
-    monkeypatch.setattr(attention, "_FLASH", varlen == "flash_attn")
-    monkeypatch.setattr(attention, "_VARLEN", varlen == "torch")
-    types = {"32-true": torch.float32, "bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
-    cases = itertools.product(
-        ("cpu", "cuda", "mps"), types, (64, 128, 512, 1024), ((7, 5), (8, 0), (9, 0))
-    )
-    for kind, precision, row_length, capability in cases:
-        setting = KernelRequest(kind, types[precision], row_length, capability=capability)
-        assert (
-            describe_attention(kind, precision, row_length, capability)[0]
-            == choose_kernel(setting)[0]
-        ), setting
-    assert (
-        describe_attention("cuda", "64-true")[0]
-        == choose_kernel(KernelRequest("cuda", torch.float64))[0]
-        == "sdpa"
-    )
-    in_graph = KernelRequest("cuda", torch.bfloat16, compiled=True)
-    name, reason = describe_attention("cuda", "bf16-mixed")
-    assert (f"in a compiled graph, {choose_kernel(in_graph)[0]}" in reason) == bool(varlen)
-    assert name == ("varlen" if varlen else choose_kernel(in_graph)[0])
-
-
-def test_attention_over_stretches_is_that_of_this_torch():
-    try:
-        from torch.nn.attention.varlen import varlen_attn
-    except ImportError:
-        assert devices.find_varlen() in ("", "flash_attn")
-    else:
-        assert (
-            devices.find_varlen() == "torch"
-            or "window_size" not in signature(varlen_attn).parameters
-        )
 
 
 # --- what is asked for ----------------------------------------------------------------------------

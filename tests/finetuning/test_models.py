@@ -18,7 +18,7 @@ from bertlab.model.heads import BertLabForMaskedLM
 from bertlab.model.task_heads import BertLabForSequenceClassification, BertLabForTokenClassification
 from bertlab.finetuning.models import finetuning_groups, layerwise_rates, load_task_model
 from bertlab.finetuning.models import reinit_top_layers, save_predictor
-from bertlab.model.adapters import freeze_weights, layer_depth
+from bertlab.model.adapters import freeze_weights, layer_depths
 from bertlab.finetuning.task import LabelNames, get_task
 
 WORDS = "apple pear plum fig saw hammer drill file the is in here where what oslo rome"
@@ -196,12 +196,6 @@ def fresh_model():
     return BertLabForSequenceClassification(TINY)
 
 
-def test_depths_count_from_the_tokens_up():
-    names = {"encoder.embeddings.tokens.weight": 0, "encoder.blocks.0.mlp.up_proj.weight": 1, "blocks.11.mlp.x": 12,
-             "encoder.final_norm.weight": 13, "task_head.dense.weight": 13, "embeddings.norm.weight": 0}  # fmt: skip
-    assert {name: layer_depth(name, 12) for name in names} == names
-
-
 @settings(max_examples=50, deadline=None, derandomize=True)
 @given(st.floats(1e-6, 1.0), st.floats(0.05, 1.0), st.integers(1, 24))
 def test_rates_fall_by_one_factor_a_layer_and_end_at_the_heads(rate, decay, num_layers):
@@ -219,7 +213,7 @@ def test_every_weight_is_in_one_group_with_the_rate_of_its_depth():
     groups, names = finetuning_groups(model, hparams), {p: n for n, p in model.named_parameters()}
     found = {names[p]: group.get("lr", 1.0) for group in groups for p in group["params"]}
     assert sum(len(group["params"]) for group in groups) == len(names) == len(found)
-    assert found == {n: 0.5 ** (4 - layer_depth(n, 3)) for n in names.values()}
+    assert found == {n: 0.5 ** (4 - depth) for n, depth in layer_depths(model).items()}
     assert "lr" not in groups[0]
 
 

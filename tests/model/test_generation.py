@@ -98,7 +98,8 @@ def test_what_is_on_the_device_is_not_asked_for_64_bits_which_apple_s_gpu_lacks(
 
 @pytest.mark.parametrize("kind", ["bert", "roberta", "modernbert"])
 def test_models_of_transformers_write_alike_as_theirs_and_as_ours(kind):
-    from bertlab.model.huggingface import from_huggingface, their_class
+    from bertlab.model.families import FAMILIES
+    from bertlab.model.huggingface import from_huggingface
 
     offset = TOKENIZER.pad_token_id + 1 if kind == "roberta" else 0
     shape = {**SHAPE, "max_position_embeddings": 40 + offset}
@@ -114,8 +115,8 @@ def test_models_of_transformers_write_alike_as_theirs_and_as_ours(kind):
         )
     )
     torch.manual_seed(1)
-    config = their_class(kind, "Config")(**shape, **more)
-    theirs = their_class(kind, "ForMaskedLM")(config).eval()
+    config = FAMILIES[kind].get_class("Config")(**shape, **more)
+    theirs = FAMILIES[kind].get_class("ForMaskedLM")(config).eval()
     asked = dict(max_new_tokens=6, seed=3)
     assert generate(theirs, TOKENIZER, PROMPTS, **asked) == generate(
         from_huggingface(theirs), TOKENIZER, PROMPTS, **asked

@@ -153,7 +153,8 @@ def their_model(kind, tokenizer, tmp_path):
     "A model that plain transformers has loaded: ModernBERT from our own checkpoint, the others as they come."
     import transformers
 
-    from bertlab.model.huggingface import save_model, their_class
+    from bertlab.model.families import FAMILIES
+    from bertlab.model.huggingface import save_model
 
     shape = dict(
         hidden_size=16,
@@ -169,10 +170,10 @@ def their_model(kind, tokenizer, tmp_path):
         place = save_model(made, tokenizer, tmp_path / "saved")
     else:
         offset = tokenizer.pad_token_id + 1 if kind == "roberta" else 0
-        config = their_class(kind, "Config")(**shape, pad_token_id=tokenizer.pad_token_id, bos_token_id=None, eos_token_id=None,
+        config = FAMILIES[kind].get_class("Config")(**shape, pad_token_id=tokenizer.pad_token_id, bos_token_id=None, eos_token_id=None,
                                              max_position_embeddings=24 + offset, initializer_range=0.3)  # fmt: skip
         place = tmp_path / "saved"
-        their_class(kind, "ForMaskedLM")(config).save_pretrained(place)
+        FAMILIES[kind].get_class("ForMaskedLM")(config).save_pretrained(place)
     return transformers.AutoModelForMaskedLM.from_pretrained(place)
 
 
