@@ -167,7 +167,7 @@ def settle_steps(recipe: Recipe) -> Recipe:
 
     device = describe_device()
     precision = device.precision if recipe.precision == "auto" else recipe.precision
-    slow = device.kind == "cpu" and precision == "32-true"
+    slow = device.type == "cpu" and precision == "32-true"
     return replace(recipe, steps=_STEPS_OF_FLOAT32 if slow else _STEPS)
 
 

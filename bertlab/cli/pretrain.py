@@ -700,7 +700,9 @@ class Run:
         )  # else it has them all
         fresh = f"\nfresh   {fresh}" if fresh else ""
         rate = self.module.hparams.learning_rate
-        device = describe_device(kind=find_accelerator(self.config["trainer"]["accelerator"]))
+        device = describe_device(
+            device_type=find_accelerator(self.config["trainer"]["accelerator"])
+        )
         return (
             f"device  {device}\n{self.data.describe(num_rows=1)}\n"
             f"model   {size}{fresh}\nrate    {rate:.3g} at its peak{line}\n"
@@ -750,7 +752,7 @@ def provenance(
     accelerator: str = "auto",  # that the run asks for; others on this machine took no part
 ) -> dict[str, str]:
     "What a reader of run.yaml needs to know about where the numbers came from."
-    device = describe_device(kind=find_accelerator(accelerator))
+    device = describe_device(device_type=find_accelerator(accelerator))
     return {
         "device": str(device),
         "python": platform.python_version(),

@@ -15,6 +15,7 @@ import glob
 import os
 import platform
 import re
+import resource
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from typing import NamedTuple
 import torch
 from torch.utils.benchmark import Timer
 
-from .names import look_up
+from .names import check_choice, look_up
 
 # %% ../../nbs/core/05_devices.ipynb #362d840a
 AMPERE = (8, 0)  # compute capability; the first NVIDIA GPUs that multiply bfloat16
@@ -46,17 +47,17 @@ def gpu_capability(index: int | None = None) -> tuple[int, int]:  # (8, 0) for A
 
 
 def default_precision(
-    kind: str,  # "cpu", "cuda", "mps" or "tpu"
+    device_type: str,  # "cpu", "cuda", "mps" or "tpu"
     index: int | None = None,  # of the GPU; None: the current one
 ) -> tuple[str, str]:  # Lightning's name of the precision, and the reason in words
-    "Choose the fastest precision that is safe on a kind of device."
-    if kind == "cpu" and cpu_multiplies_bfloat16():
+    "Choose the fastest precision that is safe on a type of device."
+    if device_type == "cpu" and cpu_multiplies_bfloat16():
         return "bf16-mixed", "this processor multiplies bfloat16"
-    if kind == "cuda" and gpu_capability(index) >= AMPERE:
+    if device_type == "cuda" and gpu_capability(index) >= AMPERE:
         return "bf16-mixed", "its tensor cores multiply bfloat16"
-    if kind == "cuda":
+    if device_type == "cuda":
         return "16-mixed", "older than Ampere: float16 with loss scaling"
-    if kind == "tpu":
+    if device_type == "tpu":
         return "bf16-mixed", "its matrix units multiply bfloat16"
     return "32-true", "it has no reliable bfloat16 unit"
 
@@ -218,7 +219,7 @@ def benchmark_bandwidth(
 class Device:
     "What a run will use. `str()` gives one line for a log, `report()` a block for a person."
 
-    kind: str  # "cpu", "cuda", "mps" or "tpu"
+    type: str  # "cpu", "cuda", "mps" or "tpu"
     name: str  # as the driver or the processor calls itself
     memory_bytes: int  # of the accelerator, or of the machine for a CPU; 0 where unknown
     precision: str  # Lightning's name
@@ -230,14 +231,14 @@ class Device:
         return f"{self.name}{memory}; {self.precision} ({self.reason})"
 
     def report(self) -> str:
-        "Everything, one fact a line."
+        "Return all facts, one per line."
         memory = f"{self.memory_bytes / 2**30:.1f} GiB" if self.memory_bytes else "unknown"
         peak = "unknown: not in the table, not measured"
         if self.peak is not None:
             peak = f"{self.peak[0] / 1e12:.4g} TFLOP/s, dense, {matmul_dtype(self.precision)}"
             peak += f" ({self.peak[1]})"
         rows = {
-            "device": f"{self.kind}: {self.name}",
+            "device": f"{self.type}: {self.name}",
             "memory": memory,
             "precision": f"{self.precision} ({self.reason})",
             "peak": peak,
@@ -264,40 +265,40 @@ def count_tpus() -> int:  # 0: none; 1 also where a host is known to have some, 
     return len(files) * (1 + two) or int("TPU_NAME" in os.environ)
 
 
-def num_devices(kind: str) -> int:  # "cpu", "cuda", "mps" or "tpu"
-    "How many devices of a kind there are; a CPU counts once, whatever its cores."
-    if kind == "cuda":
+def num_devices(device_type: str) -> int:  # "cpu", "cuda", "mps" or "tpu"
+    "Count the devices of a type; a CPU counts once, whatever its cores."
+    if device_type == "cuda":
         return torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if kind == "tpu":
+    if device_type == "tpu":
         return count_tpus() if installed_version("torch_xla") is not None else 0
-    return int(kind == "cpu" or (kind == "mps" and torch.backends.mps.is_available()))
+    return int(device_type == "cpu" or (device_type == "mps" and torch.backends.mps.is_available()))
 
 # %% ../../nbs/core/05_devices.ipynb #ed768c0b
-def _name_and_memory(kind: str, index: int) -> tuple[str, int]:
-    if kind == "tpu":
+def _name_and_memory(device_type: str, index: int) -> tuple[str, int]:
+    if device_type == "tpu":
         name = os.environ.get("TPU_ACCELERATOR_TYPE", "TPU")
         return name, _TPU_GIB.get(name.lower().split("-")[0], 0) * 2**30
-    if kind == "cuda":
+    if device_type == "cuda":
         memory = torch.cuda.get_device_properties(index).total_memory
         return torch.cuda.get_device_name(index), memory
-    if kind == "mps":
+    if device_type == "mps":
         return f"Apple GPU ({platform.machine()})", torch.mps.recommended_max_memory()
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     threads = torch.get_num_threads()
     return f"CPU, {threads} thread{'s' * (threads > 1)}", memory
 
 
-def _describe(kind: str, index: int, measure: bool) -> Device:
-    name, memory = _name_and_memory(kind, index)
-    precision, reason = default_precision(kind, index)
+def _describe(device_type: str, index: int, measure: bool) -> Device:
+    name, memory = _name_and_memory(device_type, index)
+    precision, reason = default_precision(device_type, index)
     peak = peak_flops(name, precision)
-    if peak is None and measure and kind != "tpu":  # a TPU is left alone
-        device = f"cuda:{index}" if kind == "cuda" else kind
+    if peak is None and measure and device_type != "tpu":  # a TPU is left alone
+        device = f"cuda:{index}" if device_type == "cuda" else device_type
         peak = benchmark_matmul(precision, device=device), "measured on matrix products"
-    return Device(kind, name, memory, precision, reason, peak)
+    return Device(device_type, name, memory, precision, reason, peak)
 
 
-_KINDS = ("tpu", "cuda", "mps", "cpu")  # a run takes the first that is here
+_DEVICE_TYPES = ("tpu", "cuda", "mps", "cpu")  # a run takes the first that is here
 
 
 def find_devices(
@@ -305,19 +306,21 @@ def find_devices(
 ) -> list[Device]:
     "Describe every device here; the first is what Lightning's `accelerator='auto'` takes."
     return [
-        _describe(kind, index, measure) for kind in _KINDS for index in range(num_devices(kind))
+        _describe(device_type, index, measure)
+        for device_type in _DEVICE_TYPES
+        for index in range(num_devices(device_type))
     ]
 
 
 def describe_device(
     measure: bool = False,  # a peak that the table does not have
-    kind: str | None = None,  # "cpu", "cuda", "mps" or "tpu"; None: what a run takes here
+    device_type: str | None = None,  # "cpu", "cuda", "mps" or "tpu"; None: what a run takes here
 ) -> Device:
-    "Find the first device of a kind, and what it can do. Raises `ValueError` for other kinds."
-    if kind is None:
-        kind = next(filter(num_devices, _KINDS))
-    look_up(kind, dict.fromkeys(_KINDS), "kind")  # such as "gpu", which is two of them
-    return _describe(kind, 0, measure)
+    "Describe the first device of a type. Raises `ValueError` for other types."
+    if device_type is None:
+        device_type = next(filter(num_devices, _DEVICE_TYPES))
+    check_choice("device_type", device_type, _DEVICE_TYPES)
+    return _describe(device_type, 0, measure)
 
 # %% ../../nbs/core/05_devices.ipynb #6e25d77d
 ACCELERATORS = {"cpu": ("cpu",), "gpu": ("cuda", "mps"), "cuda": ("cuda",), "mps": ("mps",),
@@ -331,11 +334,11 @@ def _missing_tpu() -> str:
             "torch_xla is not installed; make an environment of its own for it with "
             'pip install "bertlab[tpu]", which brings torch 2.9'
         )
-    wanted, have = ".".join(xla.split(".")[:2]), torch.__version__
-    if have.split(".")[:2] != xla.split(".")[:2]:
+    minor = ".".join(xla.split(".")[:2])
+    if torch.__version__.split(".")[:2] != minor.split("."):
         return (
-            f"torch_xla {xla} needs torch {wanted}, and this is torch {have}; install both "
-            f'of one version: pip install "torch~={wanted}.0" "torch_xla[tpu]~={wanted}.0"'
+            f"torch_xla {xla} needs torch {minor}, and this is torch {torch.__version__}; install "
+            f'both of one version: pip install "torch~={minor}.0" "torch_xla[tpu]~={minor}.0"'
         )
     if os.environ.get("PJRT_DEVICE") == "CPU" or count_tpus():
         return ""  # XLA's own CPU device stands in for a TPU in tests
@@ -359,9 +362,9 @@ def _missing_gpu() -> str:
 def find_accelerator(
     accelerator: str = "auto",  # "auto", "cpu", "gpu", "cuda", "mps" or "tpu"
 ) -> str:  # "cpu", "cuda", "mps" or "tpu"
-    "Say which kind of device an accelerator means here. Raises `ValueError` where it is missing."
+    "Return the device type of an accelerator. Raises `ValueError` if it is missing."
     if accelerator == "auto":
-        accelerator = next(filter(num_devices, _KINDS))
+        accelerator = next(filter(num_devices, _DEVICE_TYPES))
     kinds = look_up(accelerator, {"auto": (), **ACCELERATORS}, "accelerator")
     if accelerator == "tpu":
         why = _missing_tpu()
@@ -373,26 +376,28 @@ def find_accelerator(
         why = "this GPU is Apple's; set accelerator='mps'"
     if why:
         raise ValueError(f"accelerator={accelerator!r}: {why}")
-    return next(kind for kind in kinds if kind == "tpu" or num_devices(kind))
+    return next(
+        device_type for device_type in kinds if device_type == "tpu" or num_devices(device_type)
+    )
 
 # %% ../../nbs/core/05_devices.ipynb #677a5c52
-# Where 16 bits are "true", weights have them, too, and small steps of training round away.
+# With "true" 16-bit precision the weights have 16 bits too, and small updates are lost to rounding.
 PRECISIONS = ("auto", "32-true", "bf16-mixed", "bf16-true", "16-mixed", "16-true", "64-true")  # fmt: skip
 _SHORT = {"32": "32-true", "bf16": "bf16-mixed", "16": "16-mixed", "64": "64-true"}
 
 
 def precision_error(
-    kind: str,  # "cpu", "cuda", "mps" or "tpu"
+    device_type: str,  # "cpu", "cuda", "mps" or "tpu"
     precision: str,  # one of PRECISIONS
     capability: tuple[int, int] = AMPERE,  # of the GPU
 ) -> str:  # empty if it has it
-    "Explain why a kind of device does not support a precision."
-    if precision.startswith("16") and kind in ("cpu", "tpu"):
-        return f"float16 and its loss scaling are for GPUs, this is a {kind.upper()}"
-    if precision.startswith("bf16") and kind == "cuda" and capability < AMPERE:
+    "Explain why a device type does not support a precision."
+    if precision.startswith("16") and device_type in ("cpu", "tpu"):
+        return f"float16 and its loss scaling are for GPUs, this is a {device_type.upper()}"
+    if precision.startswith("bf16") and device_type == "cuda" and capability < AMPERE:
         return "GPUs older than Ampere emulate bfloat16, more slowly than float16"
-    if precision == "64-true" and kind in ("mps", "tpu"):
-        return f"{kind.upper()} has no float64"
+    if precision == "64-true" and device_type in ("mps", "tpu"):
+        return f"{device_type.upper()} has no float64"
     return ""
 
 # %% ../../nbs/core/05_devices.ipynb #12ae4319
@@ -406,22 +411,22 @@ def canonical_precision(
 def check_device(
     accelerator: str = "auto",  # "auto", "cpu", "gpu", "cuda", "mps" or "tpu"
     precision: str | int = "auto",  # one of PRECISIONS, or short: 32, "bf16", 16, 64
-) -> str:  # the kind of device that will be used: "cpu", "cuda", "mps" or "tpu"
+) -> str:  # the device type that will be used: "cpu", "cuda", "mps" or "tpu"
     "Raise `ValueError` for an accelerator or precision that this machine does not have."
-    kind = find_accelerator(accelerator)
+    device_type = find_accelerator(accelerator)
     name = canonical_precision(precision)
-    look_up(name, dict.fromkeys(PRECISIONS), "precision")
-    capability = gpu_capability() if kind == "cuda" else AMPERE
-    if why := precision_error(kind, name, capability):
+    check_choice("precision", name, PRECISIONS)
+    capability = gpu_capability() if device_type == "cuda" else AMPERE
+    if why := precision_error(device_type, name, capability):
         raise ValueError(
             f"precision={precision!r}: {why}; set precision="
-            f"{default_precision(kind)[0]!r} or 'auto'"
+            f"{default_precision(device_type)[0]!r} or 'auto'"
         )
-    return kind
+    return device_type
 
 # %% ../../nbs/core/05_devices.ipynb #7a1de7f3
 _MMAP_THRESHOLD, _TRIM_THRESHOLD = -3, -1  # of glibc's malloc.h
-_LARGE, _OLD_LARGE = 2**30, 2**25  # bytes; an old glibc takes no threshold above 32 MiB
+_LARGE = 2**30  # bytes
 
 
 def retain_freed_memory() -> bool:  # whether it is kept now
@@ -436,22 +441,17 @@ def retain_freed_memory() -> bool:  # whether it is kept now
     if sys.platform != "linux" or platform.libc_ver()[0] != "glibc":
         return False
     mallopt = ctypes.CDLL(None).mallopt
-    large = mallopt(_MMAP_THRESHOLD, _LARGE) or mallopt(_MMAP_THRESHOLD, _OLD_LARGE)
-    return bool(large and mallopt(_TRIM_THRESHOLD, 2**31 - 1))
+    return bool(mallopt(_MMAP_THRESHOLD, _LARGE) and mallopt(_TRIM_THRESHOLD, 2**31 - 1))
 
 # %% ../../nbs/core/05_devices.ipynb #35041f13
-def peak_memory_bytes() -> int | None:
-    "Return the most resident memory this process ever held, in bytes; None where unknown."
-    try:
-        import resource  # not on Windows
-    except ImportError:
-        return None
+def peak_memory_bytes() -> int:
+    "Return the largest resident memory of this process so far, in bytes."
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 
 # %% ../../nbs/core/05_devices.ipynb #002a29b1
 def resident_memory_bytes() -> int | None:
-    "Return the resident memory that this process holds now, in bytes; None where unknown."
+    "Return the resident memory of this process, in bytes; None if unknown."
     try:
         with open("/proc/self/statm") as f:  # Linux: sizes in pages, the second is resident
             return int(f.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
@@ -460,9 +460,9 @@ def resident_memory_bytes() -> int | None:
 
 
 def device_memory_peaks(
-    reset: bool = False,  # begin to look for new peaks
+    reset: bool = False,  # whether to start a new measurement
 ) -> tuple[int, int] | None:  # bytes held by tensors, and taken by the allocator
-    "Return the peaks of this process's GPU since the last reset; None where there is none."
+    "Return the peaks of this process's GPU since the last reset; None without a GPU."
     if not torch.cuda.is_available():
         return None
     peaks = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()

@@ -31,7 +31,7 @@ CLOCK_SECONDS = {"d": 86_400, "h": 3_600, "m": 60, "s": 1}
 _NUMBER = r"([0-9]+(?:_[0-9]+)*(?:\.[0-9]+)?(?:[eE]\+?[0-9]{1,2})?)"
 _COUNT = re.compile(rf"{_NUMBER}\s*([kKMBT]?)\s*(|steps?|tokens?)")
 _SHARE = re.compile(rf"{_NUMBER}\s*%")
-# From the longest unit to the shortest, each at most once: 30m2h is a slip, not a duration.
+# From the longest unit to the shortest, each at most once: 30m2h is a mistake, not a duration.
 _CLOCK = re.compile(r"\s*".join(rf"(?:{_NUMBER}\s*{u})?" for u in ("d", "h", "m(?:in)?", "s")))
 
 # %% ../../nbs/core/02_durations.ipynb #53654d8c
@@ -45,7 +45,7 @@ def _parse_text(text: str) -> tuple[Fraction, str] | None:
         return _fraction(match[1]) / 100, "run"
     if match := _COUNT.fullmatch(text):
         digits, scale, unit = match.groups()
-        if unit or scale:  # a bare 10B counts tokens: nobody plans billions of updates
+        if unit or scale:  # a bare 10B counts tokens, since no run has billions of updates
             unit = "steps" if unit.startswith("step") else "tokens"
         else:  # a bare number means what it means in Python
             unit = "steps" if re.fullmatch("[0-9_]+", digits) else "run"
@@ -74,7 +74,7 @@ def _checked(value: Fraction, unit: str, name: str, text: Any) -> Duration:
 
 # %% ../../nbs/core/02_durations.ipynb #5b77e85e
 def _exact(value: Any) -> Fraction | None:
-    "Return a number as the fraction that was meant (0.1 is a tenth); None for other types."
+    "Return a number as the nearest simple fraction (0.1 is 1/10); None for other types."
     if isinstance(value, bool) or not isinstance(value, Real) or not -math.inf < value < math.inf:
         return None
     if isinstance(value, Integral):
@@ -94,8 +94,8 @@ def parse_duration(
         if parsed := _parse_text(text.removeprefix("-")):
             sign = -1 if text.startswith("-") else 1
             return _checked(sign * parsed[0], parsed[1], name, value)
-    elif (number := _exact(value)) is not None:
-        return _checked(number, "steps" if isinstance(value, Integral) else "run", name, value)
+    elif (amount := _exact(value)) is not None:
+        return _checked(amount, "steps" if isinstance(value, Integral) else "run", name, value)
     raise ValueError(f"{name}={value!r} is not a duration; for example {EXAMPLES}")
 
 # %% ../../nbs/core/02_durations.ipynb #b0896cc4
@@ -113,8 +113,8 @@ def parse_amount(
     name: str,  # the argument, for messages
 ) -> int | Fraction:  # in `unit`
     "Parse an argument whose name says its unit. Raises `ValueError` for any other unit."
-    if (number := _exact(value)) is not None:
-        return _checked(number, unit, name, value).value
+    if (amount := _exact(value)) is not None:
+        return _checked(amount, unit, name, value).value
     duration = parse_duration(value, name)
     if duration.unit != unit:
         expected = _DESCRIPTIONS[unit]

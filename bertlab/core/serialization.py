@@ -112,13 +112,15 @@ def load_yaml(
 # %% ../../nbs/core/06_serialization.ipynb #cb940aa8
 def load_json(
     path: str | os.PathLike,
-    kind: type = dict,  # the type of its content
+    content_type: type = dict,
 ) -> Any:
-    "Read a JSON file of one kind. Raises `ValueError` with the file's name."
+    "Read a JSON file with content of a type. Raises `ValueError` with the name of the file."
     try:
         content = json.loads(_read_utf8(path))
     except json.JSONDecodeError as error:
         raise ValueError(f"{path} is not valid JSON: {one_line(error)}") from None
-    if not isinstance(content, kind):
-        raise ValueError(f"{path} must hold a {kind.__name__}, got {type(content).__name__}")
+    if not isinstance(content, content_type):
+        raise ValueError(
+            f"{path} must hold a {content_type.__name__}, got {type(content).__name__}"
+        )
     return content

@@ -61,7 +61,7 @@ def environment(
     device_type = None if device_type == "xla" else device_type  # torch's name for a TPU
     packages = {name: version(name) for name in ("lightning", "transformers")}
     return {
-        "device": str(describe_device(kind=device_type)),
+        "device": str(describe_device(device_type=device_type)),
         "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
         "torch": str(torch.__version__),

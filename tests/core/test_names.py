@@ -22,13 +22,13 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", list(sys.path))
     (tmp_path / "own_parts.py").write_text("import os\nclass Collator:\n    pass\nSIZE = 3\n")
     (tmp_path / "broken_part.py").write_text("1 / 0\n")
-    (tmp_path / "needy_part.py").write_text("import a_library_that_nobody_has\n")
+    (tmp_path / "needy_part.py").write_text("import a_missing_library\n")
     yield tmp_path
     for name in ("own_parts", "broken_part", "needy_part"):
         sys.modules.pop(name, None)
 
 
-def test_a_known_name_is_looked_up_and_a_slip_is_answered_with_the_nearest():
+def test_a_misspelt_name_suggests_the_nearest():
     assert look_up("adamw", TABLE, "optimizer_class") == 1
     with pytest.raises(ValueError, match="optimizer_class='lino'.*did you mean 'Lion'.*adamw"):
         look_up("lino", TABLE, "optimizer_class")
@@ -36,16 +36,16 @@ def test_a_known_name_is_looked_up_and_a_slip_is_answered_with_the_nearest():
         look_up(None, TABLE, "optimizer_class")
 
 
-def test_nothing_is_suggested_where_nothing_is_near():
+def test_nothing_is_suggested_without_a_similar_name():
     assert did_you_mean("zebra", TABLE) == "" and did_you_mean("x", []) == ""
 
 
-def test_an_own_class_is_found_in_the_current_directory(folder):
-    found = import_object("own_parts.Collator", "collator")
-    assert found.__name__ == "Collator" and found.__module__ == "own_parts"
+def test_a_class_is_imported_from_the_current_directory(folder):
+    cls = import_object("own_parts.Collator", "collator")
+    assert cls.__name__ == "Collator" and cls.__module__ == "own_parts"
 
 
-def test_an_own_class_is_found_in_a_package_and_in_an_installed_module(folder):
+def test_a_class_is_imported_from_a_package(folder):
     (folder / "own_package").mkdir()
     (folder / "own_package" / "inner.py").write_text("def schedule(step): return step\n")
     assert import_object("own_package.inner.schedule", "schedule")(3) == 3
@@ -77,16 +77,16 @@ def test_own_functions_are_accepted_where_a_class_would_do(folder):
         ("own_parts.Colator", "did you mean 'Collator'"),
         ("own_parts.SIZE", "SIZE"),
         ("broken_part.Collator", "ZeroDivisionError"),
-        ("needy_part.Collator", "a_library_that_nobody_has"),
+        ("needy_part.Collator", "a_missing_library"),
     ],
 )
-def test_a_wrong_name_of_an_own_class_is_explained(folder, name, word):
+def test_a_wrong_dotted_name_is_explained(folder, name, word):
     with pytest.raises(ValueError) as error:
         import_object(name, "collator")
     assert word in str(error.value) and name in str(error.value) and "collator" in str(error.value)
 
 
-def test_a_file_named_like_a_loaded_module_is_not_mistaken_for_it(folder):
+def test_a_file_named_like_a_module_is_refused(folder):
     (folder / "json.py").write_text("class Reader: pass\n")
     with pytest.raises(ValueError, match="rename"):
         import_object("json.Reader", "collator")
@@ -109,7 +109,7 @@ def test_a_spawned_worker_unpacks_an_own_class(folder):
     assert run.stdout.strip() == "True", run.stderr
 
 
-def test_a_part_is_given_by_our_name_by_an_own_name_or_as_it_is(folder):
+def test_resolve_takes_names_and_classes(folder):
     assert resolve("adamw", TABLE, "optimizer_class") == 1
     assert resolve("own_parts.Collator", TABLE, "optimizer_class").__name__ == "Collator"
     assert resolve(dict, TABLE, "optimizer_class") is dict
