@@ -18,10 +18,10 @@ TARGETS = ("onnx", "web")
 
 
 def export(
-    directory: str,  # of a run, or of a masked language model with its tokenizer
+    directory: str,  # of a run, or of a model with its tokenizer
     to: str = "onnx",  # onnx: files for onnxruntime; web: a folder with a page for a static server
     output: str | None = None,  # what to write, not there yet; null: bertlab-onnx, or bertlab-web
-    parts: list[str] | None = None,  # of onnx: logits, attentions, lens; null: logits
+    outputs: list[str] | None = None,  # of onnx: logits, attentions, lens; null: of the task
     int8: bool = True,  # of onnx: write the file of bytes beside the one of floats
     offline: bool = False,  # of web: bring the browser's packages beside the page, by npm
     examples: list[str] | None = None,  # of web: sentences with [MASK] to begin with
@@ -32,7 +32,7 @@ def export(
     if to not in TARGETS:
         raise ValueError(f"to={to!r} is unknown; choose one of {', '.join(TARGETS)}")
     web_only = {"offline": offline, "examples": examples, "name": name}
-    onnx_only = {"parts": parts, "int8": not int8}
+    onnx_only = {"outputs": outputs, "int8": not int8}
     for option, value in (onnx_only if to == "web" else web_only).items():
         if value:
             other = TARGETS[to == "onnx"]
@@ -43,6 +43,6 @@ def export(
         report = export_web_page(place, target, offline, examples or EXAMPLES, title, text)
         more = f"look at it: python -m http.server --directory {target}, then open the address"
     else:
-        report = export_model(place, target, parts or ["logits"], int8, text, title)
-        more = f"ask it: bertlab.OnnxModel.load({str(target)!r}).fill(['The [MASK] is here.'])"
+        report = export_model(place, target, outputs, int8, text, title)
+        more = f"ask it: bertlab.OnnxModel.load({str(target)!r})(['Some text.'])"
     return "\n".join([describe_export(report), f"written to {target}", more])

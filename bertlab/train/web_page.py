@@ -27,7 +27,7 @@ import numpy as np
 
 from ..core.files import atomic_directory
 from ..core.serialization import load_json
-from .export import FILES, PARTS, REPORT, OnnxModel, top_tokens, check_exportable
+from .export import FILES, OUTPUTS, REPORT, OnnxModel, top_tokens, check_exportable
 from .export import check_extra, check_output, export_model
 
 # %% ../../nbs/train/26_web_page.ipynb #be478833
@@ -169,7 +169,7 @@ def name_piece(tokenizer: Any, token: int) -> str:
 
 
 def page_answer(
-    exported: OnnxModel,  # with all of PARTS
+    exported: OnnxModel,  # with all of OUTPUTS
     text: str,  # with a gap
 ) -> dict[str, Any]:  # as `Encoder.ask` of model.js; attention as lists
     "What the page would answer. Raises `ValueError` for a text without a gap."
@@ -275,7 +275,7 @@ def export_web_page(
         if offline:
             fetch_packages(target / PACKAGE_FOLDER)
         made = Path(temporary) / "made"
-        report = export_model(place, made, tuple(PARTS), texts=texts, name=title)
+        report = export_model(place, made, tuple(OUTPUTS), texts=texts, name=title)
         exported = OnnxModel.load(made, "int8")
         _write_page(target, made, exported, title, list(examples), offline)
     return report
@@ -301,7 +301,7 @@ def _write_page(
         shutil.copyfile(path, target / path.name)
     answer = page_answer(exported, examples[0])
     files = {
-        "model": FILES["int8"],
+        "model": Path(FILES["int8"]).name,
         "tokenizer": "tokenizer.json",
         "settings": "tokenizer_config.json",
     }

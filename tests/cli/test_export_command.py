@@ -41,20 +41,20 @@ def answer(capfd, *words):
 
 def test_files_are_written_and_their_cost_is_said(place, tmp_path, capfd):
     status, said, _ = answer(capfd, place / "model", "--output", tmp_path / "out", "--text", place / "text.txt",
-                             "--parts", "[logits, attentions]")  # fmt: skip
+                             "--outputs", "[logits, attentions]")  # fmt: skip
     assert status == 0
     report = json.loads((tmp_path / "out/export.json").read_text())
-    assert report["parts"] == ["logits", "attentions"]
+    assert report["outputs"] == ["logits", "attentions"]
     for name, row in report["files"].items():
         assert (tmp_path / "out" / name).stat().st_size == row["bytes"]
-        assert name in said and f"{row['same_best_guess']:.1%}" in said
+        assert name in said and f"{row['agreement']:.1%}" in said
 
 
 @pytest.mark.parametrize("words, word", [
     (("{place}/nowhere",), "nowhere"),
     (("{place}/model", "--to", "tflite"), "tflite"),
     (("{place}/model", "--output", "{place}/text.txt"), "text.txt"),
-    (("{place}/model", "--parts", "[looks]"), "looks"),
+    (("{place}/model", "--outputs", "[looks]"), "looks"),
     (("{place}/model", "--offline"), "--to web"),
     (("{place}/model", "--to", "web", "--int8", "false"), "int8"),
     (("{place}/model", "--to", "web", "--examples", "no gap"), "no gap"),

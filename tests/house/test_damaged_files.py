@@ -187,7 +187,7 @@ def test_an_onnx_file_does_not_read_files_elsewhere(folder):
     from bertlab.train.export import OnnxModel
 
     assert main(["export", str(folder / "model"), "--output", str(folder / "onnx")]) == 0
-    path = next((folder / "onnx").rglob("*.onnx"))
+    path = folder / "onnx" / "onnx" / "model.onnx"
     graph = onnx.load(path)
     (folder / "secret").write_bytes(b"\0" * 10**6)
     weight = graph.graph.initializer[0]
@@ -196,4 +196,4 @@ def test_an_onnx_file_does_not_read_files_elsewhere(folder):
     weight.external_data.add(key="location", value="../secret")
     path.write_bytes(graph.SerializeToString())
     with pytest.raises((ValueError, OSError)):
-        OnnxModel.load(path.parent, "fp32")
+        OnnxModel.load(folder / "onnx", "fp32")

@@ -1,7 +1,8 @@
-"""ONNX files: the same numbers as torch and as transformers, and nothing left behind where an export fails."""
+"ONNX files compute what torch and transformers compute, and a failed export leaves nothing behind."
 
 import hashlib
 import json
+import re
 
 import numpy as np
 import pytest
@@ -11,24 +12,29 @@ import transformers
 pytest.importorskip("onnxruntime")
 
 from bertlab.data.tokenizers import train_tokenizer
+from bertlab.embeddings.bi_encoder import BiEncoder
 from bertlab.model.config import bert_tiny, modernbert_tiny, neobert, roberta_base
 from bertlab.model.encoder import BertLabModel
-from bertlab.model.mask_filling import fill_masks
 from bertlab.model.heads import BertLabForMaskedLM
-from bertlab.model.huggingface import save_model
+from bertlab.model.huggingface import load_model, save_model
+from bertlab.model.mask_filling import fill_masks
+from bertlab.model.task_heads import BertLabForSequenceClassification
 from bertlab.model.vocabulary import trim_vocabulary
 from bertlab.train import export as exporting
 from bertlab.train.export import (
+    FILES,
+    OUTPUTS,
+    InspectableMaskedLM,
     OnnxModel,
     check_exportable,
     compare_with_torch,
+    example_batches,
     export_model,
-    masked_examples,
-    quantize_int8,
     export_onnx,
+    load_exportable,
+    quantize_int8,
 )
 from bertlab.train.model_cards import check_card
-from bertlab.train.modules import load_encoder
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -50,10 +56,10 @@ def make_model(tokenizer, config=bert_tiny, **settings):
 
 @pytest.fixture(scope="module")
 def place(tokenizer, tmp_path_factory):
-    "A BERT that plain transformers opens, exported with everything that a file can carry."
+    "A BERT that transformers opens, exported with all outputs."
     folder = tmp_path_factory.mktemp("export")
     save_model(make_model(tokenizer), tokenizer, folder / "model", family="bert")
-    export_model(folder / "model", folder / "exported", list(exporting.PARTS), texts=TEXTS)
+    export_model(folder / "model", folder / "exported", list(OUTPUTS), texts=TEXTS)
     return folder
 
 
@@ -64,98 +70,149 @@ def rows(tokenizer, texts):
 
 def theirs_of(place):
     "The same weights in transformers' own class, which shares no line with the exported module."
-    return transformers.BertForMaskedLM.from_pretrained(
-        place / "model", attn_implementation="eager"
-    ).eval()
+    directory = place / "model"
+    model = transformers.BertForMaskedLM.from_pretrained(directory, attn_implementation="eager")
+    return model.eval()
 
 
-@pytest.mark.parametrize(
-    "texts", [TEXTS[:1], TEXTS[1:4], TEXTS[8:20]], ids=["one row", "three", "twelve"]
-)
-def test_a_file_of_floats_answers_as_transformers_does_for_rows_of_any_shape(
-    place, tokenizer, texts
-):
+@pytest.mark.parametrize("texts", [TEXTS[:1], TEXTS[1:4], TEXTS[8:20]], ids=["1", "3", "12"])
+def test_float_files_equal_transformers_for_any_shape(place, tokenizer, texts):
     ids, mask = rows(tokenizer, texts)
     positions = torch.tensor([[1, 3]] * len(texts))
-    found = OnnxModel.load(place / "exported", "fp32").run(
-        ids.numpy(), mask.numpy(), positions.numpy()
-    )
+    exported = OnnxModel.load(place / "exported", "fp32")
+    results = exported.run(ids.numpy(), mask.numpy(), positions.numpy())
     model = theirs_of(place)
     with torch.no_grad():
-        wanted = model(ids, mask, output_attentions=True, output_hidden_states=True)
-        lens = torch.stack([model.cls(state)[:, [1, 3]] for state in wanted.hidden_states], 1)
+        expected = model(ids, mask, output_attentions=True, output_hidden_states=True)
+        lens = torch.stack([model.cls(state)[:, [1, 3]] for state in expected.hidden_states], 1)
     real = mask.bool().numpy()
-    np.testing.assert_allclose(found["logits"][real], wanted.logits.numpy()[real], atol=2e-4)
-    np.testing.assert_allclose(found["lens"], lens.numpy(), atol=2e-4)
-    attentions = torch.stack(wanted.attentions, 1).numpy()
-    np.testing.assert_allclose(np.moveaxis(found["attentions"], 3, 1)[real], np.moveaxis(attentions, 3, 1)[real],
-                               atol=1e-5)  # fmt: skip
+    np.testing.assert_allclose(results["logits"][real], expected.logits.numpy()[real], atol=2e-4)
+    np.testing.assert_allclose(results["lens"], lens.numpy(), atol=2e-4)
+    attentions = np.moveaxis(torch.stack(expected.attentions, 1).numpy(), 3, 1)
+    np.testing.assert_allclose(
+        np.moveaxis(results["attentions"], 3, 1)[real], attentions[real], atol=1e-5
+    )
 
 
-def test_attention_sums_to_one_and_leaves_padding_alone_and_the_last_lens_is_the_answer(
-    place, tokenizer
-):
+@pytest.mark.parametrize("precision", FILES)
+def test_attention_ignores_padding_and_the_last_lens_is_the_answer(place, tokenizer, precision):
     ids, mask = (t.numpy() for t in rows(tokenizer, [TEXTS[0], TEXTS[8]]))
-    for precision in ("fp32", "int8"):
-        found = OnnxModel.load(place / "exported", precision).run(ids, mask, np.array([[2], [4]]))
-        looks = found["attentions"]
-        np.testing.assert_allclose(looks.sum(-1), 1, atol=1e-5)
-        short = int(mask[0].sum())
-        assert short < mask.shape[1] and looks[0, :, :, :short, short:].max() == 0
-        np.testing.assert_allclose(
-            found["lens"][:, -1, 0], found["logits"][[0, 1], [2, 4]], atol=1e-4
-        )
+    exported = OnnxModel.load(place / "exported", precision)
+    results = exported.run(ids, mask, np.array([[2], [4]]))
+    np.testing.assert_allclose(results["attentions"].sum(-1), 1, atol=1e-5)
+    length = int(mask[0].sum())
+    assert length < mask.shape[1] and results["attentions"][0, :, :, :length, length:].max() == 0
+    answers = results["logits"][[0, 1], [2, 4]]
+    np.testing.assert_allclose(results["lens"][:, -1, 0], answers, atol=1e-4)
 
 
-def test_gaps_are_filled_as_torch_fills_them(place, tokenizer):
+def test_masks_are_filled_as_torch_fills_them(place, tokenizer):
     texts = ["the red [MASK] sees the dog.", "the [MASK] likes the [MASK]."]
-    found = OnnxModel.load(place / "exported", "fp32").fill(texts, 4)
-    wanted = fill_masks(theirs_of(place), tokenizer, texts, 4)
-    assert [len(gaps) for gaps in found] == [1, 2]
-    for ours, theirs in zip(sum(found, []), sum(wanted, [])):
-        assert [word for word, _ in ours] == [word for word, _ in theirs]
-        np.testing.assert_allclose([p for _, p in ours], [p for _, p in theirs], atol=1e-4)
+    ours = OnnxModel.load(place / "exported", "fp32").fill_mask(texts, 4)
+    theirs = fill_masks(theirs_of(place), tokenizer, texts, 4)
+    assert [len(masks) for masks in ours] == [1, 2]
+    for guesses, expected in zip(sum(ours, []), sum(theirs, [])):
+        assert [word for word, _ in guesses] == [word for word, _ in expected]
+        np.testing.assert_allclose([p for _, p in guesses], [p for _, p in expected], atol=1e-4)
 
 
 def test_the_report_states_what_an_independent_count_finds(place, tokenizer):
     report = json.loads((place / "exported/export.json").read_text())
-    assert set(report["files"]) == {"model.onnx", "model_int8.onnx"}
+    assert list(report["files"]) == list(FILES.values())
     for name, row in report["files"].items():
         content = (place / "exported" / name).read_bytes()
         assert row["bytes"] == len(content) and row["sha256"] == hashlib.sha256(content).hexdigest()
-    batches, model = masked_examples(tokenizer, TEXTS, 64), theirs_of(place)
-    assert report["gaps"] == sum(int(batch.gaps.sum()) for batch in batches)
-    small, same, largest = OnnxModel.load(place / "exported", "int8"), 0, 0.0
+    batches, model = example_batches(tokenizer, TEXTS, 64), theirs_of(place)
+    assert report["predictions"] == sum(int(batch.masked.sum()) for batch in batches)
+    exported, same = OnnxModel.load(place / "exported", "int8"), 0
     for batch in batches:
-        got = small.run(batch.input_ids, batch.attention_mask)["logits"]
+        logits = exported.run(batch.input_ids, batch.attention_mask)["logits"]
         with torch.no_grad():
-            wanted = model(
-                torch.from_numpy(batch.input_ids), torch.from_numpy(batch.attention_mask)
-            ).logits.numpy()
-        same += int((got.argmax(-1) == wanted.argmax(-1))[batch.gaps].sum())
-        largest = max(largest, np.abs(got - wanted)[batch.attention_mask == 1].max())
-    row = report["files"]["model_int8.onnx"]
-    assert row["same_best_guess"] == pytest.approx(same / report["gaps"])
-    assert row["largest_logit_difference"] == pytest.approx(largest, rel=1e-2)
-    assert 0 < row["largest_logit_difference"] and row["same_best_guess"] > 0.7
-    assert report["files"]["model.onnx"]["largest_logit_difference"] < 1e-3
+            expected = model(*map(torch.from_numpy, (batch.input_ids, batch.attention_mask))).logits
+        same += int((logits.argmax(-1) == expected.numpy().argmax(-1))[batch.masked].sum())
+    row = report["files"][FILES["int8"]]
+    assert row["agreement"] == pytest.approx(same / report["predictions"])
+    assert row["agreement"] > 0.7 and row["difference"]["logits"] > 0
+    assert report["files"][FILES["fp32"]]["difference"]["logits"] < 1e-4
 
 
-def test_the_card_beside_the_files_is_valid_and_states_the_measurements(place):
-    text = (place / "exported/README.md").read_text()
-    check_card(text)
-    row = json.loads((place / "exported/export.json").read_text())["files"]["model_int8.onnx"]
-    assert f"{row['same_best_guess']:.1%}" in text and "model_int8.onnx" in text
-
-
-def test_gaps_to_check_with_spare_special_tokens_and_padding(tokenizer):
+def test_masked_examples_spare_special_tokens_and_padding(tokenizer):
     special = set(tokenizer.all_special_ids)
-    for batch in masked_examples(tokenizer, [*TEXTS, "", "dog"], 16, 5):
+    for batch in example_batches(tokenizer, [*TEXTS, "", "dog"], 16, 5):
         assert batch.input_ids.shape[1] <= 16
-        assert batch.gaps.any(1).all() and not (batch.gaps & (batch.attention_mask == 0)).any()
-        assert not special & set(batch.answers[batch.gaps].tolist())
-        assert (batch.input_ids[batch.gaps] == tokenizer.mask_token_id).all()
-        assert (batch.input_ids == batch.answers)[~batch.gaps].all()
+        assert batch.masked.any(1).all() and not (batch.masked & (batch.attention_mask == 0)).any()
+        assert not special & set(batch.labels[batch.masked].tolist())
+        assert (batch.input_ids[batch.masked] == tokenizer.mask_token_id).all()
+        assert (batch.input_ids == batch.labels)[~batch.masked].all()
+
+
+# ---- other tasks and families ---------------------------------------------------------------------
+
+
+def save_task_model(kind, tokenizer, directory):
+    "A model of a task with random weights in a directory, and transformers' class that opens it."
+    torch.manual_seed(0)
+    vocabulary, labels = len(tokenizer), dict(num_labels=3)
+    if kind == "bertlab":
+        save_model(
+            BertLabForSequenceClassification(bert_tiny(vocab_size=vocabulary, **SHAPE, **labels)),
+            tokenizer,
+            directory,
+        )
+        return transformers.AutoModelForSequenceClassification
+    if kind == "distilbert":
+        config = transformers.DistilBertConfig(
+            vocab_size=vocabulary, dim=32, hidden_dim=48, n_layers=1, n_heads=2
+        )
+        model, auto = transformers.DistilBertForQuestionAnswering(config), "QuestionAnswering"
+    else:
+        shape = {**SHAPE, "num_hidden_layers": 1, "pos_att_type": ["p2c", "c2p"]}
+        config = transformers.DebertaV2Config(
+            vocab_size=vocabulary, relative_attention=True, **shape, **labels
+        )
+        model, auto = transformers.DebertaV2ForTokenClassification(config), "TokenClassification"
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    return getattr(transformers, f"AutoModelFor{auto}")
+
+
+@pytest.mark.parametrize(
+    "kind", ["bertlab", "distilbert", pytest.param("deberta-v2", marks=pytest.mark.slow)]
+)
+def test_tasks_of_any_family_equal_transformers(kind, tokenizer, tmp_path):
+    auto = save_task_model(kind, tokenizer, tmp_path / "model")
+    export_model(tmp_path / "model", tmp_path / "out", texts=TEXTS)
+    model = auto.from_pretrained(tmp_path / "model").eval()
+    results = OnnxModel.load(tmp_path / "out", "fp32")(TEXTS[20:27])
+    ids, mask = rows(tokenizer, TEXTS[20:27])
+    with torch.no_grad():
+        expected = model(input_ids=ids, attention_mask=mask)
+    for name, values in results.items():
+        expected_values = expected[name].numpy()
+        chosen = mask.bool().numpy() if values.shape[1:2] == ids.shape[1:] else ...
+        np.testing.assert_allclose(values[chosen], expected_values[chosen], atol=1e-4)
+
+
+def test_the_vectors_of_a_bi_encoder_are_exported(tokenizer, tmp_path):
+    torch.manual_seed(0)
+    encoder = BertLabModel(bert_tiny(vocab_size=len(tokenizer), **SHAPE))
+    model = BiEncoder(encoder.eval(), tokenizer)
+    model.save(tmp_path / "model")
+    export_model(tmp_path / "model", tmp_path / "out", texts=TEXTS, int8=False)
+    vectors = OnnxModel.load(tmp_path / "out")(TEXTS[:9])["sentence_embedding"]
+    np.testing.assert_allclose(vectors, model.encode(TEXTS[:9]), atol=1e-5)
+    assert (tmp_path / "out" / "1_Pooling" / "config.json").is_file()
+
+
+def test_the_script_on_the_card_runs_as_it_is_written(tokenizer, tmp_path, monkeypatch, capsys):
+    save_task_model("bertlab", tokenizer, tmp_path / "model")
+    export_model(tmp_path / "model", tmp_path / "out", texts=TEXTS, int8=False)
+    card = (tmp_path / "out/README.md").read_text()
+    check_card(card)
+    assert FILES["fp32"] in card
+    monkeypatch.chdir(tmp_path / "out")
+    exec(re.findall(r"```python\n(.*?)```", card, re.DOTALL)[-1], {})
+    assert len(re.findall(r"-?\d+\.\d+", capsys.readouterr().out)) == 3  # one score a label
 
 
 OWN = {
@@ -171,75 +228,69 @@ OWN = {
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.slow] * (name[:5] != "ALiBi")) for name in OWN]
 )
-def test_models_that_transformers_does_not_have_are_exported_too(name, tokenizer, tmp_path):
+def test_models_that_transformers_lacks_are_exported_too(name, tokenizer, tmp_path):
     config, settings = OWN[name]
     model = make_model(tokenizer, config, **settings)
-    export_onnx(model, tmp_path / "model.onnx", list(exporting.PARTS))
+    export_onnx(InspectableMaskedLM(model), tmp_path / "model.onnx")
     exported = OnnxModel(tmp_path / "model.onnx", tokenizer)
     ids, mask = rows(tokenizer, TEXTS[3:10])
-    found = exported.run(ids.numpy(), mask.numpy())
+    results = exported.run(ids.numpy(), mask.numpy())
     model.config._attn_implementation = "sdpa"  # another kernel than the one that was exported
     with torch.no_grad():
-        wanted = model(ids, mask).logits.numpy()
+        expected = model(ids, mask).logits.numpy()
     real = mask.bool().numpy()
-    np.testing.assert_allclose(
-        found["logits"][real], wanted[real], atol=1e-3 * np.abs(wanted).max()
-    )
-    np.testing.assert_allclose(found["attentions"].sum(-1), 1, atol=1e-5)
-    np.testing.assert_allclose(found["lens"][:, -1, 0], found["logits"][:, 0], atol=1e-3)
+    tolerance = 1e-3 * np.abs(expected).max()
+    np.testing.assert_allclose(results["logits"][real], expected[real], atol=tolerance)
+    np.testing.assert_allclose(results["lens"][:, -1, 0], results["logits"][:, 0], atol=1e-3)
     quantize_int8(tmp_path / "model.onnx", tmp_path / "small.onnx")
-    assert (tmp_path / "small.onnx").stat().st_size < 0.75 * (
-        tmp_path / "model.onnx"
-    ).stat().st_size
-    for path in (tmp_path / "model.onnx", tmp_path / "small.onnx"):
-        assert b".py" not in path.read_bytes(), (
-            "the file names sources of the machine that wrote it"
-        )
+    content, small = ((tmp_path / f"{name}.onnx").read_bytes() for name in ("model", "small"))
+    assert len(small) < 0.75 * len(content)
+    assert b".py" not in content + small, "the file names sources of this machine"
 
 
-def test_what_cannot_be_exported_is_refused_before_a_weight_is_read(
-    place, tokenizer, tmp_path, monkeypatch
-):
-    def never(*arguments, **options):
-        raise AssertionError("work was started")
-
-    for name in ("load_encoder", "load_tokenizer", "held_out_texts"):
-        monkeypatch.setattr(exporting, name, never)
-    save_model(
-        BertLabModel(bert_tiny(vocab_size=len(tokenizer), **SHAPE)),
-        tokenizer,
-        tmp_path / "headless",
-    )
-    (tmp_path / "file").write_text("")
-    new = tmp_path / "new"
-    cases = {
-        "BertModel": lambda: export_model(tmp_path / "headless", new),
-        "there already": lambda: export_model(place / "model", place / "exported"),
-        "a file": lambda: export_model(place / "model", tmp_path / "file/below"),
-        "parts": lambda: export_model(place / "model", new, ["attentions"]),
-        "'looks'": lambda: export_model(place / "model", new, ["logits", "looks"]),
-        "config.json": lambda: export_model(tmp_path, new),
-    }
-    for word, work in cases.items():
-        with pytest.raises(ValueError, match=word):
-            work()
-    monkeypatch.setattr(exporting, "find_spec", lambda name: None)
-    with pytest.raises(ImportError, match="export"):
-        export_model(place / "model", new)
-    assert not new.exists()
+# ---- mistakes and failures ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    "name", ["BertForSequenceClassification", "BertLabForEnhancedMaskedLM", "nothing", None]
+    "source, target, outputs, word",
+    [
+        ("headless", "new", None, "BertModel"),
+        ("model", "exported", None, "exists"),
+        ("model", "file/below", None, "is a file"),
+        ("model", "new", ["attentions"], "outputs"),
+        ("model", "new", ["logits", "looks"], "'looks'"),
+        ("nothing", "new", None, "config.json"),
+    ],
 )
-def test_a_head_that_guesses_no_words_is_refused_by_its_name(name, tmp_path):
+def test_mistakes_are_named_before_work_starts(
+    place, tokenizer, monkeypatch, source, target, outputs, word
+):
+    if not (place / "headless").exists():
+        headless = BertLabModel(bert_tiny(vocab_size=len(tokenizer), **SHAPE))
+        save_model(headless, tokenizer, place / "headless")
+        (place / "file").write_text("")
+        (place / "nothing").mkdir()
+    monkeypatch.setattr(exporting, "load_model", lambda *_: pytest.fail("weights were read"))
+    with pytest.raises(ValueError, match=word):
+        export_model(place / source, place / target, outputs)
+    assert not (place / "new").exists()
+
+
+@pytest.mark.parametrize("name", ["BertLabForEnhancedMaskedLM", "BertForMultipleChoice", None])
+def test_a_head_without_an_export_is_named(name, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"architectures": name and [name]}))
     with pytest.raises(ValueError, match=name or "nothing"):
         check_exportable(tmp_path)
 
 
-def test_a_step_that_fails_leaves_nothing_behind(place, tmp_path, monkeypatch):
-    def fail(*arguments):
+def test_a_missing_extra_is_named(place, monkeypatch):
+    monkeypatch.setattr(exporting, "find_spec", lambda name: None)
+    with pytest.raises(ImportError, match="export"):
+        export_model(place / "model", place / "new")
+
+
+def test_a_failed_step_leaves_nothing_behind(place, tmp_path, monkeypatch):
+    def fail(*_):
         raise OSError("no space left on device")
 
     monkeypatch.setattr(exporting, "quantize_int8", fail)
@@ -248,122 +299,93 @@ def test_a_step_that_fails_leaves_nothing_behind(place, tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_file_of_floats_that_differs_from_torch_is_not_written(place, tmp_path, monkeypatch):
-    write = exporting.export_onnx
+def export_with(monkeypatch, index, change):
+    "Let the exporter write a file in which one bias has changed."
+    export = exporting.export_onnx
 
-    def write_another(model, path, parts):
+    def changed_export(module, path):
+        bias = module.model.head.bias
         with torch.no_grad():
-            model.head.bias[7] += 0.5
-        write(model, path, parts)
-        with torch.no_grad():
-            model.head.bias[7] -= 0.5
+            before = bias[index].clone()
+            bias[index] += change
+            export(module, path)
+            bias[index] = before
 
-    monkeypatch.setattr(exporting, "export_onnx", write_another)
+    monkeypatch.setattr(exporting, "export_onnx", changed_export)
+
+
+def test_a_float_file_that_differs_is_not_written(place, tmp_path, monkeypatch):
+    export_with(monkeypatch, 7, 0.5)
     with pytest.raises(ValueError, match="differs from torch"):
         export_model(place / "model", tmp_path / "new", texts=TEXTS)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_spare_rows_of_a_vocabulary_neither_excuse_a_difference_nor_are_one(
-    place, tokenizer, tmp_path, monkeypatch
+@pytest.mark.parametrize("index, change", [(7, 0.5), (-1, 1e4)], ids=["used", "spare"])
+def test_spare_vocabulary_rows_hide_no_difference(
+    place, tokenizer, tmp_path, monkeypatch, index, change
 ):
-    trimmed, fewer = trim_vocabulary(load_encoder(place / "model"), tokenizer, TEXTS[:20])
+    model = load_model(place / "model").model
+    trimmed, fewer = trim_vocabulary(model, tokenizer, TEXTS[:20])
     assert trimmed.config.vocab_size > len(fewer), "there is no spare row to test with"
     save_model(trimmed, fewer, tmp_path / "model", family="bert")
-    report = export_model(tmp_path / "model", tmp_path / "good", texts=TEXTS[:20])
-    assert all(0 < row["largest_logit_difference"] < 100 for row in report["files"].values())
-    write = exporting.export_onnx
-
-    def write_with(row, change):
-        def write_another(model, path, parts):
-            with torch.no_grad():
-                model.head.bias[row] += change
-            write(model, path, parts)
-            with torch.no_grad():
-                model.head.bias[row] -= change
-
-        return write_another
-
-    for row, change in (
-        (7, 0.5),
-        (-1, 1e4),
-    ):  # an entry that is said; a spare row that could be said now
-        monkeypatch.setattr(exporting, "export_onnx", write_with(row, change))
-        with pytest.raises(ValueError, match="differs from torch"):
-            export_model(tmp_path / "model", tmp_path / "new", texts=TEXTS[:20], int8=False)
+    export_model(tmp_path / "model", tmp_path / "good", texts=TEXTS[:20], int8=False)
+    export_with(monkeypatch, index, change)
+    with pytest.raises(ValueError, match="differs from torch"):
+        export_model(tmp_path / "model", tmp_path / "new", texts=TEXTS[:20], int8=False)
 
 
-def test_a_file_of_bytes_that_gives_no_number_is_not_written(place, tmp_path, monkeypatch):
-    def write_spoilt(source, target):
-        model = load_encoder(place / "model").eval()
+def test_a_quantized_file_that_returns_nan_is_not_written(place, tmp_path, monkeypatch):
+    def spoil(source, target):
+        module = load_exportable(place / "model")
         with torch.no_grad():
-            model.head.bias[7] = torch.nan
-        exporting.export_onnx(model, target)
+            module.model.head.bias[7] = torch.nan
+        exporting.export_onnx(module, target)
 
-    monkeypatch.setattr(exporting, "quantize_int8", write_spoilt)
-    with pytest.raises(ValueError, match="model_int8.onnx gives nan nats.*int8=False"):
+    monkeypatch.setattr(exporting, "quantize_int8", spoil)
+    with pytest.raises(ValueError, match="model_quantized.onnx.*int8=False"):
         export_model(place / "model", tmp_path / "new", texts=TEXTS)
     assert list(tmp_path.iterdir()) == []
-    export_model(place / "model", tmp_path / "new", texts=TEXTS, int8=False)  # as it says
-    assert not (tmp_path / "new" / "model_int8.onnx").exists()
 
 
-def test_a_score_that_is_no_number_is_no_agreement(place, tokenizer):
-    exported, batches = (
-        OnnxModel.load(place / "exported", "fp32"),
-        masked_examples(tokenizer, TEXTS, 64),
-    )
+def test_nan_counts_as_a_difference(place, tokenizer):
+    exported = OnnxModel.load(place / "exported", "fp32")
     compute = exported.run
 
-    def spoil(*rows):
-        found = compute(*rows)
-        for values in found.values():
+    def spoil(*arrays):
+        results = compute(*arrays)
+        for values in results.values():
             values.flat[3] = np.nan
-        return found
+        return results
 
     exported.run = spoil
-    found = compare_with_torch(exported, make_model(tokenizer), batches)
-    assert all(
-        np.isnan(found[f"largest_{part}_difference"]) for part in ("logit", "attentions", "lens")
-    )
+    module = InspectableMaskedLM(make_model(tokenizer))
+    differences = compare_with_torch(exported, module, example_batches(tokenizer, TEXTS, 64))
+    assert all(np.isnan(value) for value in differences["difference"].values())
 
 
-def test_the_report_names_the_directory_however_it_was_given(place, tmp_path, monkeypatch):
-    monkeypatch.chdir(place / "model")
-    for given, name, wanted in ((".", None, "model"), ("../model/.", "mine", "mine")):
-        export_model(given, tmp_path / wanted, texts=TEXTS[:8], int8=False, name=name)
-        assert json.loads((tmp_path / wanted / "export.json").read_text())["model"] == wanted
+@pytest.mark.parametrize(
+    "call, word",
+    [
+        (lambda model: model.fill_mask(["the [MASK] " + "dog " * 80]), "64"),
+        (lambda model: model.fill_mask(["the dog."]), r"\[MASK\]"),
+        (lambda model: model.fill_mask(["the [MASK]"], 0), "top_k=0"),
+        (lambda model: model.run(np.array([[1, 10**6]]), np.ones((1, 2))), "shape"),
+        (lambda model: OnnxModel.load(model.path.parents[1], "int4"), "int4"),
+        (lambda model: OnnxModel.load(model.path.parents[2] / "model", "fp32"), "model.onnx"),
+    ],
+)
+def test_wrong_input_is_named(place, call, word):
+    with pytest.raises(ValueError, match=word):
+        call(OnnxModel.load(place / "exported"))
 
 
-def test_rows_that_a_model_cannot_read_are_refused(place):
-    exported = OnnxModel.load(place / "exported")
-    assert exported.path.name == "model_int8.onnx"
-    with pytest.raises(ValueError, match="64"):
-        exported.fill(["the [MASK] " + "dog " * 80])
-    with pytest.raises(ValueError, match=r"\[MASK\]"):
-        exported.fill(["the dog."])
-    with pytest.raises(ValueError, match="shape"):
-        exported.run(np.array([[1, 10**6]]), np.ones((1, 2)))
-    with pytest.raises(ValueError, match="int4"):
-        OnnxModel.load(place / "exported", "int4")
-    with pytest.raises(ValueError, match="model.onnx"):
-        OnnxModel.load(place / "model", "fp32")
-
-
-def test_a_readme_of_ones_own_stays_in_front_of_what_was_measured(place, tmp_path):
+def test_an_existing_card_is_kept_before_the_measurements(place, tmp_path):
     import shutil
 
     shutil.copytree(place / "model", tmp_path / "model")
-    (tmp_path / "model" / "README.md").write_text("# My notes\nNo card at all.\n")
-    export_model(tmp_path / "model", tmp_path / "out", texts=TEXTS, int8=False)
-    assert (
-        (tmp_path / "out" / "README.md")
-        .read_text()
-        .startswith("# My notes\nNo card at all.\n\n## As ONNX")
-    )
-
-
-@pytest.mark.parametrize("count", [0, -1])
-def test_no_guess_at_all_is_a_mistake(place, count):
-    with pytest.raises(ValueError, match="top_k must be 1 or more"):
-        OnnxModel.load(place / "exported").fill(["the [MASK]"], count)
+    (tmp_path / "model" / "README.md").write_text("# My notes\nNo card.\n")
+    export_model(tmp_path / "model", tmp_path / "out", texts=TEXTS, int8=False, name="mine")
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert card.startswith("# My notes\nNo card.\n\n## ONNX")
+    assert json.loads((tmp_path / "out" / "export.json").read_text())["model"] == "mine"

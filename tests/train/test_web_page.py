@@ -95,8 +95,8 @@ def test_the_html_is_filled_names_are_text_and_nothing_comes_from_elsewhere(fold
 
 
 def test_the_first_answer_is_what_the_file_answers(folder, page):
-    exported = OnnxModel(folder / "page/model_int8.onnx", make_model(folder / "again"))
-    first, wanted = page["first"], exported.fill([EXAMPLES[0]], 5)[0]
+    exported = OnnxModel(folder / "page/model_quantized.onnx", make_model(folder / "again"))
+    first, wanted = page["first"], exported.fill_mask([EXAMPLES[0]], 5)[0]
     assert [[word for word, *_ in first["guesses"][str(gap)]] for gap in first["gaps"]] == [
         [word for word, _ in guesses] for guesses in wanted]  # fmt: skip
     assert first["text"] == EXAMPLES[0].replace("[MASK]", "___")
@@ -139,7 +139,7 @@ def test_what_cannot_become_a_page_is_refused_before_work_starts(folder, tmp_pat
     make_model(tmp_path / "slow")
     (tmp_path / "slow/tokenizer.json").unlink()
     cases = {
-        "there already": lambda: export_web_page(model, folder / "page"),
+        "exists": lambda: export_web_page(model, folder / "page"),
         "no gap": lambda: export_web_page(model, new, examples=["nothing here"]),
         "examples": lambda: export_web_page(model, new, examples=[]),
         "tokenizer.json": lambda: export_web_page(tmp_path / "slow", new),

@@ -11,7 +11,7 @@ pytest.importorskip("onnxruntime")
 from page_cases import EXAMPLES, SENTENCES, TEXTS, make_model, served
 
 from bertlab.train import web_page
-from bertlab.train.export import FILES, OnnxModel
+from bertlab.train.export import OnnxModel
 from bertlab.train.web_page import page_answer, export_web_page, fetch_packages, integrity_of
 
 pytestmark = [
@@ -40,7 +40,7 @@ class Pages(dict):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(web_page, "fetch_packages", bring)
             export_web_page(self.place / kind, folder, True, EXAMPLES, texts=TEXTS)
-        self[kind] = folder, OnnxModel(folder / FILES["int8"], tokenizer)
+        self[kind] = folder, OnnxModel(folder / "model_quantized.onnx", tokenizer)
         return self[kind]
 
 
@@ -151,7 +151,9 @@ def test_a_look_loads_little_and_a_question_is_answered_by_keyboard(folders, ope
         page.wait_for_function(
             "() => / ms/.test(document.getElementById('status').textContent)", timeout=120_000
         )
-        wanted = [guesses[0][0] for guesses in exported.fill(["a [MASK] likes the [MASK]."], 1)[0]]
+        wanted = [
+            guesses[0][0] for guesses in exported.fill_mask(["a [MASK] likes the [MASK]."], 1)[0]
+        ]
         assert page.locator("#guesses caption").all_inner_texts() == ["Gap 1 of 2", "Gap 2 of 2"]
         assert [
             page.locator("#guesses tbody").nth(n).locator("th").first.inner_text() for n in (0, 1)
@@ -223,7 +225,7 @@ def bend(path, how):
 
 
 @pytest.mark.parametrize("name, how", [
-    ("model_int8.onnx", "missing"), ("model_int8.onnx", "truncated"), ("model_int8.onnx", "flipped"),
+    ("model_quantized.onnx", "missing"), ("model_quantized.onnx", "truncated"), ("model_quantized.onnx", "flipped"),
     ("tokenizer.json", "missing"), ("tokenizer_config.json", "flipped"), ("page.json", "missing"),
     ("page.json", "truncated"), ("draw.js", "missing"), ("packages/ort.wasm.bundle.min.mjs", "flipped"),
     ("packages/ort-wasm-simd-threaded.wasm", "missing"), ("packages/tokenizers.min.mjs", "flipped"),
@@ -251,14 +253,14 @@ def test_a_model_that_passes_for_the_right_file_and_is_none_gets_one_sentence(
     folders, open_page, tmp_path
 ):
     folder = shutil.copytree(folders["wordpiece"][0], tmp_path / "page")
-    (folder / "model_int8.onnx").write_bytes(b"Dear reader")
+    (folder / "model_quantized.onnx").write_bytes(b"Dear reader")
     page_json = json.loads((folder / "page.json").read_text())
     page_json["files"]["model"]["integrity"] = integrity_of(b"Dear reader")
     (folder / "page.json").write_text(json.dumps(page_json))
     with served(folder) as (address, _):
         page = open_page(address)
         ask(page, "the [MASK] sees.")
-        assert "model_int8.onnx" in page.inner_text("#mistake")
+        assert "model_quantized.onnx" in page.inner_text("#mistake")
 
 
 def test_without_scripts_and_from_a_bare_file_something_is_said(folders, browser):
