@@ -21,4 +21,3 @@ from . import estimate as estimate
 from . import model_cards as model_cards
 from . import export as export
 from . import web_page as web_page
-from . import pipeline as pipeline
