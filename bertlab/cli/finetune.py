@@ -41,7 +41,7 @@ from ..finetuning.predictions import load_predictor, predict_file
 from ..finetuning.runs import ScoreLines, SeedResults, check_monitor, finetune
 from ..finetuning.runs import metric_rank, prepare
 from ..finetuning.models import save_predictor
-from ..finetuning.builtin import BUILTIN_DATASETS, describe_dataset, load_builtin_dataset
+from ..finetuning.builtin import BUILTIN_DATASETS, load_builtin_dataset
 from ..model.config import SPECIAL_TOKEN_IDS
 from ..model.loading import weight_files
 from ..optim.optimizers import optimizer_spec
@@ -242,7 +242,7 @@ class FinetuningRun:
                 "nothing to learn from: give data.dataset_name_or_path, run.task ("
                 f"{', '.join(BUILTIN_DATASETS)}) or run.glue ({', '.join(GLUE)})"
             )
-        kind = BUILTIN_DATASETS[run.task].kind if run.task else "classification"
+        kind = BUILTIN_DATASETS[run.task].task if run.task else "classification"
         if (run.task or run.glue) and model["task"] not in ("classification", kind):
             raise ValueError(
                 f"model.task={model['task']!r}, but {run.task or run.glue} is "
@@ -395,7 +395,7 @@ class FinetuningRun:
         device = provenance(self.config["trainer"]["accelerator"])
         record = {**device, "begins_with": self.begins_with}
         self.text = dump_yaml({**self.config, "command": "finetune", "record": record})
-        told = [describe_dataset(self.task)] if self.task else []
+        told = [self.task.describe()] if self.task else []
         told += [
             self.data.describe(num_rows=1),
             f"model    {self.description}",

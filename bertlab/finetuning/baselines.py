@@ -41,7 +41,7 @@ def run_baselines(
 
 def dataset_baselines(dataset: Any) -> dict[str, Baseline]:  # of a BuiltinDataset, by name
     "Run the baselines of a built-in data set."
-    task = get_task(dataset.kind)
+    task = get_task(dataset.task)
     task.learn_labels([row[task.label_column] for row in dataset.train])
     splits = dataset.train, dataset.validation, dataset.test
     return {baseline.name: baseline for baseline in run_baselines(task, *splits)}

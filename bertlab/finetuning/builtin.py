@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['WORD', 'ERROR', 'ANSWER', 'SILENT', 'ASK', 'SHARES', 'SIZES', 'AREAS', 'BUILTIN_DATASETS', 'FunctionSource',
            'parse_functions', 'stdlib_functions', 'name_roles', 'label_code', 'label_words', 'clip', 'list_entry',
-           'ask_about', 'BuiltinDataset', 'describe_dataset', 'place_group', 'row_text', 'drop_twins', 'divide_rows',
-           'module_of', 'class_of', 'area_rows', 'code_rows', 'word_rows', 'thin_out', 'question_rows', 'BuiltinRecipe',
+           'ask_about', 'BuiltinDataset', 'place_group', 'row_text', 'drop_twins', 'divide_rows', 'module_of',
+           'class_of', 'area_rows', 'code_rows', 'word_rows', 'thin_out', 'question_rows', 'BuiltinRecipe',
            'load_builtin_dataset']
 
 # %% ../../nbs/finetuning/14_builtin.ipynb #7bdd728a
@@ -22,6 +22,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import NamedTuple
 
 from ..core.names import look_up
 from ..data.corpus import embedded_corpus
@@ -33,6 +34,7 @@ from bertlab.data.documents import (
     python_files,
 )
 from ..data.documents import stable_hash
+from .files import flatten
 
 # %% ../../nbs/finetuning/14_builtin.ipynb #e420a594
 @dataclass(frozen=True)
@@ -51,17 +53,14 @@ class FunctionSource:
 
 # %% ../../nbs/finetuning/14_builtin.ipynb #3cf66bd1
 def _read_parameters(arguments: ast.arguments) -> tuple[tuple[str, str | None], ...]:
-    "Names and the source of defaults, None for none; without self, cls and starred ones."
-    places = [*arguments.posonlyargs, *arguments.args]
-    missing = [None] * (len(places) - len(arguments.defaults))
-    pairs = [
-        *zip(places, [*missing, *arguments.defaults]),
-        *zip(arguments.kwonlyargs, arguments.kw_defaults),
-    ]
+    "Read names and the source of defaults, None for none; without self, cls and starred ones."
+    positional = [*arguments.posonlyargs, *arguments.args]
+    defaults = [None] * (len(positional) - len(arguments.defaults)) + arguments.defaults
+    pairs = zip([*positional, *arguments.kwonlyargs], [*defaults, *arguments.kw_defaults])
     return tuple(
-        (place.arg, None if default is None else ast.unparse(default))
-        for place, default in pairs
-        if place.arg not in ("self", "cls")
+        (argument.arg, default and ast.unparse(default))
+        for argument, default in pairs
+        if argument.arg not in ("self", "cls")
     )
 
 # %% ../../nbs/finetuning/14_builtin.ipynb #1c8576c5
@@ -69,46 +68,41 @@ def parse_functions(
     text: str,  # a Python file
     module: str,  # its dotted name
 ) -> Iterator[FunctionSource]:
-    "Every function of a file, methods and inner ones too. Raises `SyntaxError`."
+    "Yield every function of a file, methods and inner ones too. Raises `SyntaxError`."
     tree, lines = ast.parse(text), text.split("\n")  # as the parser counts them
     names = frozenset(n.name for n in ast.walk(tree) if isinstance(n, DOCUMENTED[1:]))
     stack = [("", tree)]
     while stack:
         outer, node = stack.pop()
         for child in ast.iter_child_nodes(node):
-            named = isinstance(child, DOCUMENTED[1:])
-            place = f"{outer}.{child.name}".lstrip(".") if named else outer
-            if named and not isinstance(child, ast.ClassDef):
-                doc, code = ast.get_docstring(child), lines[child.lineno - 1 : child.end_lineno]
-                yield FunctionSource(
-                    f"{module}:{place}",
-                    _read_parameters(child.args),
-                    doc or "",
-                    "\n".join(code) + "\n",
-                    names,
-                )
+            has_name = isinstance(child, DOCUMENTED[1:])
+            path = f"{outer}.{child.name}".lstrip(".") if has_name else outer
+            if has_name and not isinstance(child, ast.ClassDef):
+                code = "\n".join(lines[child.lineno - 1 : child.end_lineno]) + "\n"
+                doc, parameters = ast.get_docstring(child) or "", _read_parameters(child.args)
+                yield FunctionSource(f"{module}:{path}", parameters, doc, code, names)
             if not isinstance(child, ast.expr):
-                stack.append((place, child))
+                stack.append((path, child))
 
 # %% ../../nbs/finetuning/14_builtin.ipynb #6509550d
 @lru_cache(maxsize=1)
 def stdlib_functions() -> tuple[FunctionSource, ...]:
-    "The functions of the standard library, in the order of a stable hash; nothing is imported."
-    found = []
+    "Parse the functions of the standard library, in the order of a stable hash; import nothing."
+    functions = []
     for module, path in python_files(sysconfig.get_paths()["stdlib"]):
         try:
-            found += parse_functions(path.read_text(encoding="utf-8"), module)
+            functions += parse_functions(path.read_text(encoding="utf-8"), module)
         except (SyntaxError, ValueError):
-            pass  # another encoding, or no Python: others remain
-    return tuple(sorted(found, key=lambda function: stable_hash(function.source)))
+            pass  # another encoding, or no Python
+    return tuple(sorted(functions, key=lambda function: stable_hash(function.source)))
 
 # %% ../../nbs/finetuning/14_builtin.ipynb #7a62959e
 WORD = re.compile(r"\w+|[^\w\s]")
 
 
-def name_roles(tree: ast.AST) -> dict[tuple[int, int], str]:  # (line, column) -> kind
-    "What each name of a function is, by its place in the tree."
-    roles, own = {}, {node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)}
+def name_roles(tree: ast.AST) -> dict[tuple[int, int], str]:  # (line, column): role
+    "Return what each name of a function is, by its position in the source."
+    roles, parameters = {}, {node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)}
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and isinstance(node.func, (ast.Name, ast.Attribute)):
             called = node.func
@@ -119,16 +113,16 @@ def name_roles(tree: ast.AST) -> dict[tuple[int, int], str]:  # (line, column) -
         elif isinstance(node, ast.keyword) and node.arg:
             roles[node.lineno, node.col_offset] = "argument"
         elif isinstance(node, ast.Attribute):
-            place = node.end_lineno, node.end_col_offset - len(node.attr)
-            roles.setdefault(place, "attribute")
+            position = node.end_lineno, node.end_col_offset - len(node.attr)
+            roles.setdefault(position, "attribute")
         elif isinstance(node, ast.Name):
-            role = "parameter" if node.id in own else "variable"
+            role = "parameter" if node.id in parameters else "variable"
             roles.setdefault((node.lineno, node.col_offset), role)
     return roles
 
 # %% ../../nbs/finetuning/14_builtin.ipynb #a1731dd6
-def _kind_of_token(token: tokenize.TokenInfo, roles: dict[tuple[int, int], str]) -> str | None:
-    "The kind of a token; None for layout."
+def _token_label(token: tokenize.TokenInfo, roles: dict[tuple[int, int], str]) -> str | None:
+    "Return the label of a token; None for layout."
     name = tokenize.tok_name[token.type]
     if name == "STRING" or name.startswith(("FSTRING", "TSTRING")):  # in parts since 3.12
         return "string"
@@ -138,25 +132,25 @@ def _kind_of_token(token: tokenize.TokenInfo, roles: dict[tuple[int, int], str])
 
 # %% ../../nbs/finetuning/14_builtin.ipynb #ebb0c4ae
 def label_code(
-    code: str,  # of one function, as it stands in its file
-) -> tuple[list[str], list[str]]:  # words and their kinds, without the docstring
-    "Python's own tokenizer and parser as teachers. Raises `SyntaxError` for half a function."
-    head = "if 1:\n" if code[:1].isspace() else ""  # a method stands indented in its file
+    code: str,  # of one function, as in its file
+) -> tuple[list[str], list[str]]:  # words and their labels, without the docstring
+    "Label words by Python's tokenizer and parser. Raises `SyntaxError` for half a function."
+    head = "if 1:\n" if code[:1].isspace() else ""  # a method is indented in its file
     tree = ast.parse(head + code)
     function, roles = tree.body[0].body[0] if head else tree.body[0], name_roles(tree)
     first = function.body[0]
     doc = ast.get_docstring(function) is not None and (first.lineno, first.col_offset)
-    words, kinds, before = [], [], ""
+    words, labels, before = [], [], ""
     for token in tokenize.generate_tokens(io.StringIO(head + code).readline):
-        kind, is_doc = _kind_of_token(token, roles), doc and token.start == doc
-        if kind is None or is_doc or head and token.start[0] == 1:
+        label, is_doc = _token_label(token, roles), doc and token.start == doc
+        if label is None or is_doc or head and token.start[0] == 1:
             continue
-        kind = "function" if before in ("def", "class") and kind == "variable" else kind
+        label = "function" if before in ("def", "class") and label == "variable" else label
         before = token.string
-        pieces = WORD.findall(before) if kind in ("string", "comment") else [before]
+        pieces = WORD.findall(before) if label in ("string", "comment") else [before]
         words += pieces
-        kinds += [kind] * len(pieces)
-    return words, kinds
+        labels += [label] * len(pieces)
+    return words, labels
 
 # %% ../../nbs/finetuning/14_builtin.ipynb #3c5bada7
 _BUILTINS = {name for name in dir(builtins) if not name.startswith("_")}
@@ -164,23 +158,22 @@ _BUILTINS = {name for name in dir(builtins) if not name.startswith("_")}
 
 def label_words(
     function: FunctionSource,
-) -> tuple[list[str], list[str]]:  # words of signature and docstring, and their kinds
-    "The signature and the module's names as teachers: parameter, name of the code, or word."
-    own = {name for name, _ in function.parameters if len(name) > 1}  # "a" is an article, too
+) -> tuple[list[str], list[str]]:  # words of signature and docstring, and their labels
+    "Label words by the signature and the module's names: parameter, name of the code, or word."
+    parameters = [name for name, _ in function.parameters]
+    marked = {name for name in parameters if len(name) > 1}  # "a" is an article, too
     # In lower case, `list` and `open` are ordinary words as often as they are names.
-    known = {word for word in function.names | _BUILTINS if not word.islower()} | {function.name}
-    words = WORD.findall(
-        f"{function.name}({', '.join(name for name, _ in function.parameters)}): " + function.doc
-    )
-    kinds = ["parameter" if w in own else "name" if w in known else "word" for w in words]
-    return words, kinds
+    names = {word for word in function.names | _BUILTINS if not word.islower()} | {function.name}
+    words = WORD.findall(f"{function.name}({', '.join(parameters)}): {function.doc}")
+    labels = ["parameter" if w in marked else "name" if w in names else "word" for w in words]
+    return words, labels
 
 # %% ../../nbs/finetuning/14_builtin.ipynb #d38dd6c4
 def clip(
     text: str,
     max_chars: int,
-) -> str:  # as it was, where it is short enough
-    "The beginning of a text, up to the end of a word."
+) -> str:  # unchanged if it is short enough
+    "Return the beginning of a text, up to the end of a word."
     return text if len(text) <= max_chars else text[:max_chars].rpartition(" ")[0]
 
 
@@ -188,16 +181,14 @@ def list_entry(
     function: FunctionSource,
     max_chars: int = 160,  # of the docstring
 ) -> tuple[str, int]:  # "name(a, b=1): what it does", and where the docstring begins in it
-    "A function as a line of a reference page."
-    pairs = [
-        name if default is None else f"{name}={default}" for name, default in function.parameters
-    ]
+    "Write a function as a line of a reference page."
+    pairs = [name if value is None else f"{name}={value}" for name, value in function.parameters]
     head = f"{function.name}({', '.join(pairs)}): "
     return head + clip(" ".join(function.doc.split()), max_chars), len(head)
 
 # %% ../../nbs/finetuning/14_builtin.ipynb #0d854b8d
 ERROR = r"(?:[A-Z]\w*)?(?:Error|Exception|Interrupt|Exit)"
-ANSWER = {  # what a docstring says, and where its answer stands
+ANSWER = {  # what a docstring says, and its answer
     "purpose": re.compile(r"\s*(?!Returns?\b)([^.;:()]{10,70})\.(?=\s|$)"),
     "return": re.compile(r"\bReturns?\s+([^.;:()]{3,70}?)(?=[.;:(]|,| if | when | unless |$)"),
     "raise": re.compile(rf"\b[Rr]ais\w+\b.*?\b({ERROR})\b"),
@@ -216,24 +207,24 @@ ASK = {
 # %% ../../nbs/finetuning/14_builtin.ipynb #31feed76
 def ask_about(
     function: FunctionSource,
-) -> Iterator[tuple[str, str, tuple[int, int] | None]]:  # kind, question, characters of the answer
-    "Questions that a line answers, and questions that it does not."
-    line, start = list_entry(function)
-    place = len(function.name) + 1
+) -> Iterator[tuple[str, str, tuple[int, int] | None]]:  # topic, question, characters of the answer
+    "Yield questions that a line answers, and questions that it does not."
+    line, doc_start = list_entry(function)
+    position = len(function.name) + 1
     for name, default in function.parameters:
         question = ASK["default"].format(name, function.name)
         if default is None:
             yield "default", question, None
-        else:
-            place = line.index(f"{name}={default}", place) + len(name) + 1
-            if re.search(r"\w", default) and len(default) <= 30:
-                yield "default", question, (place, place + len(default))
-    for kind, pattern in ANSWER.items():
-        found = pattern.match(line, start) if kind == "purpose" else pattern.search(line, start)
-        if found:
-            yield kind, ASK[kind].format(function.name), found.span(1)
-        elif kind in SILENT and not SILENT[kind].search(line):
-            yield kind, ASK[kind].format(function.name), None
+            continue
+        position = line.index(f"{name}={default}", position) + len(name) + 1
+        if re.search(r"\w", default) and len(default) <= 30:
+            yield "default", question, (position, position + len(default))
+    for topic, pattern in ANSWER.items():
+        search = pattern.match if topic == "purpose" else pattern.search
+        if match := search(line, doc_start):
+            yield topic, ASK[topic].format(function.name), match.span(1)
+        elif topic in SILENT and not SILENT[topic].search(line):
+            yield topic, ASK[topic].format(function.name), None
 
 # %% ../../nbs/finetuning/14_builtin.ipynb #5877cc82
 _LICENCE = "Python's own source and documentation, PSF License Agreement version 2"
@@ -244,7 +235,7 @@ class BuiltinDataset:
     "Labelled rows in three splits, how to read them, and how they came about."
 
     name: str  # a key of BUILTIN_DATASETS, or "own rows"
-    kind: str  # a key of TASKS, the kinds of `FinetuningDataModule`
+    task: str  # a key of TASKS
     description: str  # in one sentence
     text_column: str  # key of the rows
     label_column: str  # key of the rows
@@ -253,7 +244,6 @@ class BuiltinDataset:
     train: list[dict]  # rows to learn from
     validation: list[dict]  # rows to choose by
     test: list[dict]  # rows that are scored once
-    problem_type: str | None = None  # of a classification, as in `PROBLEM_OF`; None: by one label
     max_sequence_length: int = 128  # tokens that nearly all rows fit into
     num_dropped: Counter = field(default_factory=Counter)  # rows left out, by reason
     # Where the rows come from, and under which licence.
@@ -261,17 +251,16 @@ class BuiltinDataset:
 
     @property
     def splits(self) -> dict[str, list[dict]]:
-        "The arguments of `FinetuningDataModule.set_datasets`."
+        "Return the arguments of `FinetuningDataModule.set_datasets`."
         return {"train": self.train, "val": self.validation, "test": self.test}
 
-# %% ../../nbs/finetuning/14_builtin.ipynb #20196428
-def describe_dataset(task: BuiltinDataset) -> str:
-    "Sizes, what was left out, labels and source."
-    sizes = ", ".join(f"{name} {len(rows):,}" for name, rows in task.splits.items())
-    lines = [f"{task.name}: {task.description}", f"rows     {sizes}"]
-    lines += [f"left out {count:,} rows: {why}" for why, count in task.num_dropped.items()]
-    labels = ", ".join(task.label_names) or "characters of the context, or none"
-    return "\n".join([*lines, f"labels   {labels}", f"source   {task.source}"])
+    def describe(self) -> str:
+        "List sizes, what was left out, labels and source."
+        sizes = ", ".join(f"{name} {len(rows):,}" for name, rows in self.splits.items())
+        lines = [f"{self.name}: {self.description}", f"rows     {sizes}"]
+        lines += [f"left out {n:,} rows: {reason}" for reason, n in self.num_dropped.items()]
+        labels = ", ".join(self.label_names) or "characters of the context, or none"
+        return "\n".join([*lines, f"labels   {labels}", f"source   {self.source}"])
 
 # %% ../../nbs/finetuning/14_builtin.ipynb #8382d95f
 SHARES = {"train": 65, "validation": 80, "test": 100}  # per cent, added up
@@ -279,13 +268,13 @@ SIZES = {"train": 3500, "validation": 400, "test": 1000}  # rows, at most
 
 
 def place_group(group: str, seed: int = 0) -> str:
-    "The split of a module or a class: a function of its name and the seed."
+    "Return the split of a module or a class: a function of its name and the seed."
     number = int.from_bytes(stable_hash(f"{seed}:{group}")[:4], "big") % 100
     return next(split for split, end in SHARES.items() if number < end)
 
 
 def row_text(row: dict) -> str:
-    "What is read to answer: context, words or text."
+    "Return what is read to answer: context, words or text."
     text = row.get("context", row.get("text"))
     return text if isinstance(text, str) else " ".join(text)
 
@@ -293,11 +282,10 @@ def row_text(row: dict) -> str:
 def drop_twins(
     rows: list[dict],  # held out
     train: list[dict],
-) -> list[dict]:  # those of which less than half stands in a training row
+) -> list[dict]:  # those of which less than half is in a training row
     "Compare runs of eight words (Chowdhery et al. 2022, sec. 8)."
-    as_documents = lambda rows: [Document(row_text(row), "") for row in rows]
-    shares = ngram_overlap(as_documents(rows), as_documents(train))
-    return [row for row, share in zip(rows, shares) if share < 0.5]
+    held_out, training = ([Document(row_text(row), "") for row in part] for part in (rows, train))
+    return [row for row, share in zip(rows, ngram_overlap(held_out, training)) if share < 0.5]
 
 
 def divide_rows(
@@ -306,29 +294,30 @@ def divide_rows(
     sizes: dict[str, int],
     group_of: Callable[[str], str],  # from a source to what stays together
 ) -> tuple[dict[str, list[dict]], Counter]:  # rows by split; how many were left out, and why
-    "Whole groups to each split; repeated rows, and twins of training rows, are left out."
+    "Give each split its groups; leave out repeated rows and twins of training rows."
     splits, dropped, seen = {split: [] for split in SHARES}, Counter(), set()
     identity = lambda row: (normalized_words(row_text(row)), row.get("question"))
     for row in sorted(rows, key=lambda row: stable_hash(f"{seed}:{identity(row)}{row['source']}")):
-        dropped["repeated"] += identity(row) in seen
-        if identity(row) not in seen:
+        is_repeated = identity(row) in seen
+        dropped["repeated"] += is_repeated
+        if not is_repeated:
             splits[place_group(group_of(row["source"]), seed)].append(row)
         seen.add(identity(row))
     splits["train"] = splits["train"][: sizes["train"]]
     for split in ("validation", "test"):
-        alone = drop_twins(splits[split], splits["train"])
-        dropped["half or more stands in a training row"] += len(splits[split]) - len(alone)
-        splits[split] = alone[: sizes[split]]
+        unique = drop_twins(splits[split], splits["train"])
+        dropped["half or more is in a training row"] += len(splits[split]) - len(unique)
+        splits[split] = unique[: sizes[split]]
     return splits, dropped
 
 # %% ../../nbs/finetuning/14_builtin.ipynb #fbb54b5e
 def module_of(source: str) -> str:
-    "The module that a row was read from."
+    "Return the module that a row was read from."
     return source.partition(":")[0]
 
 
 def class_of(source: str) -> str:  # module:Class, or module:function
-    "The class or function that a row was read from."
+    "Return the class or function that a row was read from."
     module, _, name = source.partition(":")
     return f"{module}:{name.partition('.')[0]}"
 
@@ -360,7 +349,7 @@ _NAMES = re.compile(rf"(?<![^\W_])({'|'.join(_AREA_OF)})(?![^\W_])", re.IGNORECA
 # %% ../../nbs/finetuning/14_builtin.ipynb #0d925fbe
 @lru_cache(maxsize=1)
 def _stdlib_documents() -> tuple[Document, ...]:
-    "The embedded corpus without repetitions, in the order of a stable hash."
+    "Return the embedded corpus without repetitions, in the order of a stable hash."
     documents = embedded_corpus(validation_fraction=0).train
     return tuple(sorted(documents, key=lambda document: stable_hash(document.source)))
 
@@ -370,10 +359,10 @@ def area_rows(
     max_per_area: int = 350,  # so that no area is much larger than another
     max_chars: int = 120,  # a sentence or two: in a long text, some word gives the area away
 ) -> list[dict]:
-    "Docstrings of the standard library and the area of their module, whose name is hidden."
+    "Label docstrings of the standard library by the area of their module, whose name is hidden."
     rows, counts = [], Counter()
     for document in _stdlib_documents():
-        area = _AREA_OF.get(document.source.partition(":")[0].partition(".")[0])
+        area = _AREA_OF.get(module_of(document.source).partition(".")[0])
         if area is None or counts[area] == max_per_area:
             continue
         counts[area] += 1
@@ -382,63 +371,51 @@ def area_rows(
     return rows
 
 # %% ../../nbs/finetuning/14_builtin.ipynb #2a38a233
-def code_rows(
-    max_functions: int = 7000,
-    max_words: int = 64,
-    min_words: int = 16,
+def _word_rows(
+    functions: Iterable[FunctionSource],
+    label: Callable[[FunctionSource], tuple[list[str], list[str]]],
+    max_words: int,
+    min_words: int,
 ) -> list[dict]:
-    "The first words of functions' code, and the kind of each."
-    rows = []
-    for function in stdlib_functions()[:max_functions]:
-        if not function.code.isascii():  # the parser counts bytes, the tokenizer letters
-            continue
-        words, kinds = label_code(function.code)
-        if len(words) >= min_words:
-            rows.append(
-                {"text": words[:max_words], "label": kinds[:max_words], "source": function.source}
-            )
-    return rows
-
-
-def word_rows(
-    max_words: int = 64,
-    min_words: int = 12,
-) -> list[dict]:
-    "The first words of signatures and docstrings, and the kind of each."
-    labelled = (
-        (function, *label_words(function))
-        for function in stdlib_functions()
-        if function.doc and function.parameters
-    )
+    "Return the first words of functions and their labels."
+    labelled = ((function.source, *label(function)) for function in functions)
     return [
-        {"text": words[:max_words], "label": kinds[:max_words], "source": function.source}
-        for function, words, kinds in labelled
+        {"text": words[:max_words], "label": labels[:max_words], "source": source}
+        for source, words, labels in labelled
         if len(words) >= min_words
     ]
+
+
+def code_rows(max_functions: int = 7000, max_words: int = 64, min_words: int = 16) -> list[dict]:
+    "Label the first words of functions' code."
+    functions = stdlib_functions()[:max_functions]
+    # The parser counts bytes, the tokenizer letters.
+    functions = (function for function in functions if function.code.isascii())
+    return _word_rows(functions, lambda f: label_code(f.code), max_words, min_words)
+
+
+def word_rows(max_words: int = 64, min_words: int = 12) -> list[dict]:
+    "Label the first words of signatures and docstrings."
+    functions = (f for f in stdlib_functions() if f.doc and f.parameters)
+    return _word_rows(functions, label_words, max_words, min_words)
 
 # %% ../../nbs/finetuning/14_builtin.ipynb #99c635b6
 def _ask_page(
     page: Sequence[FunctionSource],  # functions with different names
     source: str,
 ) -> list[dict]:
-    "Every question about a page of functions, in SQuAD's form, answers at their characters."
-    rows, start = [], 0
-    context = "\n".join(list_entry(function)[0] for function in page)
-    for function in page:
-        for kind, question, span in ask_about(function):
-            first, last = (start + end for end in span or (0, 0))
-            answers = {"text": [context[first:last]], "answer_start": [first]}
-            none = {"text": [], "answer_start": []}
-            rows.append(
-                {
-                    "question": question,
-                    "context": context,
-                    "kind": kind,
-                    "source": source,
-                    "answers": answers if span else none,
-                }
-            )
-        start += len(list_entry(function)[0]) + 1
+    "Ask every question about a page of functions, in SQuAD's form, answers at their characters."
+    rows, start, entries = [], 0, [list_entry(function)[0] for function in page]
+    context = "\n".join(entries)
+    for function, entry in zip(page, entries):
+        for topic, question, span in ask_about(function):
+            row = {"question": question, "context": context, "kind": topic, "source": source}
+            answers = {"text": [], "answer_start": []}
+            if span:
+                first, last = start + span[0], start + span[1]
+                answers = {"text": [context[first:last]], "answer_start": [first]}
+            rows.append({**row, "answers": answers})
+        start += len(entry) + 1
     return rows
 
 # %% ../../nbs/finetuning/14_builtin.ipynb #076c80a1
@@ -448,14 +425,14 @@ def thin_out(
 ) -> list[dict]:
     "Keep an answer such as None, or that there is none, from being right most of the time."
     answer_of = lambda row: (row["kind"], *row["answers"]["text"])
-    counts, kept = Counter(map(answer_of, rows)), []
-    kinds, place = Counter(row["kind"] for row in rows), Counter()
+    of_kind, of_answer = Counter(row["kind"] for row in rows), Counter(map(answer_of, rows))
+    remaining, used = [], Counter()
     for row in sorted(rows, key=lambda row: stable_hash(row["question"] + row["context"])):
-        others = kinds[row["kind"]] - counts[answer_of(row)]
-        place[answer_of(row)] += 1
-        if place[answer_of(row)] <= max(1, round(same * others)):
-            kept.append(row)
-    return kept
+        answer = answer_of(row)
+        used[answer] += 1
+        if used[answer] <= max(1, round(same * (of_kind[row["kind"]] - of_answer[answer]))):
+            remaining.append(row)
+    return remaining
 
 # %% ../../nbs/finetuning/14_builtin.ipynb #1bdb4370
 def question_rows(
@@ -463,11 +440,12 @@ def question_rows(
     max_chars: int = 220,  # of a line
     same: float = 0.3,  # see `thin_out`
 ) -> list[dict]:
-    "Questions about pages of functions of one module; some have no answer."
-    modules, rows = {}, []
+    "Ask about pages of functions of one module; some questions have no answer."
+    modules: dict[str, list[FunctionSource]] = {}
     for function in stdlib_functions():
         if function.doc and len(list_entry(function)[0]) <= max_chars:
             modules.setdefault(module_of(function.source), []).append(function)
+    rows = []
     for module, functions in modules.items():
         for start in range(0, len(functions), per_page):
             page = functions[start : start + per_page]
@@ -476,54 +454,36 @@ def question_rows(
     return thin_out(rows, same)
 
 # %% ../../nbs/finetuning/14_builtin.ipynb #8adf238d
-@dataclass(frozen=True)
-class BuiltinRecipe:
-    "How one of the built-in tasks is made."
+class BuiltinRecipe(NamedTuple):
+    "How one of the built-in data sets is made."
 
-    kind: str
+    task: str
     description: str
     make_rows: Callable[..., list[dict]]
     group_of: Callable[[str], str]  # from a source to what stays in one split
     metric: str
     max_sequence_length: int
-    sizes: dict[str, int] = field(default_factory=lambda: SIZES)
+    sizes: dict[str, int] = SIZES
 
 # %% ../../nbs/finetuning/14_builtin.ipynb #c23dbbd0
 BUILTIN_DATASETS = {
     "docstring-area": BuiltinRecipe(
-        "classification",
-        "which area of the standard library a docstring belongs to",
-        area_rows,
-        class_of,
-        "f1_macro",
-        64,
-        SIZES | {"train": 2000},
+        "classification", "which area of the standard library a docstring belongs to",
+        area_rows, class_of, "f1_macro", 64, SIZES | {"train": 2000},
     ),
     "code-tokens": BuiltinRecipe(
-        "token_classification",
-        "what each word of a function's code is",
-        code_rows,
-        module_of,
-        "f1_macro",
-        128,
+        "token_classification", "what each word of a function's code is",
+        code_rows, module_of, "f1_macro", 128,
     ),
     "doc-words": BuiltinRecipe(
-        "token_classification",
-        "which words of a docstring are parameters or names of the code",
-        word_rows,
-        module_of,
-        "f1_macro",
-        128,
+        "token_classification", "which words of a docstring are parameters or names of the code",
+        word_rows, module_of, "f1_macro", 128,
     ),
     "api-questions": BuiltinRecipe(
-        "question_answering",
-        "defaults, results and exceptions of documented functions",
-        question_rows,
-        module_of,
-        "f1",
-        192,
+        "question_answering", "defaults, results and exceptions of documented functions",
+        question_rows, module_of, "f1", 192,
     ),
-}
+}  # fmt: skip
 
 # %% ../../nbs/finetuning/14_builtin.ipynb #ed23097d
 def load_builtin_dataset(
@@ -532,24 +492,21 @@ def load_builtin_dataset(
     sizes: dict[str, int] | None = None,  # rows at most, by split; None: as many as train quickly
     **options,  # of the function that makes its rows, such as hide_names of `area_rows`
 ) -> BuiltinDataset:
-    "A real task made from this Python, without a download. Raises `ValueError` for other names."
-    recipe = look_up(name, BUILTIN_DATASETS, "task")
-    if sizes is not None and (wrong := set(sizes) - set(SHARES)):
-        raise ValueError(f"sizes has {sorted(wrong)}; splits are {', '.join(SHARES)}")
+    "Make a data set from this Python, without a download. Raises `ValueError` for other names."
+    recipe = look_up(name, BUILTIN_DATASETS, "name")
+    for split in sizes or {}:
+        look_up(split, SHARES, "sizes")
     rows = recipe.make_rows(**options)
     splits, dropped = divide_rows(rows, seed, recipe.sizes | (sizes or {}), recipe.group_of)
-    is_questions = recipe.kind == "question_answering"
-    columns = ("question", "answers") if is_questions else ("text", "label")
-    labels = () if is_questions else set()
-    if not is_questions:
-        given = [row["label"] for row in splits["train"]]
-        labels = {*given} if recipe.kind == "classification" else {x for one in given for x in one}
+    columns, labels = ("question", "answers"), []
+    if recipe.task != "question_answering":
+        columns, labels = ("text", "label"), flatten([row["label"] for row in splits["train"]])
     return BuiltinDataset(
         name,
-        recipe.kind,
+        recipe.task,
         recipe.description,
         *columns,
-        tuple(sorted(labels)),
+        tuple(sorted(set(labels))),
         recipe.metric,
         **splits,
         max_sequence_length=recipe.max_sequence_length,

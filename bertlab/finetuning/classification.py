@@ -9,7 +9,6 @@ __all__ = ['PROBLEMS', 'MatthewsCorrCoef', 'MultilabelMatthews', 'classification
            'Regression']
 
 # %% ../../nbs/finetuning/04_classification.ipynb #9afdbf98
-import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -65,38 +64,35 @@ class MultilabelMatthews(MatthewsCorrCoef):
         super().update(preds.flatten(), target.flatten())
 
 
-def classification_metrics(num_labels: int) -> MetricCollection:
-    "Make the metrics of one label out of several; -100 is no label."
-    options = {
-        "num_classes": max(2, num_labels),
-        "ignore_index": IGNORE_INDEX,
-        "validate_args": False,
-    }
+def _collect(accuracy: Any, f1: type, precision: type, recall: type, mcc: Any, **options: Any):
     return MetricCollection(
         {
-            "accuracy": MulticlassAccuracy(average="micro", **options),
-            "f1_macro": MulticlassF1Score(average="macro", **options),
-            "f1_micro": MulticlassF1Score(average="micro", **options),
-            "precision_macro": MulticlassPrecision(average="macro", **options),
-            "recall_macro": MulticlassRecall(average="macro", **options),
-            "mcc": MatthewsCorrCoef(**options),
+            "accuracy": accuracy,
+            "f1_macro": f1(average="macro", **options),
+            "f1_micro": f1(average="micro", **options),
+            "precision_macro": precision(average="macro", **options),
+            "recall_macro": recall(average="macro", **options),
+            "mcc": mcc,
         }
     )
+
+
+_OPTIONS = {"ignore_index": IGNORE_INDEX, "validate_args": False}
+
+
+def classification_metrics(num_labels: int) -> MetricCollection:
+    "Make the metrics of one label out of several; -100 is no label."
+    options = {"num_classes": max(2, num_labels), **_OPTIONS}
+    scores = MulticlassF1Score, MulticlassPrecision, MulticlassRecall
+    accuracy = MulticlassAccuracy(average="micro", **options)
+    return _collect(accuracy, *scores, MatthewsCorrCoef(**options), **options)
 
 
 def multilabel_metrics(num_labels: int) -> MetricCollection:
     "Make the metrics of a yes or no for each label; accuracy: all labels of a text are right."
-    options = {"num_labels": num_labels, "ignore_index": IGNORE_INDEX, "validate_args": False}
-    return MetricCollection(
-        {
-            "accuracy": MultilabelExactMatch(**options),
-            "f1_macro": MultilabelF1Score(average="macro", **options),
-            "f1_micro": MultilabelF1Score(average="micro", **options),
-            "precision_macro": MultilabelPrecision(average="macro", **options),
-            "recall_macro": MultilabelRecall(average="macro", **options),
-            "mcc": MultilabelMatthews(),
-        }
-    )
+    options = {"num_labels": num_labels, **_OPTIONS}
+    scores = MultilabelF1Score, MultilabelPrecision, MultilabelRecall
+    return _collect(MultilabelExactMatch(**options), *scores, MultilabelMatthews(), **options)
 
 # %% ../../nbs/finetuning/04_classification.ipynb #4b0a1832
 def cross_entropy_sums(
@@ -202,6 +198,7 @@ class TextTask(Task):
     collator_cls = SequenceClassificationCollator
     metric_names = "accuracy", "f1_macro", "f1_micro", "precision_macro", "recall_macro", "mcc"
     per_token = False
+    prediction_key = "predicted_label"  # of a prediction: what `label` is in a row
 
     @classmethod
     def for_problem(cls, problem_type: str) -> type[Task]:
@@ -215,8 +212,29 @@ class TextTask(Task):
             options["text_pair_column"] = "text_pair"
         return super().make_collator(tokenizer, max_sequence_length, labelled, **options)
 
-    def _texts(self, rows: Sequence[Mapping]) -> list[str]:
-        return [" ".join(self.group_texts(row)) for row in rows]
+    def named_label(self, ids: Any) -> Any:
+        "Return the label of ids, the inverse of `label_ids`."
+        return ids
+
+    def score(self, rows, predictions):
+        if (metric := self.metric(rows)) is None:
+            return {}
+        parts = [p[self.prediction_key] for p in predictions], [row["label"] for row in rows]
+        scores = metric(*(torch.tensor([self.label_ids(label) for label in x]) for x in parts))
+        return {name: value.item() for name, value in scores.items() if value.isfinite()}
+
+    def baseline(self, train, validation, rows):
+        is_known = lambda row: not self.has_classes or row["label"] != IGNORE_INDEX
+        parts = [[*filter(is_known, part)] for part in (train, validation)]
+        targets = [np.array([self.label_ids(row["label"]) for row in part]) for part in parts]
+        if len(np.unique(targets[0], axis=0)) < 2:
+            return self.majority(train, rows)
+        join = lambda rows: [" ".join(self.group_texts(row)) for row in rows]
+        train_texts, *held_out = map(join, (*parts, rows))
+        is_number = self.problem_type == "regression"
+        model = fit_bag_of_words(train_texts, targets[0], (held_out[0], targets[1]), is_number)
+        predicted = model.predict(held_out[1]).tolist()
+        return [{self.prediction_key: self.named_label(ids)} for ids in predicted]
 
 
 def is_multi_hot(labels: Sequence) -> bool:
@@ -249,6 +267,9 @@ class Classification(TextTask):
     def label_ids(self, label: Any) -> int:
         return IGNORE_INDEX if label == IGNORE_INDEX else self.labels.names.index(label)
 
+    def named_label(self, ids: int) -> str:
+        return self.labels.names[ids]
+
     def loss(self, output, batch, class_weights=None):
         return cross_entropy_sums(output["logits"], batch["labels"], class_weights)
 
@@ -259,24 +280,15 @@ class Classification(TextTask):
         known_B = batch["labels"] != IGNORE_INDEX
         return output["logits"].argmax(-1)[known_B], batch["labels"][known_B]
 
-    def score(self, rows, predictions):
-        ids = [
-            [self.label_ids(label) for label in labels]
-            for labels in ([p["predicted_label"] for p in predictions], [r["label"] for r in rows])
-        ]
-        values = self.metric(rows)(*map(torch.tensor, ids))
-        return {name: value.item() for name, value in values.items()}
-
     def blank(self, all_probabilities=False):
         blank = {"predicted_label": None, "probability": None}
         return blank | ({"probabilities": None} if all_probabilities else {})
 
     def decode(self, rows, encoded, outputs, all_probabilities=False):
         predictions = []
-        for output in outputs:
-            share_C = softmax(output["logits"])
+        for share_C in (softmax(output["logits"]) for output in outputs):
             best = int(share_C.argmax())
-            row = {"predicted_label": self.labels.names[best], "probability": float(share_C[best])}
+            row = {"predicted_label": self.named_label(best), "probability": float(share_C[best])}
             if all_probabilities:
                 row["probabilities"] = dict(zip(self.labels.names, share_C.tolist()))
             predictions.append(row)
@@ -286,25 +298,13 @@ class Classification(TextTask):
         [(label, _)] = Counter(row["label"] for row in train).most_common(1)
         return [{"predicted_label": label} for _ in rows]
 
-    def baseline(self, train, validation, rows):
-        train, validation = (
-            [r for r in s if r["label"] != IGNORE_INDEX] for s in (train, validation)
-        )
-        labels = [row["label"] for row in train]
-        if len(set(labels)) < 2:
-            return self.majority(train, rows)
-        held_out = self._texts(validation), [row["label"] for row in validation]
-        model = fit_bag_of_words(self._texts(train), labels, held_out)
-        return [{"predicted_label": str(label)} for label in model.predict(self._texts(rows))]
-
     def evaluate(self, rows, predictions):
-        pairs = [pair for pair in zip(rows, predictions) if pair[0]["label"] != IGNORE_INDEX]
-        return evaluate_classes(
-            [row["label"] for row, _ in pairs],
-            [prediction["predicted_label"] for _, prediction in pairs],
-            [prediction["probability"] for _, prediction in pairs],
-            self.labels.names,
-        )
+        triples = [
+            (row["label"], prediction["predicted_label"], prediction["probability"])
+            for row, prediction in zip(rows, predictions)
+            if row["label"] != IGNORE_INDEX
+        ]
+        return evaluate_classes(*zip(*triples), self.labels.names)
 
 # %% ../../nbs/finetuning/04_classification.ipynb #3763d154
 class MultiLabelClassification(TextTask):
@@ -312,8 +312,9 @@ class MultiLabelClassification(TextTask):
 
     problem_type = "multi_label_classification"
     monitor = "f1_micro"
+    prediction_key = "predicted_labels"
     has_classes = True
-    multi_hot = False
+    multi_hot = False  # whether the data has 0 or 1 for each label
 
     def read_label(self, row, column, texts):
         if not isinstance(column, (list, tuple)):
@@ -333,28 +334,31 @@ class MultiLabelClassification(TextTask):
 
     def learn_labels(self, labels, names=None, class_names=None):
         numbers = not any(isinstance(value, str) for value in flatten(labels))
-        wide = len(labels[0]) if len(labels) and np.ndim(labels[0]) else 0
         self.multi_hot = not class_names and numbers and is_multi_hot(labels)
-        if self.multi_hot and (not names or not isinstance(names, Mapping) and len(names) == wide):
-            names = tuple(names or (f"LABEL_{i}" for i in range(wide)))
-            self.labels, self.num_labels = LabelNames(names, names), wide
-        elif numbers and not names and not class_names:
+        width = len(labels[0]) if self.multi_hot else 0
+        if self.multi_hot and (not names or not isinstance(names, Mapping) and len(names) == width):
+            names = tuple(names or (f"LABEL_{i}" for i in range(width)))
+            self.labels, self.num_labels = LabelNames(names, names), width
+            return
+        self.multi_hot = False
+        if numbers and not names and not class_names:
             raise ValueError(
                 "labels are lists of numbers: give 0 or 1 for each label in every row, or label_names"
             )
-        else:
-            self.multi_hot = False
-            super().learn_labels(labels, names, class_names)
+        super().learn_labels(labels, names, class_names)
 
     def name_label(self, label: Any) -> list[str]:
         if not self.multi_hot:
             return [self.labels.name(value) for value in label]
         if len(label) != self.num_labels or not set(label) <= {0, 1}:
             raise ValueError(f"the label {label!r:.60} is not 0 or 1 for {self.num_labels} labels")
-        return [name for name, value in zip(self.labels.names, label) if value]
+        return self.named_label(label)
 
     def label_ids(self, label: Sequence[str]) -> list[int]:
         return [int(name in label) for name in self.labels.names]
+
+    def named_label(self, ids: Sequence[int]) -> list[str]:
+        return [name for name, value in zip(self.labels.names, ids) if value]
 
     def loss(self, output, batch, class_weights=None):
         return binary_cross_entropy_sums(output["logits"], batch["labels"], class_weights)
@@ -366,37 +370,21 @@ class MultiLabelClassification(TextTask):
         known_B = (batch["labels"] != IGNORE_INDEX).any(1)
         return (output["logits"][known_B] > 0).long(), batch["labels"][known_B].long()
 
-    def score(self, rows, predictions):
-        ids = [
-            [self.label_ids(labels) for labels in part]
-            for part in ([p["predicted_labels"] for p in predictions], [r["label"] for r in rows])
-        ]
-        values = self.metric(rows)(*map(torch.tensor, ids))
-        return {name: value.item() for name, value in values.items()}
-
     def blank(self, all_probabilities=False):
         return {"predicted_labels": None, "probabilities": None}
 
     def decode(self, rows, encoded, outputs, all_probabilities=False):
         predictions = []
         for output in outputs:
-            shares = dict(zip(self.labels.names, torch.tensor(output["logits"]).sigmoid().tolist()))
-            chosen = [name for name, share in shares.items() if share > 0.5]
-            predictions.append({"predicted_labels": chosen, "probabilities": shares})
+            shares = torch.tensor(output["logits"]).sigmoid()
+            labels = self.named_label((shares > 0.5).tolist())
+            probabilities = dict(zip(self.labels.names, shares.tolist()))
+            predictions.append({"predicted_labels": labels, "probabilities": probabilities})
         return predictions
 
     def majority(self, train, rows):
         [(labels, _)] = Counter(tuple(row["label"]) for row in train).most_common(1)
         return [{"predicted_labels": list(labels)} for _ in rows]
-
-    def baseline(self, train, validation, rows):
-        parts = [
-            (self._texts(part), np.array([self.label_ids(row["label"]) for row in part]))
-            for part in (train, validation)
-        ]
-        chosen = fit_bag_of_words(*parts[0], parts[1]).predict(self._texts(rows))
-        names = np.array(self.labels.names)
-        return [{"predicted_labels": names[row_C > 0].tolist()} for row_C in chosen]
 
     def evaluate(self, rows, predictions):
         names = self.labels.names
@@ -418,6 +406,7 @@ class Regression(TextTask):
     problem_type = "regression"
     metric_names = "pearson", "spearman"
     monitor = "spearman"
+    prediction_key = "predicted_value"
 
     def cell_reader(self, cells):
         lists = any(cell.lstrip().startswith("[") for cell in cells)
@@ -426,7 +415,7 @@ class Regression(TextTask):
     def learn_labels(self, labels, names=None, class_names=None):
         if names:
             raise ValueError(
-                "label_names are for classes, and the labels are numbers to regress: leave "
+                f"label_names={names} are for classes, and the labels are numbers to regress: leave "
                 "label_names out, or give problem_type in collator_kwargs"
             )
         self.num_labels = int(np.size(labels[0]))
@@ -435,12 +424,12 @@ class Regression(TextTask):
 
     def name_label(self, label: Any) -> Any:
         try:
-            value = np.asarray(label, dtype=float)
+            value = np.asarray(label, dtype=float).reshape(-1)
         except (TypeError, ValueError):
-            raise ValueError(f"the label {label!r:.60} is not a number") from None
+            value = np.array([])
         if value.size != self.num_labels or not np.isfinite(value).all():
             raise ValueError(f"the label {label!r:.60} is not {self.num_labels} finite numbers")
-        return value.reshape(-1).tolist() if self.num_labels > 1 else float(value.reshape(()))
+        return value.tolist() if self.num_labels > 1 else float(value[0])
 
     def loss(self, output, batch):
         real_B = batch["attention_mask"].any(1)
@@ -453,16 +442,8 @@ class Regression(TextTask):
 
     def for_metric(self, output, batch):
         real_B = batch["attention_mask"].any(1)
-        return output["logits"][real_B, 0].float(), batch["labels"].reshape(len(real_B))[
-            real_B
-        ].float()
-
-    def score(self, rows, predictions):
-        if self.num_labels > 1:
-            return {}
-        values = [p["predicted_value"] for p in predictions], [r["label"] for r in rows]
-        scores = self.metric(rows)(*(torch.tensor(part, dtype=torch.float32) for part in values))
-        return {name: value.item() for name, value in scores.items() if math.isfinite(value)}
+        values = output["logits"][:, 0], batch["labels"].reshape(-1)
+        return tuple(value[real_B].float() for value in values)
 
     def blank(self, all_probabilities=False):
         return {"predicted_value": None}
@@ -474,13 +455,6 @@ class Regression(TextTask):
     def majority(self, train, rows):
         mean = np.mean([row["label"] for row in train], 0).tolist()
         return [{"predicted_value": mean} for _ in rows]
-
-    def baseline(self, train, validation, rows):
-        parts = [
-            (self._texts(p), np.array([row["label"] for row in p])) for p in (train, validation)
-        ]
-        model = fit_bag_of_words(*parts[0], parts[1], is_number=True)
-        return [{"predicted_value": v} for v in model.predict(self._texts(rows)).tolist()]
 
     def evaluate(self, rows, predictions):
         gold_N = np.ravel([row["label"] for row in rows]).astype(float)
@@ -496,7 +470,5 @@ class Regression(TextTask):
 
 
 PROBLEMS = {
-    "single_label_classification": Classification,
-    "multi_label_classification": MultiLabelClassification,
-    "regression": Regression,
+    task.problem_type: task for task in (Classification, MultiLabelClassification, Regression)
 }

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['SPLITS', 'COLUMNS', 'BadRows', 'connected_groups', 'hold_out_groups', 'hold_out_texts', 'EncodedRows',
-           'LengthGroupedRows', 'length_histogram', 'FinetuningDataModule']
+           'LengthGroupedRows', 'usual_columns', 'find_column', 'request_columns', 'FinetuningDataModule']
 
 # %% ../../nbs/finetuning/08_data.ipynb #9ade4624
 import hashlib
@@ -21,7 +21,7 @@ import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch.utils.data import DataLoader, Dataset
 
-from ..core.names import check_minimum, check_range, look_up
+from ..core.names import check_choice, check_minimum, check_range
 from ..data.loaders import EpochBatches, filled_batches, ignore_parent_signals
 from ..data.readers import resolve_column
 from ..data.rows import PADDING
@@ -37,7 +37,7 @@ class BadRows:
     "Raise for the first bad row, or leave bad rows out and count them."
 
     def __init__(self, policy: str = "raise"):  # or "skip"
-        look_up(policy, dict.fromkeys(("raise", "skip")), "bad_rows")
+        check_choice("bad_rows", policy, ("raise", "skip"))
         self.policy, self.skipped = policy, {}  # messages by split
 
     def handler(self, split: str) -> Callable[[ValueError], None]:
@@ -78,15 +78,15 @@ def hold_out_groups(
 ) -> tuple[list[int], list[int]]:  # rows to train on, rows held out, in order
     "Choose rows to validate on, at random. Raises `ValueError` if there are too few."
     members, remaining = {}, Counter(label for row in labels for label in set(row))
-    for number, group in enumerate(groups):
-        members.setdefault(group, []).append(number)
+    for row, group in enumerate(groups):
+        members.setdefault(group, []).append(row)
     parts, held_out, target = list(members.values()), [], max(1, round(fraction * len(groups)))
     for position in np.random.default_rng(seed).permutation(len(parts)):
         part = parts[position]
-        counts = Counter(label for number in part for label in set(labels[number]))
+        counts = Counter(label for row in part for label in set(labels[row]))
         fits = len(held_out) + len(part) <= max(target, len(groups) // 2)
-        keeps = all(remaining[label] > n for label, n in counts.items())
-        if len(held_out) < target and fits and keeps:
+        keeps_labels = all(remaining[label] > n for label, n in counts.items())
+        if len(held_out) < target and fits and keeps_labels:
             held_out += part
             remaining -= counts
     if not held_out:
@@ -103,20 +103,12 @@ def hold_out_texts(
     fraction: float,
     seed: int,
 ) -> tuple[list[int], list[int]]:
-    "Hold out connected texts; of pairs that are all connected, those with the same first text."
-    groups, target = connected_groups(texts), max(1, len(texts) * fraction)
-    options = labels, fraction, seed
-    if all(len(row) == 1 for row in texts):
-        return hold_out_groups(groups, *options)
-    if max(Counter(groups).values()) <= len(texts) / 2:
-        try:
-            parts = hold_out_groups(groups, *options)
-            if target / 2 <= len(parts[1]) <= 2 * target:
-                return parts
-        except ValueError:  # groups are too large to leave training every label
-            pass
-    keys = [(row[0], frozenset(row)) for row in texts]  # no pair is in both parts, reversed
-    return hold_out_groups(connected_groups(keys), *options)
+    "Hold out connected texts; of pairs that are nearly all connected, those with one first text."
+    groups = connected_groups(texts)
+    if max(Counter(groups).values()) > len(texts) / 2:
+        # No pair is in both parts, reversed.
+        groups = connected_groups([(row[0], frozenset(row)) for row in texts])
+    return hold_out_groups(groups, labels, fraction, seed)
 
 # %% ../../nbs/finetuning/08_data.ipynb #ad23529e
 class EncodedRows(Dataset):
@@ -175,19 +167,41 @@ class LengthGroupedRows(Dataset):
             self.latest = key[0], self.order(key[0])
         return self.rows[self.latest[1][key[1]]]
 
-# %% ../../nbs/finetuning/08_data.ipynb #a4a80f6e
+# %% ../../nbs/finetuning/08_data.ipynb #bb56c7f0
 SPLITS = "train", "validation", "test"
 COLUMNS = {"conllu": ("FORM", "UPOS"), "conll2003": (1, -1)}  # words and their labels
 
 
-def length_histogram(lengths: np.ndarray, num_bins: int = 6, width: int = 30) -> list[str]:
-    "Draw a histogram in letters: from, to, how many."
-    counts, edges = np.histogram(lengths, num_bins, (0, lengths.max() + 1))
-    bars = ["#" * round(width * count / counts.max()) for count in counts]
-    ranges = zip(np.ceil(edges).astype(int), np.ceil(edges[1:]).astype(int) - 1)
-    return [f"  {a:>5} -{b:>5} {n:>7,} {bar}" for (a, b), n, bar in zip(ranges, counts, bars)]
+def usual_columns(task: Task, table: Table) -> dict[str, Any]:  # by role, the label's last
+    "Return the columns that a task reads unless others are requested."
+    usual = {**task.text_columns, task.label_column: task.label_column}
+    if task.text_type is list and table.file_format in COLUMNS:
+        usual = dict(zip(usual, COLUMNS[table.file_format]))
+    return usual
 
 
+def find_column(table: Table, column: Any, argument: str) -> Any:
+    "Find a column, or several, by name or number. Raises `ValueError`."
+    if isinstance(column, (list, tuple)):
+        return [find_column(table, name, argument) for name in column]
+    # In CoNLL-U a number is one of its ten columns; comments and lines have names only.
+    is_counted = table.file_format == "conllu" and column not in table.columns
+    return resolve_column(column, [*CONLLU] if is_counted else table.columns, argument)
+
+
+def request_columns(
+    task: Task,
+    text_column: str | int | Sequence | None,  # one, or as many as the task has texts
+) -> dict[str, Any]:  # by role
+    "Assign the user's columns of texts to roles. Raises `ValueError` for too many."
+    names = list(text_column) if isinstance(text_column, (list, tuple)) else [text_column]
+    if not 1 <= len(names) <= len(task.text_columns):
+        raise ValueError(
+            f"text_column={names}: {task.name} takes 1 to {len(task.text_columns)} columns"
+        )
+    return dict(zip(task.text_columns, names))
+
+# %% ../../nbs/finetuning/08_data.ipynb #a4a80f6e
 class FinetuningDataModule(L.LightningDataModule):
     "Batches for fine-tuning; parameters are named as in BertBlocks' data module."
 
@@ -215,7 +229,7 @@ class FinetuningDataModule(L.LightningDataModule):
         *,
         file_format: str | None = None,  # a key of LABELLED; None: by name and contents
         header: bool = True,  # of .csv and .tsv; False: columns have numbers instead of names
-        reader_kwargs: dict[str, Any] | None = None,  # multiword of CoNLL-U, delimiter of tables
+        reader_kwargs: dict[str, Any] | None = None,  # of the reader, such as delimiter of tables
         bad_rows: str = "raise",  # or "skip": left out, and counted by `describe`
         # In the order of ids, or a name for each label of the data; None: those of training.
         label_names: list[str] | dict[Any, str] | None = None,
@@ -226,25 +240,6 @@ class FinetuningDataModule(L.LightningDataModule):
         seed: int = 0,  # of order and held-out rows
     ):
         super().__init__()
-        options = dict(collator_kwargs or {})
-        several = isinstance(label_column, (list, tuple))
-        problem = options.pop("problem_type", "multi_label_classification" if several else None)
-        self.task, self.task_is_given = get_task(task, problem), problem is not None
-        if packing and not self.task.can_pack:
-            raise ValueError(
-                f"packing=True needs a label for each word: task is {self.task.name!r}"
-            )
-        if file_format is not None:
-            look_up(file_format, LABELLED, "file_format")
-        if not 0 <= validation_fraction < 1:
-            raise ValueError(
-                f"validation_fraction must be at least 0 and below 1, got {validation_fraction}"
-            )
-        names = [*(label_names.values() if isinstance(label_names, Mapping) else label_names or ())]
-        if len(set(names)) < len(names):
-            raise ValueError(f"label_names has a name twice: {names}")
-        self.requested_columns = self._request_columns(text_column, label_column, options)
-        self.collator_kwargs, self.label_names = options, label_names
         self.tokenizer, self.vocab_size = pretrained_tokenizer_name_or_path, vocab_size
         self.source, self.file_format = (dataset_name_or_path, dataset_config_name), file_format
         self.reader_kwargs = {**(reader_kwargs or {}), **({} if header else {"header": False})}
@@ -253,11 +248,43 @@ class FinetuningDataModule(L.LightningDataModule):
         self.max_sequence_length, self.fixed_shapes = max_sequence_length, fixed_shapes
         self.num_workers, self.shuffle_train, self.packing = num_workers, shuffle_train, packing
         self.validation_fraction, self.seed = validation_fraction, seed
+        self.label_names, self.bad_rows = label_names, BadRows(bad_rows)
+        self._set_task(task, text_column, label_column, dict(collator_kwargs or {}))
+        self._check_options()
+        self.in_memory: dict[str, Any] = {}  # rows by split, of `set_datasets`
+        self._forget()
+
+    def _set_task(self, task: Any, text_column: Any, label_column: Any, options: dict) -> None:
+        is_multi_hot = isinstance(label_column, (list, tuple))
+        usual = "multi_label_classification" if is_multi_hot else None
+        problem = options.pop("problem_type", usual)
+        self.task, self.task_is_given = get_task(task, problem), problem is not None
+        self.requested_columns = request_columns(self.task, text_column)
+        for role in self.task.text_columns:
+            if (column := options.pop(f"{role}_column", None)) is not None:
+                self.requested_columns[role] = column
+        self.requested_columns[self.task.label_column] = label_column
+        self.collator_kwargs = options
+
+    def _check_options(self) -> None:
+        "Raise `ValueError` for options that cannot be used."
+        if self.packing and not self.task.can_pack:
+            raise ValueError(
+                f"packing=True needs a label for each word: task is {self.task.name!r}"
+            )
+        if self.file_format is not None:
+            check_choice("file_format", self.file_format, LABELLED)
+        check_range("validation_fraction", self.validation_fraction, 0, 1, exclude_high=True)
         check_minimum(self, max_sequence_length=8)
         for split, size in zip(("train", "val", "test"), self.batch_sizes.values()):
             check_range(f"{split}_batch_size", size, 1)
-        self.bad_rows = BadRows(bad_rows)
-        self.in_memory: dict[str, Any] = {}  # rows by split, of `set_datasets`
+        names = self.label_names or ()
+        names = [*(names.values() if isinstance(names, Mapping) else names)]
+        if len(set(names)) < len(names):
+            raise ValueError(f"label_names has a name twice: {names}")
+
+    def _forget(self) -> None:
+        "Forget what `read` and `setup` have made."
         self.columns: dict[str, Any] = {}  # by role; set by `read`, as the next two
         self.rows: dict[str, Table] = {}  # the good rows of each split, by role, labels by name
         self.note = ""  # what a user should know about the splits
@@ -268,29 +295,13 @@ class FinetuningDataModule(L.LightningDataModule):
         self.batches: EpochBatches | None = None  # the latest training loader
         self._hashes: dict[str, str] = {}  # of each split, once `resume_identity` is called
 
-    def _request_columns(
-        self, text_column: Any, label_column: Any, options: dict
-    ) -> dict[str, Any]:
-        "Assign the user's columns to roles. Raises `ValueError` for too many."
-        roles = list(self.task.text_columns)
-        texts = list(text_column) if isinstance(text_column, (list, tuple)) else [text_column]
-        if not 1 <= len(texts) <= len(roles):
-            raise ValueError(
-                f"text_column of {self.task.name} takes at most {len(roles)} names, got {texts}"
-            )
-        requested = dict(zip(roles, texts))
-        for role in roles[1:]:
-            if (column := options.pop(f"{role}_column", None)) is not None:
-                requested[role] = column
-        return {**requested, self.task.label_column: label_column}
-
     # --- rows -------------------------------------------------------------------------------------
 
     def set_datasets(self, train: Any = None, val: Any = None, test: Any = None) -> None:
         "Take rows instead of a name: `datasets.Dataset`s, or lists of dicts."
         splits = dict(zip(SPLITS, (train, val, test)))
+        self._forget()
         self.in_memory = {split: rows for split, rows in splits.items() if rows is not None}
-        self.rows, self.datasets = {}, {}
 
     def prepare_data(self) -> None:
         "Download, once for each machine; `setup` then finds the data in the cache."
@@ -301,22 +312,21 @@ class FinetuningDataModule(L.LightningDataModule):
         "Load, check and name rows, and hold some out: once, and without a tokenizer."
         if self.rows:
             return
-        self.bad_rows, self.note = BadRows(self.bad_rows.policy), ""
+        self.bad_rows = BadRows(self.bad_rows.policy)
         tables = self._load_splits()
-        first, label = tables.get("train", next(iter(tables.values()))), self.task.label_column
+        first, role = tables.get("train", next(iter(tables.values()))), self.task.label_column
         self.columns = self._find_columns(first, "train" in tables)
-        classes = {
-            s: class_names(t.features.get(str(self.columns[label]))) for s, t in tables.items()
-        }
+        label = str(self.columns[role])
+        classes = {split: class_names(t.features.get(label)) for split, t in tables.items()}
         if classes.get("train") and isinstance(self.label_names, (list, tuple)):
             classes = dict.fromkeys(classes, list(self.label_names))  # its ids, our names
-        cells = [row.get(str(self.columns[label])) for row in first if isinstance(row, Mapping)]
+        cells = [row.get(label) for row in first if isinstance(row, Mapping)]
         read_cell = self.task.cell_reader([cell for cell in cells if isinstance(cell, str)])
         rows = {s: self._read_rows(s, t, read_cell, classes[s]) for s, t in tables.items()}
         self._learn_labels(rows, next(iter(classes.values())))
         for split, table in rows.items():
-            if label in table.columns:
-                name = lambda row: {**row, label: self.task.name_label(row[label])}
+            if role in table.columns:
+                name = lambda row: {**row, role: self.task.name_label(row[role])}
                 rows[split] = table.map(name, self.bad_rows.handler(split))
         if "train" in rows and "validation" not in rows and self.validation_fraction:
             rows |= self._hold_out(rows["train"])
@@ -347,29 +357,13 @@ class FinetuningDataModule(L.LightningDataModule):
 
     def _find_columns(self, table: Table, labelled: bool) -> dict[str, Any]:
         "Find the column of each role. Raises `ValueError` with the names that exist."
-        task, requested = self.task, self.requested_columns
-        usual = {**task.text_columns, task.label_column: task.label_column}
-        if task.text_type is list and table.file_format in COLUMNS:
-            usual = dict(zip(usual, COLUMNS[table.file_format]))
-        # In CoNLL-U a number is one of its ten columns; comments and lines have names only.
-        numbered = [*CONLLU] if table.file_format == "conllu" else table.columns
-
-        def find(column: Any, argument: str) -> Any:
-            if isinstance(column, (list, tuple)):
-                return [find(name, argument) for name in column]
-            return resolve_column(
-                column, table.columns if column in table.columns else numbered, argument
-            )
-
-        columns = {}
-        for number, (role, default) in enumerate(usual.items()):
-            column = default if requested.get(role) is None else requested[role]
-            is_label = role == task.label_column
-            argument = (
-                "label_column" if is_label else "text_column" if not number else f"{role}_column"
-            )
-            optional = is_label and not labelled and column not in table.columns
-            columns[role] = column if column is None or optional else find(column, argument)
+        columns = usual_columns(self.task, table)
+        columns |= {r: name for r, name in self.requested_columns.items() if name is not None}
+        arguments = ["text_column", *[f"{role}_column" for role in columns][1:-1], "label_column"]
+        for argument, (role, column) in zip(arguments, columns.items()):
+            is_optional = argument == "label_column" and not labelled
+            if column is not None and not (is_optional and column not in table.columns):
+                columns[role] = find_column(table, column, argument)
         return columns
 
     def _read_rows(
@@ -377,34 +371,34 @@ class FinetuningDataModule(L.LightningDataModule):
     ) -> Table:
         "Read the rows of a split by role."
         label = self.columns[self.task.label_column]
-        single = isinstance(label, str)
+        is_single, is_text = isinstance(label, str), table.file_format in ("csv", "tsv")
         labelled = split != "test" or (
-            table.is_labelled(label) if single else all(name in table.columns for name in label)
+            table.is_labelled(label) if is_single else set(label) <= set(table.columns)
         )
-        is_table = table.file_format in ("csv", "tsv")
 
         def read(row: Any) -> dict:
-            if single and labelled and isinstance(row, Mapping) and label in row:
+            if is_single and labelled and isinstance(row, Mapping) and label in row:
                 value = apply_names(row[label], classes)
-                if is_table and isinstance(value, str):
-                    value = read_cell(value)
-                row = {**row, label: value}
+                row = {
+                    **row,
+                    label: read_cell(value) if is_text and isinstance(value, str) else value,
+                }
             return self.task.read(row, self.columns, labelled)
 
         return table.map(read, self.bad_rows.handler(split))
 
     def _learn_labels(self, rows: Mapping[str, Table], classes: Sequence[str] | None) -> None:
         "Settle the task and its labels by the training rows."
-        label, names = self.task.label_column, self.label_names
+        role = self.task.label_column
         train = rows.get("train", next(iter(rows.values())))
-        labels = [row[label] for row in train if label in row]
+        labels = [row[role] for row in train if role in row]
         if not labels:
             return
         if not self.task_is_given:
             self.task = self.task.resolve(labels)
-        if isinstance(self.columns[label], list):  # each column is a label, also if no row has it
-            classes = self.columns[label]
-        self.task.learn_labels(labels, names, classes)
+        if isinstance(self.columns[role], list):  # each column is a label, also if no row has it
+            classes = self.columns[role]
+        self.task.learn_labels(labels, self.label_names, classes)
 
     def _hold_out(self, train: Table) -> dict[str, Table]:
         "Split the training rows, and report it."
@@ -436,29 +430,27 @@ class FinetuningDataModule(L.LightningDataModule):
         if self.datasets:
             return
         self.read()
-        self.trained_tokenizer = self.tokenizer is None
+        task, self.trained_tokenizer = self.task, self.tokenizer is None
         train = lambda: train_tokenizer(self.texts(), self.vocab_size)
         self.tokenizer = resolve_tokenizer([self.tokenizer], train=train)
         options = {"pad_to_multiple_of": None if self.fixed_shapes else 8, **self.collator_kwargs}
         if self.columns.get("text_pair"):
             options["pair"] = True
-        labelled = self.task.label_column in next(iter(self.rows.values())).columns
-        self.collator = self.task.make_collator(
-            self.tokenizer, self.max_sequence_length, labelled, **options
-        )
+        labelled = task.label_column in next(iter(self.rows.values())).columns
+        length = self.max_sequence_length
+        self.collator = task.make_collator(self.tokenizer, length, labelled, **options)
         encoded = {split: self._encode(split) for split in self.rows}
-        self.task.learn_lengths(encoded.get("train", next(iter(encoded.values()))))
+        task.learn_lengths(encoded.get("train", next(iter(encoded.values()))))
         if self.fixed_shapes:
-            self.task.fix_shapes(self.collator, [row for rows in encoded.values() for row in rows])
+            task.fix_shapes(self.collator, [row for rows in encoded.values() for row in rows])
         self.num_cut = {
-            split: self.task.count_cut(self.rows[split], rows, self._collator(split))
+            split: task.count_cut(self.rows[split], rows, self._collator(split))
             for split, rows in encoded.items()
         }
         if self.packing and "train" in encoded:  # the others stay one text a row
-            options = self.max_sequence_length, self.collator.vocabulary.pad_token_id
-            encoded["train"] = pack_token_rows(encoded["train"], *options)
+            pad_token_id = self.collator.vocabulary.pad_token_id
+            encoded["train"] = pack_token_rows(encoded["train"], length, pad_token_id)
         self.datasets = {split: EncodedRows(rows, self.collator) for split, rows in encoded.items()}
-        self._hashes = {}
 
     def _collator(self, split: str) -> SupervisedCollator:
         "Return the collator, without labels if the split has none."
@@ -468,7 +460,7 @@ class FinetuningDataModule(L.LightningDataModule):
         return collator
 
     def _encode(self, split: str) -> list[dict]:  # of arrays
-        "Tokenize a split. Raises `ValueError` with the place of a bad row."
+        "Tokenize a split. Raises `ValueError` with the location of a bad row."
         rows, collator = self.rows[split], self._collator(split)
         whole = split != "train" and collator.label_column is not None
         encoded = []
@@ -482,9 +474,9 @@ class FinetuningDataModule(L.LightningDataModule):
                 if len(self.rows[split]) == len(rows):
                     raise
                 return self._encode(split)
-        known = {*PADDING, *collator.sequences, *collator.scalars, "labels", "example_index",
-                 "first_word", "num_moved_labels"}  # fmt: skip
-        return [{k: np.asarray(row[k]) for k in row if k in known} for row in encoded]
+        used = {*PADDING, *collator.sequences, *collator.scalars, "labels", "example_index",
+                "first_word", "num_moved_labels"}  # fmt: skip
+        return [{k: np.asarray(row[k]) for k in row if k in used} for row in encoded]
 
     @property
     def num_labels(self) -> int | None:
@@ -500,8 +492,8 @@ class FinetuningDataModule(L.LightningDataModule):
 
     def save_task(self, directory: str | os.PathLike) -> None:
         "Write task.json beside a model, so that new rows are read as these."
-        keep = {k: v for k, v in self.reader_kwargs.items() if k in ("multiword", "delimiter")}
-        save_task(self.task, directory, self.columns, self.max_sequence_length, keep)
+        reader = {k: v for k, v in self.reader_kwargs.items() if k == "delimiter"}
+        save_task(self.task, directory, self.columns, self.max_sequence_length, reader)
 
     # --- batches ----------------------------------------------------------------------------------
 
@@ -570,22 +562,18 @@ class FinetuningDataModule(L.LightningDataModule):
     def count_labels(self, split: str) -> dict[str, int]:
         "Count how often each named label occurs in a split."
         rows, label = self.rows[split], self.task.label_column
-        counts = Counter(
-            v for row in rows if label in row for v in self.task.label_values(row[label])
-        )
+        labels = [row[label] for row in rows if label in row]
+        counts = Counter(value for row in labels for value in self.task.label_values(row))
         return {name: counts[name] for name in self.label2id}
 
     def _describe_split(self, split: str) -> list[str]:
-        rows, data, longest = self.rows[split], self.datasets[split], self.max_sequence_length
-        lines = [
-            f"{split}: {len(rows):,} examples, {len(data):,} rows, {data.lengths.sum():,} tokens"
-        ]
+        rows, data, lengths = self.rows[split], self.datasets[split], self.datasets[split].lengths
+        lines = [f"{split}: {len(rows):,} examples, {len(data):,} rows, {lengths.sum():,} tokens"]
         if cut := self.num_cut[split]:
-            pieces = self.task.trains_whole or self.task.reads_whole and split != "train"
-            what = "they are read in pieces" if pieces else "their ends are cut off"
-            lines.append(
-                f"  {cut:,} texts have more than max_sequence_length={longest} tokens; {what}"
-            )
+            in_pieces = self.task.trains_whole or self.task.reads_whole and split != "train"
+            what = "they are read in pieces" if in_pieces else "their ends are cut off"
+            limit = f"max_sequence_length={self.max_sequence_length}"
+            lines.append(f"  {cut:,} texts have more than {limit} tokens; {what}")
         if split != "train" and "train" in self.rows:
             known = {text for row in self.rows["train"] for text in self.task.group_texts(row)}
             count = sum(not known.isdisjoint(self.task.group_texts(row)) for row in rows)
@@ -594,7 +582,8 @@ class FinetuningDataModule(L.LightningDataModule):
         counts = self.count_labels(split)
         total = max(1, sum(counts.values()))
         lines += [f"  {name}: {n:,} ({n / total:.0%})" for name, n in counts.items()]
-        return lines + length_histogram(data.lengths)
+        low, median, high, longest = np.quantile(lengths, (0.05, 0.5, 0.95, 1)).astype(int)
+        return lines + [f"  tokens a row: 5% {low}, 50% {median}, 95% {high}, longest {longest}"]
 
     def describe(self, num_rows: int = 2) -> str:
         "Describe rows, labels and lengths of each split. Call `setup` first."

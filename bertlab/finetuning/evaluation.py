@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from matplotlib.font_manager import FontProperties, findfont, get_font
 
 from ..core.files import atomic_write
 from ..core.plots import BLUE, GREY, ORANGE, new_axes
@@ -104,72 +103,38 @@ class Calibration:
 _NAMES = {"rotation": 60, "ha": "right", "rotation_mode": "anchor", "parse_math": False}
 
 
-def _names_to_draw(names: Sequence[str]) -> tuple[list[str], str]:  # and a title that explains them
-    "Names, cut where they are long; a number for names that the font would draw as boxes."
-    fonts = [
-        get_font(findfont(FontProperties(family=[family])))
-        for family in FontProperties().get_family()
-    ]
-    has = lambda letter: any(font.get_char_index(ord(letter)) for font in fonts)
-    drawn = [
-        f"label {number}"
-        if not all(map(has, name))
-        else name
-        if len(name) <= 16
-        else f"{name[:15]}…"
-        for number, name in enumerate(names)
-    ]
-    lacking = any(not all(map(has, name)) for name in names)
-    return drawn, "label N: this font lacks letters of its name; N counts from 0" * lacking
+def _short_names(names: Sequence[str]) -> list[str]:
+    return [name if len(name) <= 16 else f"{name[:15]}…" for name in names]
 
 
 def plot_confusion(confusions_CC: np.ndarray, names: Sequence[str]) -> Any:  # a figure
-    "Shares of each row, so that rare labels are seen as well as frequent ones; numbers are counts."
+    "Draw shares of each row, so that rare labels are seen as well; numbers are counts."
     counts_CC, num_labels = np.asarray(confusions_CC), len(names)
     side = float(np.clip(1.6 + 0.42 * num_labels, 3.8, 9))
     figure, axes = new_axes("predicted label", "right label", (side + 0.9, side))
     shares_CC = counts_CC / np.maximum(1, counts_CC.sum(1, keepdims=True))
     image = axes.imshow(shares_CC, cmap="Blues", vmin=0, vmax=1)
     axes.grid(False)
-    short, title = _names_to_draw(names)
-    axes.set_title(title, loc="left", fontsize=8)
-    axes.set_xticks(range(num_labels), short, **_NAMES)
-    axes.set_yticks(range(num_labels), short, parse_math=False)
-    if num_labels <= 20:
-        for row, column in np.argwhere(counts_CC):
-            shade = "white" if shares_CC[row, column] > 0.5 else "black"
-            axes.text(
-                column,
-                row,
-                f"{counts_CC[row, column]}",
-                ha="center",
-                va="center",
-                color=shade,
-                fontsize=8,
-            )
+    axes.set_xticks(range(num_labels), _short_names(names), **_NAMES)
+    axes.set_yticks(range(num_labels), _short_names(names), parse_math=False)
+    style = {"ha": "center", "va": "center", "fontsize": 8}
+    for row, column in np.argwhere(counts_CC) if num_labels <= 20 else ():
+        shade = "white" if shares_CC[row, column] > 0.5 else "black"
+        axes.text(column, row, f"{counts_CC[row, column]}", color=shade, **style)
     figure.colorbar(image, label="share of the row", shrink=0.8)
     return figure
 
 # %% ../../nbs/finetuning/03_evaluation.ipynb #da73ea08
 def plot_calibration(calibration: Calibration) -> Any:  # a figure
-    "A reliability diagram (Guo et al. 2017, fig. 1), each bin with how many it holds."
+    "Draw a reliability diagram (Guo et al. 2017, fig. 1), each bin with its size."
     figure, axes = new_axes("predicted probability", "share that is right", (6.0, 4.0))
     axes.plot([0, 1], [0, 1], "--", color=GREY, label="calibrated")
     edges, accuracy = np.array(calibration.edges), np.nan_to_num(calibration.accuracy)
-    axes.bar(
-        edges[:-1], accuracy, np.diff(edges), align="edge", color=BLUE, alpha=0.35, edgecolor=BLUE
-    )
+    widths, style = np.diff(edges), {"color": BLUE, "alpha": 0.35, "edgecolor": BLUE}
+    bars = axes.bar(edges[:-1], accuracy, widths, align="edge", **style)
+    sizes = [f"{count:,}" if count else "" for count in calibration.counts]
+    axes.bar_label(bars, sizes, padding=2, fontsize=7)
     axes.plot(calibration.confidence, calibration.accuracy, "o", color=ORANGE, label="bin's mean")
-    for left, width, count, top in zip(edges, np.diff(edges), calibration.counts, accuracy):
-        if count:
-            axes.text(
-                left + width / 2,
-                max(top, 0.02) + 0.015,
-                f"{count:,}",
-                ha="center",
-                va="bottom",
-                fontsize=7,
-            )
     axes.set_xlim(0, 1)
     axes.set_ylim(0, 1.1)
     axes.set_title(f"expected calibration error {calibration.error():.3f}", loc="left", fontsize=10)
@@ -194,14 +159,13 @@ def plot_groups(
     label: str,  # of the axis
 ) -> Any:  # a figure
     "Draw two scores of each group."
-    labels, title = _names_to_draw([str(row[name]) for row in rows])
     figure, axes = new_axes(label, "mean score, 0 to 1", (2 + 0.6 * max(4, len(rows)), 3.4))
     positions = np.arange(len(rows))
     for shift, score, colour in ((-0.2, scores[0], BLUE), (0.2, scores[1], ORANGE)):
         heights = [row[score] for row in rows]
         axes.bar(positions + shift, heights, 0.38, color=colour, label=score.replace("_", " "))
-    ticks = [f"{text} ({row['support']:,})" for text, row in zip(labels, rows)]
-    axes.set_title(title, loc="left", fontsize=8)
+    names = _short_names([str(row[name]) for row in rows])
+    ticks = [f"{text} ({row['support']:,})" for text, row in zip(names, rows)]
     axes.set_xticks(positions, ticks, **_NAMES)
     axes.set_ylim(0, 1.05)
     axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(1, 1))

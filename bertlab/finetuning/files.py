@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['CONLLU', 'LABELLED', 'SUFFIXES', 'Table', 'class_names', 'apply_names', 'read_conllu', 'read_conll2003', 'read_squad',
-           'guess_lines', 'guess_format', 'read_labelled', 'split_called', 'find_split', 'find_split_files',
-           'take_split', 'find_files', 'load_hub', 'read_json_cell', 'is_text_of_list', 'read_number_cell',
+           'read_text_lines', 'guess_lines', 'guess_format', 'read_labelled', 'split_called', 'find_split',
+           'find_split_files', 'take_split', 'find_files', 'load_hub', 'read_json_cell', 'read_number_cell',
            'split_cell', 'flatten', 'choose_reader']
 
 # %% ../../nbs/finetuning/01_files.ipynb #31066ba1
@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from ..core.names import look_up
 from ..data.documents import parse_split, slice_bounds
 from ..data.readers import PACKED, Line, OnError, TableRows, kind_of, open_unpacked
 from ..data.readers import parse_json, raise_error, read_arrow, read_csv, read_json
@@ -30,7 +31,7 @@ from ..data.sources import offline_if_unreachable, saved_to_disk
 
 # %% ../../nbs/finetuning/01_files.ipynb #07399929
 class Table(Sequence):
-    "Rows of a split, each with its place: `train row 3`, or `train.conllu line 17`."
+    "Rows of a split, each with its location: `train row 3`, or `train.conllu line 17`."
 
     def __init__(
         self,
@@ -79,15 +80,15 @@ class Table(Sequence):
     def map(self, read: Callable[[Any], Any], on_error: OnError = raise_error) -> "Table":
         "Read each row; an error gets the row's place. Raises `ValueError` if no row is good."
         rows, places, first = [], [], None
-        for row, place in zip(self.rows, self.places):
+        for row, location in zip(self.rows, self.places):
             try:
                 rows.append(read(row))
-            except ValueError as error:  # a function of many rows calls its only one row 0
-                message = re.sub(r"^row \d+:? ", "", str(error))
-                first = first or ValueError(f"{place}: {message}")
-                on_error(ValueError(f"{place}: {message}"))
+            except ValueError as error:  # a function of many rows numbers its only one 0
+                message = f"{location}: {getattr(error, 'message', error)}"
+                first = first or message
+                on_error(ValueError(message))
             else:
-                places.append(place)
+                places.append(location)
         if first and not rows:
             raise ValueError(f"no row is good; the first: {first}")
         return Table(rows, places, file_format=self.file_format)
@@ -104,7 +105,7 @@ class Table(Sequence):
                 named = {c: apply_names(row[c], names_of[c][number]) for c in differing if c in row}
                 rows.append({**row, **named})
         features = {name: feature for name, feature in features.items() if name not in differing}
-        places = [place for part in parts for place in part.places]
+        places = [location for part in parts for location in part.places]
         return Table(rows, places, features, parts[0].file_format)
 
 
@@ -133,7 +134,7 @@ def apply_names(value: Any, names: Sequence[str] | None) -> Any:
 
 # %% ../../nbs/finetuning/01_files.ipynb #36cb22bb
 def _split_blocks(path: Path, on_error: OnError) -> Iterator[list[Line]]:
-    "The lines of a file between its blank lines."
+    "Group the lines of a file between its blank lines."
     lines = read_lines(path, on_error=on_error)
     for blank, block in groupby(lines, key=lambda line: not line.text.strip()):
         if not blank:
@@ -141,174 +142,126 @@ def _split_blocks(path: Path, on_error: OnError) -> Iterator[list[Line]]:
 
 # %% ../../nbs/finetuning/01_files.ipynb #20445ae0
 CONLLU = "ID", "FORM", "LEMMA", "UPOS", "XPOS", "FEATS", "HEAD", "DEPREL", "DEPS", "MISC"
-_OPEN = "UPOS", "XPOS", "HEAD", "DEPREL"  # columns in which "_" says that nothing is known
+_OPEN = "UPOS", "XPOS", "HEAD", "DEPREL"  # columns in which "_" means unknown
 
 
 def _read_words(
     lines: list[Line],  # of one sentence, with its comments
     name: str,  # of the file, for messages
-) -> tuple[list[list[str]], dict[int, tuple[int, str]]]:  # words; first -> last and form of ranges
-    "The words of a sentence in CoNLL-U, and the tokens that hold several. Raises `ValueError`."
-    words, ranges = [], {}
+) -> list[list[str]]:
+    "Read the cells of each word of a sentence in CoNLL-U. Raises `ValueError`."
+    words = []
     for line in lines:
         if line.text.startswith("#"):
             continue
         cells, where = line.text.split("\t"), f"{name} line {line.number}"
         if len(cells) != len(CONLLU):
             raise ValueError(f"{where} has {len(cells)} columns between tabs; CoNLL-U has 10")
-        parts = re.fullmatch(r"(\d+)(?:([-.])(\d+))?", cells[0])
-        if parts is None:
-            raise ValueError(f"{where} has the ID {cells[0]!r}; IDs are like 3, 3-4 or 3.1")
-        first, kind, last = parts.groups()
-        if kind == "-":
-            ranges[int(first)] = int(last), cells[1]
-        elif kind is None:  # an empty node, 3.1, was never said
-            words.append(cells)
-            if int(first) != len(words):
-                raise ValueError(f"{where} has the ID {first}, where {len(words)} is next")
-    if not words or any(not a <= last <= len(words) for a, (last, _) in ranges.items()):
-        what = "a token of words that are missing" if words else "no word"
-        raise ValueError(f"{name} line {lines[0].number}: a sentence has {what}")
-    return words, ranges
-
-# %% ../../nbs/finetuning/01_files.ipynb #a7c9ef6c
-def _join_words(
-    words: list[list[str]],
-    ranges: Mapping[int, tuple[int, str]],  # first word -> last word, form
-) -> list[list[str]]:
-    "Put the words of a token together again: its own form, and all their labels with + between."
-    joined, number = [], 1
-    while number <= len(words):
-        last, form = ranges.get(number, (number, words[number - 1][1]))
-        columns = zip(*words[number - 1 : last])
-        joined.append(["+".join(cells) for cells in columns])
-        joined[-1][1], number = form, last + 1
-    return joined
+        if re.fullmatch(r"\d+[-.]\d+", cells[0]):  # a token of several words, or an empty node
+            continue
+        words.append(cells)
+        if cells[0] != str(len(words)):
+            raise ValueError(f"{where} has the ID {cells[0]!r}; the next word is {len(words)}")
+    if not words:
+        raise ValueError(f"{name} line {lines[0].number}: a sentence has no word")
+    return words
 
 # %% ../../nbs/finetuning/01_files.ipynb #0b2b4439
-def read_conllu(
-    path: Path,
-    on_error: OnError = raise_error,
-    multiword: str = "split",  # "don't" is "do" and "n't"; "join": it is one word, AUX+PART
-) -> TableRows:
-    "Sentences of CoNLL-U, a list for each column (Universal Dependencies, CoNLL-U format)."
-    if multiword not in ("split", "join"):
-        raise ValueError(f'multiword must be "split" or "join", got {multiword!r}')
+def read_conllu(path: Path, on_error: OnError = raise_error) -> TableRows:
+    "Read sentences of CoNLL-U, a list for each column (Universal Dependencies, CoNLL-U format)."
     for block in _split_blocks(path, on_error):
-        marks = [re.match(r"#\s*(text|sent_id)\s*=\s*(.*)", line.text) for line in block]
         try:
-            words, ranges = _read_words(block, path.name)
+            words = _read_words(block, path.name)
         except ValueError as error:
             on_error(error)
             continue
-        words = _join_words(words, ranges) if multiword == "join" else words
         row = dict(zip(CONLLU, map(list, zip(*words))))
         row |= {
             name: [IGNORE_INDEX if cell == "_" else cell for cell in row[name]] for name in _OPEN
         }
-        row["lines"] = [line.text for line in block]  # with comments, ranges and empty nodes
-        yield f"line {block[0].number}", row | dict(m.groups() for m in marks if m)
+        row["lines"] = [line.text for line in block]  # with comments, tokens and empty nodes
+        comments = [re.match(r"#\s*(text|sent_id)\s*=\s*(.*)", line.text) for line in block]
+        yield f"line {block[0].number}", row | dict(match.groups() for match in comments if match)
 
 # %% ../../nbs/finetuning/01_files.ipynb #78b9558f
 def _name_columns(width: int) -> tuple[str, ...]:
-    "What the columns of a CoNLL-2003 file are called: the first are words, the last are tags."
+    "Name the columns of a CoNLL-2003 file: the first are words, the last are tags."
     if width == 4:
         return "word", "pos", "chunk", "ner"
     return ("word", *(f"column {number}" for number in range(2, width)), "tag")
 
 
+def _read_tagged(lines: list[Line], name: str, width: int | None) -> list[list[str]]:
+    "Read the cells of each word of a sentence in CoNLL-2003. Raises `ValueError`."
+    words = []
+    for line in lines:
+        if line.text.startswith("-DOCSTART-"):
+            continue
+        # Not `split()`: a space that does not break may be in a word.
+        text = line.text if "\t" in line.text else line.text.strip(" ")
+        cells = [cell.strip() or cell for cell in re.split("\t" if "\t" in text else " +", text)]
+        width = width or len(cells)
+        if len(cells) != width or width < 2:
+            raise ValueError(
+                f"{name} line {line.number} has {len(cells)} columns, the first word has {width}; "
+                "2 or more are needed"
+            )
+        words.append(cells)
+    return words
+
+
 def read_conll2003(path: Path, on_error: OnError = raise_error) -> TableRows:
-    "Sentences with a word a line, columns by tabs or spaces (Tjong Kim Sang et al. 2003, sec. 2)."
+    "Read sentences with a word a line, columns by tabs or spaces (Tjong Kim Sang et al. 2003)."
     width = None
     for block in _split_blocks(path, on_error):
-        words = []
-        for line in block:
-            if line.text.startswith("-DOCSTART-"):
-                continue
-            text = line.text.strip(" ")
-            if width is None:
-                # A space that does not break, or one as wide as an ideograph, may be in a word;
-                # only where the first word has no other does it part the columns.
-                parted = re.search("[\t ]", text)
-            cells = (
-                line.text.split("\t")
-                if "\t" in line.text
-                else re.split(" +", text)
-                if parted
-                else text.split()
-            )
-            cells = [cell.strip() or cell for cell in cells]
-            width = width or len(cells)
-            if len(cells) != width or width < 2:
-                on_error(
-                    ValueError(
-                        f"{path.name} line {line.number} has {len(cells)} columns, "
-                        f"the first word has {width}; 2 or more are needed"
-                    )
-                )
-                break
-            words.append(cells)
-        else:
-            if words:
-                row = dict(zip(_name_columns(width), map(list, zip(*words))))
-                yield f"line {block[0].number}", row
-
-# %% ../../nbs/finetuning/01_files.ipynb #3753b3f9
-def _read_question(question: Mapping, context: str, title: str, where: str) -> dict:
-    "A row of a question on a paragraph. Raises `ValueError`."
-    answers = question.get("answers")
-    if question.get("is_impossible") and answers:
-        raise ValueError(f"{where} is_impossible, and has answers: {str(answers)[:60]}")
-    if answers is not None:
         try:
-            answers = {key: [one[key] for one in answers] for key in ("text", "answer_start")}
-        except (KeyError, TypeError):
-            raise ValueError(
-                f"{where}: answers need text and answer_start, got {str(answers)[:60]}"
-            ) from None
-    return {
-        "id": str(question["id"]),
-        "title": title,
-        "context": context,
-        "question": question["question"],
-        "answers": answers,
-    }
+            words = _read_tagged(block, path.name, width)
+        except ValueError as error:
+            on_error(error)
+            continue
+        if words:
+            width = len(words[0])
+            yield f"line {block[0].number}", dict(zip(_name_columns(width), map(list, zip(*words))))
 
 # %% ../../nbs/finetuning/01_files.ipynb #0218b4d0
-def read_squad(path: Path, on_error: OnError = raise_error) -> TableRows:
-    "Questions of SQuAD 1.1 or 2.0, one a row (Rajpurkar et al. 2016; 2018, sec. 4)."
-    number, seen = 0, set()
-    whole = parse_json("\n".join(line.text for line in read_lines(path)), path.name)
-    if not isinstance(whole, dict) or not isinstance(whole.get("data"), list):
-        raise ValueError(f"{path.name} is not in SQuAD's form: an object with a list `data`")
-    for article in whole["data"]:
+def _squad_questions(content: Any, name: str) -> Iterator[tuple[str, Mapping, Mapping]]:
+    "List title, paragraph and question. Raises `ValueError` for another form."
+    if not isinstance(content, dict) or not isinstance(content.get("data"), list):
+        raise ValueError(f"{name} is not in SQuAD's form: an object with a list `data`")
+    for article in content["data"]:
         for paragraph in article.get("paragraphs", ()):
             for question in paragraph.get("qas", ()):
-                number += 1
-                where = f"{path.name} question {number}"
-                try:
-                    title = article.get("title", "")
-                    row = _read_question(question, paragraph["context"], title, where)
-                    if row["id"] in seen:
-                        raise ValueError(f"{where} has the id {row['id']!r} of another question")
-                except KeyError as error:
-                    on_error(
-                        ValueError(
-                            f"{where} has no {error}; its keys are {list(question)}, "
-                            f"and those of its paragraph {list(paragraph)}"
-                        )
-                    )
-                except ValueError as error:
-                    on_error(error)
-                else:
-                    seen.add(row["id"])
-                    yield f"question {number}", row
+                yield article.get("title", ""), paragraph, question
+
+
+def read_squad(path: Path, on_error: OnError = raise_error) -> TableRows:
+    "Read questions of SQuAD 1.1 or 2.0, one a row (Rajpurkar et al. 2016; 2018, sec. 4)."
+    content = parse_json("\n".join(line.text for line in read_lines(path)), path.name)
+    questions = _squad_questions(content, path.name)
+    for number, (title, paragraph, question) in enumerate(questions, 1):
+        try:
+            row = {"id": str(question["id"]), "title": title, "context": paragraph["context"],
+                   "question": question["question"], "answers": None}  # fmt: skip
+            if (answers := question.get("answers")) is not None:
+                keys = "text", "answer_start"
+                row["answers"] = {key: [answer[key] for answer in answers] for key in keys}
+        except KeyError as error:
+            message = f"{path.name} question {number} has no {error}; its keys are {list(question)}"
+            on_error(ValueError(f"{message}, and those of its paragraph {list(paragraph)}"))
+        else:
+            yield f"question {number}", row
+
+# %% ../../nbs/finetuning/01_files.ipynb #0218b4d2
+def read_text_lines(path: Path, on_error: OnError = raise_error) -> TableRows:
+    "Read a text a line."
+    for line in read_lines(path, on_error=on_error):
+        yield f"line {line.number}", {"text": line.text}
 
 # %% ../../nbs/finetuning/01_files.ipynb #97c7154f
-LABELLED: dict[str, Callable[..., TableRows]] = {  # what can be read, and how
+LABELLED: dict[str, Callable[..., TableRows]] = {  # readers by format
     "csv": read_csv, "tsv": partial(read_csv, delimiter="\t"), "json": read_json,
     "jsonl": read_json, "parquet": read_parquet, "arrow": read_arrow, "conllu": read_conllu,
-    "conll2003": read_conll2003, "squad": read_squad,
+    "conll2003": read_conll2003, "squad": read_squad, "lines": read_text_lines,
 }  # fmt: skip
 SUFFIXES = {".csv": "csv", ".tsv": "tsv", ".json": "json", ".jsonl": "jsonl", ".ndjson": "jsonl",
             ".parquet": "parquet", ".arrow": "arrow", ".conllu": "conllu", ".conll": "conll2003",
@@ -316,41 +269,36 @@ SUFFIXES = {".csv": "csv", ".tsv": "tsv", ".json": "json", ".jsonl": "jsonl", ".
 
 # %% ../../nbs/finetuning/01_files.ipynb #4a86e981
 def guess_lines(lines: list[str]) -> str | None:  # "conllu", "conll2003"; None: neither
-    "Whether the first lines of a file are sentences with a word a line."
-    if any(line.startswith("-DOCSTART-") for line in lines):
-        return "conll2003"
+    "Return whether the first lines of a file are sentences with a word a line."
     words = [line for line in lines if line.strip() and not line.startswith("#")]
     cells = [line.split("\t") for line in words]
     if words and all(len(c) == 10 and re.fullmatch(r"\d+([-.]\d+)?", c[0]) for c in cells):
         return "conllu"
-    blanks = [number for number, line in enumerate(lines) if not line.strip()]
-    if not words or not blanks or blanks[0] == len(lines) - 1:
-        return None
+    has_blank = any(not line.strip() for line in lines[:-1])
     # A text may have two words in every line; it does not end each in a tag.
-    tags = all(re.search(r"[\t ](O|[BIESLU]-\S+)$", line) for line in words)
-    even = len({len(c) for c in cells}) == 1 < len(cells[0])
-    return "conll2003" if even or tags else None
+    has_tags = all(re.search(r"[\t ](O|[BIESLU]-\S+)$", line) for line in words)
+    is_table = len({len(c) for c in cells}) == 1 < len(cells[0])
+    is_tagged = has_blank and words and (has_tags or is_table)
+    starts_document = any(line.startswith("-DOCSTART-") for line in lines)
+    return "conll2003" if starts_document or is_tagged else None
 
 
 def guess_format(path: Path) -> str | None:  # a key of LABELLED
-    "By the name, and where one name has two forms, by what is inside."
-    named = SUFFIXES.get(kind_of(path))
-    if named == "json":
+    "Guess by the name and, if a name has two forms, by the contents."
+    by_name = SUFFIXES.get(kind_of(path))
+    if by_name == "json":
         with open_unpacked(path) as file:
             head = file.read(1 << 16)
-        return (
-            "squad"
-            if re.match(rb"\s*(\xef\xbb\xbf)?\s*\{", head) and re.search(rb'"paragraphs"\s*:', head)
-            else named
-        )
-    if named not in (None, "tsv", "conll2003"):
-        return named
+        is_object = re.match(rb"\s*(\xef\xbb\xbf)?\s*\{", head)
+        return "squad" if is_object and re.search(rb'"paragraphs"\s*:', head) else "json"
+    if by_name not in (None, "tsv", "conll2003"):
+        return by_name
     lines = islice(read_lines(path, on_error=lambda error: None), 200)
-    return guess_lines([line.text for line in lines]) or named
+    return guess_lines([line.text for line in lines]) or by_name
 
 # %% ../../nbs/finetuning/01_files.ipynb #b873fc09
 def _parquet_features(path: Path) -> dict[str, Any]:
-    "What `datasets` wrote into a Parquet file about its columns: the names of labels, say."
+    "Read what `datasets` wrote into a Parquet file about its columns, such as names of labels."
     from pyarrow import parquet
 
     if path.suffix.lower() in PACKED:
@@ -367,24 +315,21 @@ def read_labelled(
     paths: Sequence[Path],  # of one split
     file_format: str | None = None,  # a key of LABELLED; None: see `guess_format`
     on_error: OnError = raise_error,
-    **options: Any,  # multiword of CoNLL-U; delimiter and header of tables
+    **options: Any,  # delimiter and header of tables
 ) -> Table:
-    "Read files whole. Raises `ValueError` that names the file."
+    "Read complete files. Raises `ValueError` that names the file."
     parts = []
     for path in map(Path, paths):
-        chosen = file_format or guess_format(path)
-        if chosen not in LABELLED:
-            raise ValueError(
-                f"dataset_name_or_path: {path} is of no known format; file_format is "
-                f"one of {', '.join(LABELLED)}"
-            )
+        name = file_format or guess_format(path)
+        reader = look_up(name, LABELLED, f"dataset_name_or_path {path}: file_format")
         try:
-            found = LABELLED[chosen](path, on_error, **options)
+            pairs = [
+                (f"{path.name} {where}", row) for where, row in reader(path, on_error, **options)
+            ]
         except TypeError:
-            raise ValueError(f"{chosen} files have no reader_kwargs {sorted(options)}") from None
-        pairs = [(f"{path.name} {where}", row) for where, row in found]
-        features = _parquet_features(path) if chosen == "parquet" else None
-        parts.append(Table([row for _, row in pairs], [at for at, _ in pairs], features, chosen))
+            raise ValueError(f"{name} files have no reader_kwargs {sorted(options)}") from None
+        features = _parquet_features(path) if name == "parquet" else None
+        parts.append(Table([row for _, row in pairs], [at for at, _ in pairs], features, name))
     return parts[0] if len(parts) == 1 else Table.concatenate(parts)
 
 # %% ../../nbs/finetuning/01_files.ipynb #034e7841
@@ -392,33 +337,26 @@ _SPLIT_WORDS = {  # testa and testb are CoNLL-2003's
     "train": ("train", "training"), "test": ("test", "testing", "testb"),
     "validation": ("validation", "valid", "val", "dev", "development", "testa"),
 }  # fmt: skip
+_SPLIT_OF = {word: split for split, words in _SPLIT_WORDS.items() for word in words}
 
 
 def split_called(
     name: str,  # of a split, or of a file: "dev", "en_ewt-ud-dev.conllu", "eng.testa"
 ) -> str | None:  # a key of _SPLIT_WORDS
-    "Which split a name speaks of; its last word that is one decides."
+    "Return the split that a name means; its last word that is one decides."
     words = re.findall(r"[a-z]+", name.lower())
-    return next(
-        (
-            split
-            for word in reversed(words)
-            for split, known in _SPLIT_WORDS.items()
-            if word in known
-        ),
-        None,
-    )
+    return next((_SPLIT_OF[word] for word in reversed(words) if word in _SPLIT_OF), None)
 
 
 def find_split(
     splits: Mapping[str, Any],
-    name: str,  # "validation" finds "dev", where there is nothing of its own name
+    name: str,  # "validation" finds "dev", if nothing has its own name
 ) -> str | None:  # a key of `splits`
-    "The split of this name, or the only one that means the same."
+    "Return the split of this name, or the only one that means the same."
     if name in splits:
         return name
-    known = next((words for words in _SPLIT_WORDS.values() if name.lower() in words), ())
-    same = [key for key in splits if key.lower() in known]
+    split = _SPLIT_OF.get(name.lower())
+    same = [key for key in splits if split and _SPLIT_OF.get(key.lower()) == split]
     return same[0] if len(same) == 1 else None
 
 # %% ../../nbs/finetuning/01_files.ipynb #ffb04070
@@ -426,12 +364,14 @@ def find_split_files(
     source: str | Path | Mapping,  # a file, a directory, or files by split
     file_format: str | None = None,
 ) -> dict[str, list[Path]]:  # files of each split
-    "A single file is for training; of a directory, the files whose names name a split, if any do."
+    """Find the files of each split.
+
+    A single file is for training; of a directory, the files whose names name a split, if any do.
+    """
     if isinstance(source, Mapping):
+        as_list = lambda files: [files] if isinstance(files, (str, Path)) else files
         return {
-            split_called(str(split)) or split: [
-                Path(p).expanduser() for p in ([files] if isinstance(files, (str, Path)) else files)
-            ]
+            split_called(str(split)) or split: [Path(p).expanduser() for p in as_list(files)]
             for split, files in source.items()
         }
     path = Path(source).expanduser()
@@ -443,42 +383,44 @@ def find_split_files(
         for file in path.glob(pattern)
         if file.is_file() and not file.name.startswith((".", "README"))
     )
-    splits = {}
+    has_format = lambda file: file_format or kind_of(file) in SUFFIXES
+    splits: dict[str, list[Path]] = {}
     for file in files:
         split = split_called(str(file.relative_to(path)))
-        if split and (file_format or kind_of(file) in SUFFIXES or guess_format(file)):
+        if split and (has_format(file) or guess_format(file)):
             splits.setdefault(split, []).append(file)
-    alone = [file for file in files if file_format or kind_of(file) in SUFFIXES]
-    return splits or ({"train": alone} if alone else {})
+    unnamed = list(filter(has_format, files))
+    return splits or ({"train": unnamed} if unnamed else {})
 
 # %% ../../nbs/finetuning/01_files.ipynb #2b76b1cd
 def take_split(
     splits: Mapping[str, Table],
     spec: str,  # as in "train", "train[:10%]", "train[100:]+test"
 ) -> Table:
-    "Take a split or slices of splits. Raises `ValueError` that lists the splits there are."
-    taken = []
+    "Take a split or slices of splits. Raises `ValueError` that lists the splits."
+    tables = []
     for part in spec.split("+"):
         name, begin, stop = parse_split(part.strip())
-        if (found := find_split(splits, name)) is None:
+        if (split := find_split(splits, name)) is None:
             raise ValueError(f"there is no split {name!r}; there are {sorted(splits)}")
-        rows = splits[found]
-        sliced = begin is not None or stop is not None
-        taken.append(rows.select(range(*slice_bounds(begin, stop, len(rows)))) if sliced else rows)
-    return taken[0] if len(taken) == 1 else Table.concatenate(taken)
+        rows = splits[split]
+        if begin is not None or stop is not None:
+            rows = rows.select(range(*slice_bounds(begin, stop, len(rows))))
+        tables.append(rows)
+    return tables[0] if len(tables) == 1 else Table.concatenate(tables)
 
 # %% ../../nbs/finetuning/01_files.ipynb #8f689913
 def find_files(
     source: str | Path | Mapping,  # dataset_name_or_path
     config_name: str | None = None,
     file_format: str | None = None,
-) -> dict[str, list[Path]]:  # by split; none where `load_hub` has to look
-    "The files to read, if the source is files."
+) -> dict[str, list[Path]]:  # by split; empty if `load_hub` has to look
+    "Return the files to read, if the source is files."
     if isinstance(source, Mapping):
         return find_split_files(source)
     path = Path(source).expanduser()
-    hub = not path.exists() or config_name or path.is_dir() and in_hub_form(path)
-    return {} if hub else find_split_files(path, file_format)
+    is_hub = not path.exists() or config_name or path.is_dir() and in_hub_form(path)
+    return {} if is_hub else find_split_files(path, file_format)
 
 
 def load_hub(name: str, config_name: str | None = None) -> dict[str, Table]:
@@ -486,103 +428,91 @@ def load_hub(name: str, config_name: str | None = None) -> dict[str, Table]:
     import datasets  # here: it takes most of a second
 
     path = Path(name).expanduser()
-    is_file = kind_of(path) in SUFFIXES or path.is_file()
-    if config_name and path.is_file():  # else it would have been read
+    label = f"dataset_name_or_path {name!r}"
+    if path.is_file():  # else it would have been read
         raise SourceNotFound(
-            f"dataset_name_or_path {name!r} is a file, and dataset_config_name="
-            f"{config_name!r} is for datasets of a hub: leave it out"
+            f"{label} is a file: leave dataset_config_name={config_name!r} out, which is for "
+            "datasets of a hub"
         )
-    if not path.is_dir() and (is_file or not looks_like_hub_name(name)):
+    if not path.is_dir() and (kind_of(path) in SUFFIXES or not looks_like_hub_name(name)):
         raise SourceNotFound(
-            f"dataset_name_or_path {name!r} is no directory, no hub name and no "
-            f"file; files end in {', '.join(SUFFIXES)}, or have a file_format"
+            f"{label} is no directory, no hub name and no file; files end in "
+            f"{', '.join(SUFFIXES)}, or have a file_format"
         )
     try:
         if saved_to_disk(path):
             data = datasets.load_from_disk(str(path))
-        elif path.is_dir():
-            data = datasets.load_dataset(str(path), config_name)
         else:
             with offline_if_unreachable():
-                data = datasets.load_dataset(name, config_name)
-    except Exception as error:  # the clients underneath raise a dozen kinds
+                data = datasets.load_dataset(str(path) if path.is_dir() else name, config_name)
+    except Exception as error:  # the clients raise a dozen types
         reason = f"{type(error).__name__}: {error}".split("\n")[0].rstrip(".")
         raise SourceNotFound(
-            f"dataset_name_or_path {name!r} with dataset_config_name="
-            f"{config_name!r} cannot be loaded ({reason})"
+            f"{label} with dataset_config_name={config_name!r} cannot be loaded ({reason})"
         ) from error
     splits = data if isinstance(data, dict) else {"train": data}
     return {split: Table.of(rows, split) for split, rows in splits.items()}
 
 # %% ../../nbs/finetuning/01_files.ipynb #259715cc
 _NUMBER = re.compile(r"[+-]?(\d+|\d*\.\d+|\d+\.\d*)([eE][+-]?\d+)?")
-_NOTHING = "", "nan"  # cells, in small letters
-
-
+_MISSING = "", "nan"  # cells, in small letters
 _ARRAY = re.compile(r"""\[\s*(['"].*|np\..*|[-+.]*\d[-+.\deE]*[\s,][-+.,\deE\s]*)\]""", re.DOTALL)
 
 
-def _read_python(cell: str) -> Any:  # the cell itself where it is neither
-    "Read a list or a dict as Python shows it: pandas puts lists into tables in this way."
-    text, bare = cell.strip(), lambda shown: re.sub(r"\s", "", shown)
-    if not text.startswith(("[", "{")):
-        return cell
+def read_json_cell(cell: str) -> Any:  # the cell itself if it is neither; None: empty
+    "Read a cell as JSON, or as a list or dict of Python. Raises `ValueError` for an array."
+    text = cell.strip()
     try:
-        found = ast.literal_eval(text)
-        # Python takes 'a' 'b', which is how numpy shows an array, for the one text 'ab'.
-        return json.loads(json.dumps(found)) if bare(repr(found)) == bare(text) else cell
-    except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
-        return cell
-
-
-def read_json_cell(cell: str) -> Any:  # the cell itself where it is neither
-    "Read a cell as JSON, or as a list or a dict in Python's own form."
-    try:
-        return json.loads(cell) if cell.strip() else None
+        return json.loads(text) if text else None
     except (ValueError, RecursionError):
-        return _read_python(cell)
+        pass
+    try:
+        if text.startswith(("[", "{")) and not re.search(r"""['"]\s+['"]""", text):
+            return json.loads(json.dumps(ast.literal_eval(text)))
+    except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
+        pass
+    if _ARRAY.fullmatch(text):
+        raise ValueError(f'{text[:60]!r} is an array: write a list as JSON, as in ["a", "b"]')
+    return cell
 
 
-def is_text_of_list(value: Any) -> bool:
-    "Whether a text was a list once, as `['a' 'b']` or `[0 1]`; words in brackets were none."
-    return isinstance(value, str) and bool(_ARRAY.fullmatch(value.strip()))
-
-
-def read_number_cell(cell: str) -> Any:  # the cell itself where it is no number
-    "Read a cell as a number, where it is one."
+def read_number_cell(cell: str) -> Any:  # the cell itself if it is no number; None: empty
+    "Read a cell as a number."
     text = cell.strip()
     if not _NUMBER.fullmatch(text):
-        return None if text.lower() in _NOTHING else cell
+        return None if text.lower() in _MISSING else cell
     return int(text) if re.fullmatch(r"[+-]?\d+", text) else float(text)
 
 
-def split_cell(cell: str) -> list | str:  # the cell itself: a list that cannot be read
+def split_cell(cell: str) -> list:
     "Split words or their labels: a list, in JSON or as pandas writes it, or at spaces."
     parts = read_json_cell(cell) if cell.lstrip().startswith("[") else None
-    if isinstance(parts, list):
-        return parts
-    return cell if is_text_of_list(cell) else cell.split()
+    return parts if isinstance(parts, list) else cell.split()
 
 
 def flatten(values: Sequence) -> list:
-    "List labels one by one, where some rows have several."
+    "List labels one by one, if some rows have several."
     lists = (v if isinstance(v, (list, tuple, np.ndarray)) else [v] for v in values)
     return [label for row in lists for label in row]
 
 # %% ../../nbs/finetuning/01_files.ipynb #1f906115
+def _read_name(cell: str) -> str | None:
+    return cell if cell.strip() else None
+
+
 def choose_reader(
     cells: Sequence[str],  # all labels of the training rows
 ) -> Callable[[str], Any]:
-    "How to read the labels of a table: as lists in JSON, as numbers, or as names."
-    filled = [cell.strip() for cell in cells if cell.strip().lower() not in _NOTHING]
-    if filled and all(cell.startswith(("[", "{")) for cell in filled):
+    "Choose how the labels of a table are read: as lists in JSON, as numbers, or as names."
+    cells = [cell.strip() for cell in cells if cell.strip().lower() not in _MISSING]
+    if not cells:
+        return _read_name
+    if all(cell.startswith(("[", "{")) for cell in cells):
         return read_json_cell
-    numbers = [cell for cell in filled if _NUMBER.fullmatch(cell)]
-    fractions = [cell for cell in numbers if not re.fullmatch(r"[+-]?\d+", cell)]
-    # Among fractions a word is a mistake; among whole numbers it may be a name.
-    if filled and fractions and 2 * len(numbers) > len(filled):
-        return read_number_cell
+    numbers = [cell for cell in cells if _NUMBER.fullmatch(cell)]
+    if any(not re.fullmatch(r"[+-]?\d+", cell) for cell in numbers):  # fractions
+        # Among fractions a word is a mistake; among whole numbers it may be a name.
+        return read_number_cell if 2 * len(numbers) > len(cells) else _read_name
     # As numbers, the codes 007 and 7 would be one class, and predictions would lack the zeros.
-    if filled and not fractions and all(re.fullmatch(r"0|-?[1-9][0-9]*", cell) for cell in filled):
-        return read_number_cell
-    return lambda cell: cell if cell.strip() else None
+    is_whole = all(re.fullmatch(r"0|-?[1-9][0-9]*", cell) for cell in cells)
+    return read_number_cell if is_whole else _read_name

@@ -18,9 +18,8 @@ from lightning.fabric.utilities.apply_func import apply_to_collection
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
-from ..core.names import look_up
-from ..data.rows import NON_MODEL_KEYS
-from .models import finetuning_groups, layerwise_rates, load_task_model
+from ..core.names import check_range, look_up
+from .models import finetuning_groups, load_task_model
 from .models import reinit_top_layers, settle_class_weights
 from .task import LabelNames, Task, get_task, task_name
 from ..model.adapters import add_adapter, freeze_weights, make_peft_config
@@ -57,27 +56,22 @@ def finetuning_schedule(
     warmup_ratio: float = 0.0,  # instead of steps; rounded up, as transformers does
 ) -> torch.optim.lr_scheduler.LRScheduler:
     "Make a schedule of transformers with a linear warmup, or your own. Raises `ValueError`."
+    total = int(total_steps) if math.isfinite(total_steps) else None
     if is_custom(scheduler_type):
-        total = int(total_steps) if math.isfinite(total_steps) else None
         return custom_scheduler(optimizer, scheduler_type, total, options)
-    constant = scheduler_type in (None, "constant")
-    if not math.isfinite(total_steps) and (warmup_ratio or not constant):
-        setting = f"{warmup_ratio=}" if constant else f"{scheduler_type=}"
-        raise ValueError(f"{setting} needs an end: give the trainer max_steps or max_epochs")
-    warmup_steps = warmup_steps or (math.ceil(warmup_ratio * total_steps) if warmup_ratio else 0)
-    if warmup_steps >= total_steps:
+    is_constant = scheduler_type in (None, "constant")
+    if total is None and (warmup_ratio or not is_constant):
         raise ValueError(
-            f"warmup_steps={warmup_steps} must be below the {total_steps} steps of the run; lower "
-            "warmup_steps or warmup_ratio"
+            f"scheduler_type={scheduler_type!r} with warmup_ratio={warmup_ratio} needs an end: give "
+            "the trainer max_steps or max_epochs"
         )
+    warmup_steps = warmup_steps or (math.ceil(warmup_ratio * total) if warmup_ratio else 0)
+    check_range("warmup_steps", warmup_steps, 0, total_steps, exclude_high=True)
     # Theirs would save the peaks, too, and a resume with another rate would use the old one.
     placeholder = torch.optim.SGD([torch.zeros(1)], lr=optimizer.defaults["lr"])
+    name = "constant_with_warmup" if is_constant else scheduler_type
     schedule = transformers.get_scheduler(
-        "constant_with_warmup" if constant else scheduler_type,
-        placeholder,
-        warmup_steps,
-        None if constant else int(total_steps),
-        dict(options or {}),
+        name, placeholder, warmup_steps, total, dict(options or {})
     )
     return ScheduledLR(optimizer, schedule.lr_lambdas[0])
 
@@ -88,6 +82,41 @@ def on_host(values: Any) -> Any:
     return apply_to_collection(values, Tensor, move)
 
 
+def _check_same(name: str, requested: Any, of_data: Any) -> None:
+    "Raise `ValueError` if the data has something else than was requested."
+    if None not in (requested, of_data) and requested != of_data:
+        raise ValueError(f"{name}={requested!r}, but the data has {of_data!r}; leave {name} out")
+
+
+def _check_options(options: Mapping[str, Any]) -> None:
+    "Raise `ValueError` for arguments of `FinetuningModule` that do not fit together."
+    schedule, ratio = options["scheduler_type"], options["warmup_ratio"]
+    steps, adapter = options["warmup_steps"], options["adapter"]
+    check_range("warmup_ratio", ratio, 0, 1, exclude_high=True)
+    check_range("warmup_steps", steps, 0)
+    check_range("layer_decay", options["layer_decay"], 0, 1, exclude_low=True)
+    if steps and ratio or is_custom(schedule) and (steps or ratio):
+        raise ValueError(
+            f"warmup_steps={steps} and warmup_ratio={ratio}: give one of them to a schedule by "
+            f"name, and none to your own; scheduler_type={schedule!r}"
+        )
+    if not is_custom(schedule):
+        accepted = () if schedule is None else look_up(schedule, SCHEDULES, "scheduler_type")
+        for name in options["scheduler_kwargs"] or {}:
+            look_up(name, dict.fromkeys(accepted), f"scheduler_type={schedule!r}: scheduler_kwargs")
+    if adapter is not None:
+        make_peft_config(adapter)
+        if options["reinit_layers"]:
+            raise ValueError(
+                f"reinit_layers={options['reinit_layers']} needs blocks that are trained: leave "
+                "adapter out"
+            )
+    check_recomputing(
+        options["gradient_checkpointing"], options["compile_model"], options["optimizer_class"]
+    )
+
+# %% ../../nbs/finetuning/10_module.ipynb #854bc4bc
+_OBJECTS = "task", "optimizer_class", "optimizer_kwargs", "scheduler_type", "scheduler_kwargs"
 # With the default learning rate; given rates keep the reference's constant schedule.
 DEFAULT_SCHEDULE = {"scheduler_type": "linear", "warmup_ratio": 0.1}
 
@@ -128,14 +157,9 @@ class FinetuningModule(TrainingModule):
     ):
         super().__init__()
         self.save_hyperparameters()
-        self._callables = {
-            "task": task,
-            "optimizer_class": optimizer_class,
-            "optimizer_kwargs": optimizer_kwargs,
-            "scheduler_type": scheduler_type,
-            "scheduler_kwargs": scheduler_kwargs,
-        }
-        self.hparams.update(self._callables)  # a subclass may hand on others than it was given
+        objects = task, optimizer_class, optimizer_kwargs, scheduler_type, scheduler_kwargs
+        self._objects = dict(zip(_OBJECTS, objects))
+        self.hparams.update(self._objects)  # a subclass may pass other objects
         self._default_rate = learning_rate is None
         _check_options(self.hparams)
         names = tuple(id2label.values() if isinstance(id2label, Mapping) else id2label or ())
@@ -148,7 +172,6 @@ class FinetuningModule(TrainingModule):
         self.frozen: list[str] = []  # weights that are not trained
         self.is_padded = False  # whether the model is of transformers' own class
         self.metric: Any = None  # of the split that is being scored
-        self._loss_sums: Tensor | None = None  # of that split: loss and count
 
     # --- labels and model -------------------------------------------------------------------------
 
@@ -161,57 +184,58 @@ class FinetuningModule(TrainingModule):
 
     def settle(self, data: Any = None) -> None:  # a data module that was set up
         "Agree on task, labels and class weights. Raises `ValueError`."
-        h, self.data = self.hparams, data
+        self.data, class_weights = data, self.hparams.class_weights
         if data is not None:
-            if data.task.name != self.task.name:
-                raise ValueError(f"task={self.task.name!r}, but the data is for {data.task.name!r}")
-            problem = h.problem_type if not self.task_is_settled else self.task.problem_type
-            names = self.task.labels if self.task_is_settled else self.requested_labels
-            count = self.task.num_labels if self.task_is_settled else h.num_labels
-            _check_same("problem_type", problem, data.task.problem_type)
-            _check_same(
-                "id2label", names and names.names, data.task.labels and data.task.labels.names
-            )
-            _check_same("num_labels", count, data.task.num_labels)
-            self.task = data.task
-            if self.task.labels is None:
-                self.task.labels = names
+            self._take_task(data.task)
         elif not self.task_is_settled:
             labels = self.requested_labels
-            count = h.num_labels or self.task.num_labels or labels and len(labels.names)
-            if count is None:
-                raise ValueError("num_labels is None and there is no data module: give num_labels")
-            if labels and len(labels.names) != count:
-                raise ValueError(f"num_labels={count}, but id2label has {len(labels.names)} names")
+            count = self.hparams.num_labels or self.task.num_labels or labels and len(labels.names)
+            if count is None or labels and len(labels.names) != count:
+                raise ValueError(
+                    f"num_labels={count}, and id2label has {labels and labels.names}: without a "
+                    "data module, give a number of labels or their names"
+                )
             self.task.labels, self.task.num_labels = labels, count
         self.task_is_settled = True
-        if data is None and h.class_weights == "balanced" and self._trainer is None:
+        if data is None and class_weights == "balanced" and self._trainer is None:
             return  # loaded from a checkpoint, to predict
-        weights_C = settle_class_weights(h.class_weights, self.task, data)
+        weights_C = settle_class_weights(class_weights, self.task, data)
         self.class_weights_C = None if weights_C is None else weights_C.to(self.device)
+
+    def _take_task(self, task: Task) -> None:  # of the data
+        "Take the task of the data over. Raises `ValueError` if another was requested."
+        h, ours = self.hparams, self.task
+        if task.name != ours.name:
+            raise ValueError(f"task={ours.name!r}, but the data is for {task.name!r}")
+        requested = h.problem_type, self.requested_labels, h.num_labels
+        if self.task_is_settled:
+            requested = ours.problem_type, ours.labels, ours.num_labels
+        problem, labels, count = requested
+        _check_same("problem_type", problem, task.problem_type)
+        _check_same("id2label", labels and labels.names, task.labels and task.labels.names)
+        _check_same("num_labels", count, task.num_labels)
+        self.task, task.labels = task, task.labels or labels
 
     def _check_rows(self, config: Any) -> None:
         "Raise `ValueError` for rows that the model cannot read; limit padding to its positions."
-        data = self.data
+        data, source = self.data, self.hparams.pretrained_model_name_or_path
         if data is None:
             return
         check_tokenizer(data.tokenizer, config.vocab_size, needs_mask=False)
-        source = self.hparams.pretrained_model_name_or_path
-        if source is not None and data.trained_tokenizer:
-            raise ValueError(
-                f"the data module has trained a tokenizer of its own, and {source} has another: "
-                f"give it pretrained_tokenizer_name_or_path={source!r}"
-            )
         if source is not None:
+            if data.trained_tokenizer:
+                raise ValueError(
+                    f"the data module has trained a tokenizer of its own, and {source} has another: "
+                    f"give it pretrained_tokenizer_name_or_path={source!r}"
+                )
             check_tokenizer_matches(source, data.tokenizer)
-        most, lengths = config.max_position_embeddings, [data.max_sequence_length]
+        most, longest = config.max_position_embeddings, data.max_sequence_length
         if not data.fixed_shapes:
-            lengths = [
-                len(row["input_ids"]) for rows in data.datasets.values() for row in rows.rows
-            ]
-        if max(lengths) > most:
+            rows = (row for dataset in data.datasets.values() for row in dataset.rows)
+            longest = max(len(row["input_ids"]) for row in rows)
+        if longest > most:
             raise ValueError(
-                f"the data has rows of {max(lengths)} tokens and the model's "
+                f"the data has rows of {longest} tokens and the model's "
                 f"max_position_embeddings is {most}; lower max_sequence_length to that"
             )
         longest = min(data.collator.max_sequence_length, most)
@@ -224,17 +248,16 @@ class FinetuningModule(TrainingModule):
         if not self.task_is_settled:
             self.settle()  # no trainer: the model is loaded from a checkpoint
         # Lightning takes out what cannot be pickled, such as a class made in a notebook.
-        self.hparams.update({**self._callables, **self.hparams})
+        self.hparams.update({**self._objects, **self.hparams})
         h = self.hparams
         source = h.pretrained_model_name_or_path
         loaded = load_task_model(self.task, source, h.model_kwargs, h.model_config_kwargs)
         self._check_rows(loaded.model.config)
-        self.model = loaded.model
+        self.model, self.is_padded = loaded.model, loaded.padded_because is not None
+        if self.is_padded and getattr(self.data, "packing", False):
+            raise ValueError(f"packing=True needs bertlab's encoder: {loaded.padded_because}")
         reinitialized = reinit_top_layers(self.model, h.reinit_layers)
         self.new_weights = sorted({*loaded.new_weights, *reinitialized})
-        if loaded.padded_because and getattr(self.data, "packing", False):
-            raise ValueError(f"packing=True needs bertlab's encoder: {loaded.padded_because}")
-        self.is_padded = loaded.padded_because is not None
         if h.adapter is not None:  # the head for the task is new and learns as a whole
             base = f"{self.model.base_model_prefix}."
             head = {n.partition(".")[0] for n in self.model.state_dict() if not n.startswith(base)}
@@ -264,9 +287,8 @@ class FinetuningModule(TrainingModule):
             f"{self.task.name} from {source}: {len(new)} new tensors ({', '.join(new[:4])}{more})"
         ]
         lines += [f"{len(self.frozen)} frozen"] * bool(self.frozen)
-        return "; ".join(
-            [*lines, saved_as(self.model, tokenizer=getattr(self.data, "tokenizer", None))]
-        )
+        tokenizer = getattr(self.data, "tokenizer", None)
+        return "; ".join([*lines, saved_as(self.model, tokenizer=tokenizer)])
 
     # --- optimizer and checkpoint -----------------------------------------------------------------
 
@@ -278,12 +300,12 @@ class FinetuningModule(TrainingModule):
         total_steps: int | float,  # of the whole run; infinite if it has no end
     ) -> dict[str, Any]:  # what Lightning's `configure_optimizers` returns
         "Build optimizer and schedule. Raises `ValueError` for options that do not fit them."
-        self.hparams.update({**self._callables, **self.hparams})  # a model that was built elsewhere
+        self.hparams.update({**self._objects, **self.hparams})  # a model that was built elsewhere
         h, options = self.hparams, optimizer_options(self.hparams)
         groups = finetuning_groups(self.model, h)
         optimizer = get_optimizer(h.optimizer_class, groups, options, h.optimizer_quantized)
-        chosen = h.scheduler_type or h.warmup_steps or h.warmup_ratio
-        if self._default_rate and math.isfinite(total_steps) and not chosen:
+        has_schedule = h.scheduler_type or h.warmup_steps or h.warmup_ratio
+        if self._default_rate and math.isfinite(total_steps) and not has_schedule:
             h.update(DEFAULT_SCHEDULE)
         schedule = finetuning_schedule(
             optimizer,
@@ -339,15 +361,11 @@ class FinetuningModule(TrainingModule):
     def reset_metrics(self, stage: str) -> None:  # val or test
         "Make the metric of a split."
         rows = self.data and self.data.rows.get({"val": "validation"}.get(stage, stage))
-        self.metric = self._make_metric(rows)
+        # Without rows, answers and spans cannot be judged as texts.
+        self.metric = self.task.metric(rows) if rows or self.task.per_row_metric else None
         if self.metric is not None:
             self.metric.to("cpu" if self.device.type == "xla" else self.device)
-        self._loss_sums = torch.zeros(2, device=self.device)
-
-    def _make_metric(self, rows: Any) -> Any:
-        if rows is None and not self.task.per_row_metric:
-            return None  # answers and spans are judged as texts
-        return self.task.metric(rows)
+        self._loss_sums = torch.zeros(2, device=self.device)  # loss and count
 
     def update_metrics(self, batch: dict[str, Tensor], dataloader_idx: int = 0) -> None:
         "Add a batch to the sums, and its predictions to the metric."
@@ -381,44 +399,7 @@ class FinetuningModule(TrainingModule):
         "Return the outputs of each real row, with what it takes to decode them."
         output, batch = on_host(self(**batch)), on_host(batch)
         real_B = batch["attention_mask"].any(1)
-        names = "attention_mask", "labels", "begins_word", "offsets", "example_index"
-        kept = {name: output[name] for name in self.task.outputs}
-        kept |= {name: batch[name] for name in names if name in batch}
-        return {name: value[real_B] for name, value in kept.items()}
-
-
-def _check_same(name: str, requested: Any, of_data: Any) -> None:
-    "Raise `ValueError` if the data has something else than was requested."
-    if None not in (requested, of_data) and requested != of_data:
-        raise ValueError(f"{name}={requested!r}, but the data has {of_data!r}; leave {name} out")
-
-
-def _check_options(options: Mapping[str, Any]) -> None:
-    "Raise `ValueError` for arguments of `FinetuningModule` that do not fit together."
-    kind, given = options["scheduler_type"], options["scheduler_kwargs"] or {}
-    ratio, steps = options["warmup_ratio"], options["warmup_steps"]
-    if not 0 <= ratio < 1 or steps < 0 or ratio and steps:
-        raise ValueError(
-            f"give warmup_steps (0 or more) or warmup_ratio (at least 0, below 1), not both; got "
-            f"{steps} and {ratio}"
-        )
-    if is_custom(kind) and (ratio or steps):
-        raise ValueError(
-            f"warmup_steps={steps} and warmup_ratio={ratio} are for schedules by name; "
-            f"scheduler_type={kind!r} is your own: leave them out"
-        )
-    if not is_custom(kind):
-        known = () if kind is None else look_up(kind, SCHEDULES, "scheduler_type")
-        if unknown := sorted(given.keys() - set(known)):
-            raise ValueError(
-                f"scheduler_kwargs has {unknown[0]!r}; scheduler_type={kind!r} takes "
-                f"{', '.join(known) or 'none'}"
-            )
-    if options["adapter"] is not None:
-        make_peft_config(options["adapter"])
-        if options["reinit_layers"]:
-            raise ValueError("reinit_layers needs blocks that are trained: leave adapter out")
-    layerwise_rates(1.0, options["layer_decay"], 1)  # raises
-    check_recomputing(
-        options["gradient_checkpointing"], options["compile_model"], options["optimizer_class"]
-    )
+        inputs = "attention_mask", "labels", "begins_word", "offsets", "example_index"
+        values = {name: output[name] for name in self.task.outputs}
+        values |= {name: batch[name] for name in inputs if name in batch}
+        return {name: value[real_B] for name, value in values.items()}

@@ -25,21 +25,14 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from ..core.devices import num_devices
 from ..core.files import atomic_write
-from ..core.names import look_up
+from ..core.names import check_choice, check_range
 from ..data.documents import has_unspaced, split_words
-from ..data.readers import read_lines, resolve_column
+from ..data.readers import read_lines
 from ..data.rows import IGNORE_INDEX
 from ..data.tokenizers import load_tokenizer
-from .data import COLUMNS
+from .data import find_column, request_columns, usual_columns
 from .evaluation import Evaluation
-from bertlab.finetuning.files import (
-    CONLLU,
-    LABELLED,
-    Table,
-    guess_format,
-    guess_lines,
-    read_labelled,
-)
+from .files import CONLLU, Table, guess_format, read_labelled
 from .models import without_reports
 from .task import LabelNames, Task, get_task, load_task
 from ..model.huggingface import check_tokenizer, load_model, read_config
@@ -71,7 +64,7 @@ class Predictor:
         task: Task,  # with the labels of the model
         max_sequence_length: int,  # tokens that are read at once
         columns: Mapping[str, str] | None = None,  # by role, of training
-        reader: Mapping[str, Any] | None = None,  # options of training: multiword, delimiter
+        reader: Mapping[str, Any] | None = None,  # options of training, such as delimiter
     ):
         self.model, self.tokenizer, self.task = model, tokenizer, task
         self.max_sequence_length = max_sequence_length
@@ -82,27 +75,20 @@ class Predictor:
     ) -> dict[str, str]:  # by role
         "Find the columns of texts: as given, as in training, or the task's. Raises `ValueError`."
         task, available = self.task, table.columns
-        roles, learned = list(task.text_columns), self.columns
-        usual = {role: column for role, column in task.text_columns.items() if column}
-        if task.text_type is list and table.file_format in COLUMNS:
-            usual = {roles[0]: COLUMNS[table.file_format][0]}
-            if table.file_format == "conllu" and not set(learned.values()) <= set(CONLLU):
-                learned = {}  # "# text" holds no words
-        if text_column is None:
-            names = learned if learned and set(learned.values()) <= set(available) else usual
-        else:
-            given = [text_column] if isinstance(text_column, (str, int)) else list(text_column)
-            if len(given) > len(roles):
-                raise ValueError(f"text_column={given} has too many columns for {task.name}")
-            names = {**(usual | learned if "context" in roles else {}), **dict(zip(roles, given))}
-        if len(self.columns) > len(names):
+        columns = usual_columns(task, table)
+        # Of CoNLL-U, a model of other files reads the words: "# text" is one string.
+        words = CONLLU if table.file_format == "conllu" else available
+        if set(self.columns.values()) <= set(words):
+            columns |= self.columns
+        requested = request_columns(task, text_column)
+        columns |= {role: name for role, name in requested.items() if name is not None}
+        columns = {role: columns[role] for role in task.text_columns if columns[role] is not None}
+        if missing := self.columns.keys() - columns.keys():
             raise ValueError(
-                f"this model has learned pairs of texts, from the columns {self.columns}; give rows "
-                f"with two texts, and name both columns (they have {available})"
+                f"this model was trained on the columns {self.columns}: name a text_column for "
+                f"{sorted(missing)}, too; there are {available}"
             )
-        numbered = [*CONLLU] if table.file_format == "conllu" else available
-        find = lambda name: resolve_column(name, available if name in available else numbered)
-        return {role: find(name) for role, name in names.items()}
+        return {role: find_column(table, name, "text_column") for role, name in columns.items()}
 
     def read_row(self, row: Any, columns: Mapping[str, str]) -> dict | None:  # None: blank
         "Read the texts of a row by role. Raises `ValueError` for a column that is missing."
@@ -111,9 +97,7 @@ class Predictor:
                 raise ValueError(f"there is no column {column!r} in {row!r:.60}")
             value = row[column]
             words = list(value) if isinstance(value, (list, tuple, np.ndarray)) else [value or ""]
-            if not any(isinstance(w, str) and w.strip() for w in words) and all(
-                isinstance(w, str) for w in words
-            ):
+            if all(isinstance(word, str) and not word.strip() for word in words):
                 return None
         return self.task.read(row, columns, labelled=False)
 
@@ -126,13 +110,13 @@ class Predictor:
         names = [n for n in self.task.inputs if n in accepted and n != "position_ids"]
         device, results = next(self.model.parameters()).device, [{}] * len(encoded)
         for start in range(0, len(order), batch_size):
-            chosen = order[start : start + batch_size]
-            batch = collator([encoded[n] for n in chosen])
+            members = order[start : start + batch_size]
+            batch = collator([encoded[n] for n in members])
             with torch.inference_mode():
                 output = self.model(**{n: batch[n].to(device) for n in names if n in batch})
             if device.type == "xla":
                 output = {name: output[name].cpu() for name in self.task.outputs}
-            for n, row in zip(chosen, self.task.row_outputs(output, batch), strict=True):
+            for n, row in zip(members, self.task.row_outputs(output, batch), strict=True):
                 results[n] = row
         return results
 
@@ -166,8 +150,7 @@ class Predictor:
         "Predict for every row, in its order. Raises `ValueError` that names a bad row."
         if unknown := sorted(options.keys() - set(self.task.prediction_options)):
             raise ValueError(f"{unknown[0]} is no option of predictions for {self.task.name}")
-        if batch_size < 1:
-            raise ValueError(f"batch_size must be 1 or more, got {batch_size}")
+        check_range("batch_size", batch_size, 1)
         if not isinstance(rows, Table):
             plain = next(iter([*self.columns.values(), *self.task.text_columns.values()]))
             rows = [row if isinstance(row, Mapping) else {plain: row} for row in rows]
@@ -206,31 +189,29 @@ def load_predictor(
 ) -> Predictor:
     "Load a model with a head for a task. Raises `ValueError` for one without."
     config, memory = read_config(directory), load_task(directory)
-    written = (config.architectures or ["an unknown model"])[0]
-    head = next((ending for ending in _TASK_OF if written.endswith(ending)), None)
+    architecture = (config.architectures or ["an unknown model"])[0]
+    head = next((ending for ending in _TASK_OF if architecture.endswith(ending)), None)
     if head is None:
         raise ValueError(
-            f"{directory} holds {written}, which has no head for a task: name the directory of a "
-            "fine-tuning run"
+            f"{directory} holds {architecture}, which has no head for a task: name the directory of "
+            "a fine-tuning run"
         )
     tokenizer = load_tokenizer(directory)
     check_tokenizer(tokenizer, config.vocab_size, needs_mask=False)
     with without_reports():
         model, missing, _ = load_model(directory, head)
     if missing:
-        raise ValueError(
-            f"{directory} lacks weights, such as {missing[0]!r} ({len(missing)} in all)"
-        )
+        raise ValueError(f"{directory} lacks {len(missing)} weights, such as {missing[0]!r}")
     longest = min(max_input_length(model), tokenizer.model_max_length)
     learned = memory.get("max_sequence_length", longest)
     length = max_sequence_length or min(longest, learned)
-    if not 8 <= length <= longest:
-        raise ValueError(f"max_sequence_length={length}: this model reads 8 to {longest} tokens")
+    check_range("max_sequence_length", length, 8, longest)
     task = _load_task_of(memory.get("task", _TASK_OF[head]), config)
-    task.load_settings(memory.get("settings", {}))
+    settings = memory.get("settings", {})
+    vars(task).update({name: settings[name] for name in task.settings() if name in settings})
     if length != learned and hasattr(task, "doc_stride"):  # it belongs to a length
         task.doc_stride = length // 4 if head == "ForQuestionAnswering" else None
-    device = next(kind for kind in ("cuda", "mps", "cpu") if num_devices(kind))
+    device = next(name for name in ("cuda", "mps", "cpu") if num_devices(name))
     model = model.eval().to(device)
     return Predictor(model, tokenizer, task, length, memory.get("columns"), memory.get("reader"))
 
@@ -254,7 +235,7 @@ def evaluate(
     split: str = "validation",  # or test
 ) -> Evaluation:
     "Predict for a split that has labels, and evaluate the predictions. Raises `ValueError`."
-    look_up(split, dict.fromkeys(data.rows), "split")
+    check_choice("split", split, data.rows)
     rows, task = data.rows[split], module.task
     if task.label_column not in rows.columns:
         raise ValueError(f"the split {split!r} has no labels to compare with")
@@ -273,42 +254,24 @@ def evaluate(
 # %% ../../nbs/finetuning/12_predictions.ipynb #d303c360
 def read_input(
     source: str | os.PathLike,  # a file, or "-": standard input
-    file_format: str | None = None,  # a key of LABELLED, or "lines"; None: by name and contents
+    file_format: str | None = None,  # a key of LABELLED; None: by name and contents
     header: bool = True,  # of .csv and .tsv; False: columns have numbers instead of names
-    multiword: str = "split",  # of CoNLL-U, as in `read_conllu`
-    delimiter: str | None = None,  # of .csv and .tsv; None: `learned` or the usual one
-    learned: str | None = None,  # delimiter of training, for tables that have it
+    delimiter: str | None = None,  # of .csv and .tsv; None: the usual one
 ) -> Table:
     "Read a file into a table. Raises `ValueError`."
-    if file_format is not None:
-        look_up(file_format, {"lines": None, **LABELLED}, "format")
     if str(source) == "-":
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "standard input"
             path.write_bytes(sys.stdin.buffer.read())
-            lines = [line.text for line in read_lines(path)] if file_format is None else []
-            first = next((line for line in lines if line.strip()), "")
-            guess = "jsonl" if first.startswith("{") else guess_lines(lines[:200]) or "lines"
-            return read_input(path, file_format or guess, header, multiword, delimiter, learned)
+            first = next((line.text for line in read_lines(path) if line.text.strip()), "")
+            guess = "jsonl" if first.startswith("{") else guess_format(path)
+            return read_input(path, file_format or guess, header, delimiter)
     path = Path(source).expanduser()
     if not path.is_file():
         raise ValueError(f"there is no file {source}")
-    chosen = file_format or guess_format(path) or "lines"
-    usual = {"csv": ",", "tsv": "\t"}.get(chosen)
-    if delimiter and not usual:
-        raise ValueError(f"delimiter={delimiter!r} is for tables, and {source} is read as {chosen}")
-    if chosen == "lines":
-        rows = [
-            (f"{path.name} line {line.number}", {"text": line.text}) for line in read_lines(path)
-        ]
-        return Table([row for _, row in rows], [place for place, _ in rows], None, chosen)
-    options: dict[str, Any] = {} if header else {"header": False}
-    if usual and (delimiter or learned):
-        first = next((line.text for line in read_lines(path) if line.text.strip()), "")
-        only_usual = usual in first and str(learned) not in first
-        options["delimiter"] = delimiter or (usual if only_usual else learned)
-    if chosen == "conllu":
-        options["multiword"] = multiword
+    chosen, options = file_format or guess_format(path) or "lines", {}
+    if chosen in ("csv", "tsv"):
+        options = {"header": header, "delimiter": delimiter or ("\t" if chosen == "tsv" else ",")}
     return read_labelled([path], chosen, **options)
 
 
@@ -340,9 +303,7 @@ def _as_conllu(rows: Sequence[Mapping]) -> str:
     "Write sentences as they were read, with each word's tag in its MISC."
     blocks = []
     for row in rows:
-        ids = [number.split("+") for number in row["ID"]]  # joined words 3+4 are the token 3-4
-        ids = ["-".join(dict.fromkeys((n[0], n[-1]))) for n in ids]
-        tags, lines = dict(zip(ids, row["predicted_tags"], strict=True)), []
+        tags, lines = dict(zip(row["ID"], row["predicted_tags"], strict=True)), []
         for line in row["lines"]:
             number, *cells = line.split("\t")
             if tags.get(number) is not None:
@@ -383,7 +344,7 @@ def check_output(
 
 
 def write_predictions(rows: Sequence[Mapping], path: str | os.PathLike) -> Path:
-    "Write a file whose ending says how; it has all rows, or it is not there."
+    "Write a file whose ending says how; it has all rows, or it does not exist."
     path = Path(path).expanduser()
     ending = check_output(path, overwrite=True)
     with atomic_write(path) as temporary:
@@ -398,7 +359,7 @@ def write_predictions(rows: Sequence[Mapping], path: str | os.PathLike) -> Path:
             temporary.write_bytes(WRITERS[ending](rows).encode())
     return path
 
-
+# %% ../../nbs/finetuning/12_predictions.ipynb #c5d20dc3
 def predict_file(
     predictor: Predictor,
     source: str | os.PathLike,  # a file, or "-"
@@ -411,26 +372,21 @@ def predict_file(
     **options: Any,  # of `Predictor.predict`
 ) -> tuple[list[dict], Predictions]:  # rows with their predictions
     "Read, predict, write. Raises `ValueError` before the model runs, if that is possible."
-    task = predictor.task
-    ending = output and check_output(output, source, overwrite)
-    reader = {"multiword": "split", **predictor.reader}
-    table = read_input(
-        source, file_format, header, reader["multiword"], delimiter, reader.get("delimiter")
-    )
-    if ending == "conllu" and (
-        task.name != "token_classification" or table.file_format != "conllu"
-    ):
+    task, ending = predictor.task, output and check_output(output, source, overwrite)
+    table = read_input(source, file_format, header, delimiter or predictor.reader.get("delimiter"))
+    is_conllu = table.file_format == "conllu"
+    if ending == "conllu" and not (is_conllu and task.name == "token_classification"):
         raise ValueError(
             f"output {output}: only tags for the words of CoNLL-U are written as CoNLL-U"
         )
-    all_probabilities = options.get("all_probabilities", False)
-    if taken := sorted(task.blank(all_probabilities).keys() & set(table.columns)):
+    new_columns = task.blank(options.get("all_probabilities", False))
+    if taken := sorted(new_columns.keys() & set(table.columns)):
         raise ValueError(f"{source} has the columns {taken} already; rename them")
     if task.text_type is list and table.file_format == "lines":
         warn_of_unspaced(table)
     result = predictor.predict(table, text_column, **options)
     rows = [{**row, **prediction} for row, prediction in zip(table, result.rows, strict=True)]
-    if table.file_format == "conllu" and ending != "conllu":
+    if is_conllu and ending != "conllu":
         for row in rows:
             del row["lines"]  # the columns say the same
             row |= {k: ["_" if cell == IGNORE_INDEX else cell for cell in row[k]] for k in CONLLU}

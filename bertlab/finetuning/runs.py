@@ -20,11 +20,10 @@ from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
 
 from ..data.tokenizers import load_tokenizer
 from .models import save_predictor
-from .module import FinetuningModule, is_custom
+from .module import FinetuningModule
 from ..train.checkpoints import read_checkpoint
 from ..train.history import History
-from ..train.modules import clock_budget
-from ..train.stopping import NonFiniteGuard, TimeLimit
+from ..train.stopping import NonFiniteGuard
 from ..train.trainer import make_trainer, seed_everything
 
 # %% ../../nbs/finetuning/11_runs.ipynb #05c10d03
@@ -195,19 +194,6 @@ def evaluate_run(
     return metrics
 
 
-def _check_clock(module: FinetuningModule, num_epochs: int, callbacks: Sequence[Callback]) -> None:
-    "Raise `ValueError` for a schedule by the clock in a run that ends by epochs."
-    h = module.hparams
-    if not is_custom(h.scheduler_type) or any(isinstance(c, TimeLimit) for c in callbacks):
-        return
-    budget = clock_budget({"schedule": h.scheduler_type, "scheduler_kwargs": h.scheduler_kwargs})
-    if budget is not None:
-        raise ValueError(
-            f"num_epochs={num_epochs} end this run, and its schedule ends by the clock ({budget=!r}): "
-            "take a schedule in steps, or add a TimeLimit to the callbacks"
-        )
-
-
 def finetune(
     module: FinetuningModule,  # not trained yet
     data: Any,  # a FinetuningDataModule
@@ -226,7 +212,6 @@ def finetune(
     Raises `ValueError` for data without labels to learn or validate by, and for a checkpoint of
     another run.
     """
-    _check_clock(module, num_epochs, callbacks)
     monitor, data.seed = prepare(module, data, monitor), seed
     history, best = History(), BestCheckpoint(directory, monitor)
     guarded = any(isinstance(callback, NonFiniteGuard) for callback in callbacks)

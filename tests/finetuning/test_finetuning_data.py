@@ -93,7 +93,7 @@ def test_a_file_of_any_kind_gives_the_same_batches(suffix, tmp_path):
         assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
-def test_a_directory_with_a_file_for_each_split_is_read_by_split(tmp_path):
+def test_a_directory_is_read_by_split(tmp_path):
     for split, n in {"train": 12, "validation": 5, "test": 3}.items():
         write(tmp_path / f"{split}.csv", rows_of(n))
     data = module(source=str(tmp_path))
@@ -107,7 +107,7 @@ def test_a_directory_with_a_file_for_each_split_is_read_by_split(tmp_path):
     assert data.note == ""
 
 
-def test_a_directory_in_hub_form_has_configs_and_names_its_labels(tmp_path):
+def test_a_directory_in_hub_form_has_configs(tmp_path):
     for config, n in {"short": 6, "long": 10}.items():
         (tmp_path / config).mkdir()
         write(tmp_path / config / "train.jsonl", rows_of(n, (1, 0)))
@@ -119,7 +119,7 @@ def test_a_directory_in_hub_form_has_configs_and_names_its_labels(tmp_path):
     assert data.label2id == {"0": 0, "1": 1} and data.num_labels == 2
 
 
-def test_a_saved_dataset_keeps_the_names_and_the_order_of_its_labels(tmp_path):
+def test_a_saved_dataset_keeps_its_label_names(tmp_path):
     import datasets
 
     features = datasets.Features(
@@ -155,29 +155,10 @@ def test_slices_take_the_rows_that_they_name(tmp_path):
     )
 
 
-@pytest.mark.parametrize("split", ["train_split", "val_split", "test_split"])
-def test_a_split_that_does_not_exist_is_named_with_those_that_do(split, tmp_path):
-    write(tmp_path / "train.csv", rows_of(6))
-    with pytest.raises(ValueError, match=r"no split 'dev'; there are \['train'\]"):
-        module(source=str(tmp_path), **{split: "dev[:3]"}).setup()
-
-
-@pytest.mark.parametrize("name", ["no/such/path", "missing.csv", "notes.txt"])
-def test_a_source_that_is_none_is_refused(name, tmp_path):
-    (tmp_path / "notes.txt").write_text("x")
-    with pytest.raises(ValueError, match="dataset_name_or_path"):
-        module(source=str(tmp_path / name)).setup()
-
-
-def test_no_source_at_all_is_refused():
-    with pytest.raises(ValueError, match="set_datasets"):
-        module().setup()
-
-
 # --- what is held out -----------------------------------------------------------------------------
 
 
-def test_a_missing_validation_split_is_held_out_by_seed_and_said():
+def test_a_missing_validation_split_is_held_out_by_seed():
     rows = rows_of(40)
     with pytest.warns(UserWarning, match="4 of 40 training rows are held out, by seed 3"):
         data = given_rows(rows, seed=3)
@@ -193,7 +174,7 @@ def test_a_missing_validation_split_is_held_out_by_seed_and_said():
     st.lists(st.tuples(st.integers(0, 8), st.integers(0, 3)), min_size=2, max_size=40),
     st.integers(0, 5),
 )
-def test_no_text_stands_on_both_sides_and_training_keeps_every_label(pairs, seed):
+def test_no_text_is_in_both_parts_and_training_has_all_labels(pairs, seed):
     texts, labels = [(text,) for text, _ in pairs], [[label] for _, label in pairs]
     try:
         kept, held = hold_out_texts(texts, labels, 0.2, seed)
@@ -213,21 +194,9 @@ def test_questions_on_one_context_stay_together():
     assert len(sides[1]) == 1 and not sides[0] & sides[1]
 
 
-def paired(pairs, **options):
-    rows = [{"a": a, "b": b, "label": i % 2} for i, (a, b) in enumerate(pairs)]
-    return given_rows(rows, text_column=["a", "b"], **options)
-
-
-def sides_of(data) -> list[set]:
-    return [
-        {text for row in data.rows[split] for text in (row["a"], row["b"])}
-        for split in ("train", "validation")
-    ]
-
-
 @many
 @given(st.lists(st.tuples(st.integers(0, 12), st.integers(0, 12)), min_size=1, max_size=20))
-def test_rows_of_two_groups_share_no_key_and_groups_are_no_larger_than_that(pairs):
+def test_groups_are_the_connected_rows(pairs):
     groups, rows = connected_groups(pairs), range(len(pairs))
     reached = [{j for j in rows if set(pairs[i]) & set(pairs[j])} for i in rows]
     for _ in rows:
@@ -251,17 +220,6 @@ def test_amounts_are_held_out_whatever_they_look_like(price):
     data = given_rows(rows, **REGRESSION)
     assert len(data.rows["validation"]) == 4 and data.collator.problem_type == "regression"
     assert any(row["label"] != price(7) for row in data.rows["validation"])
-
-
-def test_lists_of_amounts_in_a_table_are_regressed(tmp_path):
-    path = save(
-        tmp_path / "train.csv",
-        "text,label\n" + "".join(f'text {i},"[{i}, 0.5]"\n' for i in range(20)),
-    )
-    data = module(source=path, **REGRESSION)
-    data.setup()
-    assert data.num_labels == 2 and len(data.rows["validation"]) == 2
-    assert sorted(row["label"][0] for split in data.rows.values() for row in split) == [*range(20)]
 
 
 # --- labels ---------------------------------------------------------------------------------------
@@ -296,11 +254,6 @@ def test_word_labels_are_numbered_and_minus_100_stays():
     assert next(iter(data.val_dataloader()))["labels"][0][:5].tolist() == [-100, -100, 0, 0, -100]
 
 
-def test_labels_of_two_kinds_are_refused():
-    with pytest.raises(ValueError, match="int and str"):
-        given_rows(rows_of(8, (1, "good")), rows_of(2))
-
-
 @pytest.mark.parametrize(
     "test", [[{"text": "text is good"}], [{"text": "text is good", "label": -1}]]
 )
@@ -319,23 +272,28 @@ def test_a_test_split_may_have_no_labels(labels, test):
 # --- mistakes -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "row, words",
-    [
-        ({"label": "bad"}, ["'text'"]),
-        ({"text": "good"}, ["'label'"]),
-        ({"text": " ", "label": "bad"}, ["'text'", "empty"]),
-        ({"text": None, "label": "bad"}, ["'text'"]),
-    ],
-)
-@pytest.mark.parametrize("split", ["train", "val"])
-def test_a_bad_row_is_named_by_split_row_and_column(row, words, split):
-    splits = {"train": rows_of(8), "val": rows_of(4)}
-    splits[split] = [*splits[split][:3], row]
-    with pytest.raises(ValueError) as error:
-        given_rows(**splits)
-    name = "validation" if split == "val" else split
-    assert all(word in str(error.value) for word in [f"{name} row 3", *words]), error.value
+WRONG = [
+    ({"task": "translation"}, "'translation'"), ({"text_column": ["a", "b", "c"]}, "text_column"), ({"packing": True}, "packing"),
+    ({"bad_rows": "drop"}, "bad_rows"), ({"label_names": ["x", "x"]}, "label_names"), ({"validation_fraction": 1.0}, "validation_fraction"),
+    ({"file_format": "xml"}, "xml"), ({"train_batch_size": 0}, "train_batch_size"), ({"val_split": "dev[:3]"}, "'dev'"),
+    ({"test_split": "test[:1]"}, "'test'"), ({"text_column": "txet"}, "'txet'"), ({"label_column": 5}, "label_column=5"),
+    ({"source": "no/such/path"}, "no/such/path"), ({"source": None}, "dataset_name_or_path"), ({"max_sequence_length": 2}, "max_sequence_length"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("options, words", WRONG, ids=[words for _, words in WRONG])
+def test_wrong_options_are_named(options, words, tmp_path):
+    write(tmp_path / "train.csv", rows_of(6))
+    with pytest.raises(ValueError, match=words):
+        module(**{"source": str(tmp_path), **options}).setup()
+
+
+@pytest.mark.parametrize("train, val, words", [
+    (1, None, "too few"), (4, [{"text": "", "label": "bad"}], "no row is good"), (8, [{"text": "good", "label": "ugly"}], "'ugly'"),
+])  # fmt: skip
+def test_rows_that_nothing_is_learned_from_are_refused(train, val, words):
+    with pytest.raises(ValueError, match=words):
+        given_rows(rows_of(train), val, bad_rows="skip")
 
 
 def test_row_numbers_go_on_beyond_a_thousand():
@@ -345,25 +303,9 @@ def test_row_numbers_go_on_beyond_a_thousand():
         given_rows(rows, rows[:2])
 
 
-def test_an_unknown_task_lists_the_known_and_a_small_epoch_says_so():
-    with pytest.raises(ValueError, match="token_classification"):
-        module("translation")
-    with pytest.raises(ValueError, match="train_batch_size"):
-        given_rows(rows_of(3), rows_of(2)).train_dataloader()
-    with pytest.raises(ValueError, match="too few"):
-        given_rows(rows_of(1))
-
-
 def test_a_fraction_of_0_holds_nothing_out():
     data = given_rows(rows_of(8), validation_fraction=0)
     assert list(data.rows) == ["train"] and len(data.rows["train"]) == 8 and data.note == ""
-
-
-@pytest.mark.parametrize("delimiter", [";;", 5, '"', "\n"])
-def test_a_delimiter_that_is_no_single_character_is_refused(delimiter, tmp_path):
-    write(tmp_path / "train.csv", rows_of(8))
-    with pytest.raises(ValueError, match="delimiter must be a single character"):
-        module(source=str(tmp_path), reader_kwargs={"delimiter": delimiter}).setup()
 
 
 # --- batches --------------------------------------------------------------------------------------
@@ -392,7 +334,7 @@ def test_without_shuffling_rows_come_as_they_are():
     ]
 
 
-def test_batches_hold_rows_of_like_length_and_less_padding():
+def test_batches_of_similar_length_have_less_padding():
     rng = np.random.default_rng(0)
     rows = [{"text": "good " * n, "label": "ab"[n % 2]} for n in rng.integers(1, 50, 400)]
     data = given_rows(rows, rows[:2])
@@ -431,7 +373,7 @@ def test_ranks_read_disjoint_rows_and_equally_many(world_size):
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("stop", [1, 7, 13])
-def test_a_stopped_run_goes_on_with_the_very_next_batch(stop, num_workers):
+def test_a_stopped_run_continues_with_the_next_batch(stop, num_workers):
     def first(loader, n):
         batches = []
         while len(batches) < n:
@@ -462,7 +404,7 @@ def question(i: int, context: str) -> dict:
     return {"question": f"text number {i} ?", "context": context, "answers": answers}
 
 
-def test_questions_become_windows_at_setup_and_batches_keep_their_size():
+def test_questions_become_windows_at_setup():
     rows = [question(i, "bad " * 3 * i + "good " + "is " * 20) for i in range(9)]
     data = given_rows(
         rows,
@@ -490,13 +432,6 @@ def test_questions_become_windows_at_setup_and_batches_keep_their_size():
     assert sorted(set(seen)) == list(range(9))
 
 
-def test_a_wrong_answer_is_named_with_split_and_row():
-    rows = [question(i, "text is good") for i in range(3)]
-    rows[2]["answers"] = {"text": ["good"], "answer_start": [3]}
-    with pytest.raises(ValueError, match="train row 2: the column 'answers'.*first found at 8"):
-        given_rows(rows, rows[:1], task="question_answering", collator_kwargs={"doc_stride": 4})
-
-
 def test_pairs_reach_the_tokenizer_as_pairs():
     rows = [{"text": "text is good", "other": "number bad", "label": i % 2} for i in range(4)]
     data = given_rows(rows, rows, collator_kwargs={"text_pair_column": "other"})
@@ -504,57 +439,13 @@ def test_pairs_reach_the_tokenizer_as_pairs():
     assert next(iter(data.val_dataloader()))["input_ids"][0, : len(expected)].tolist() == expected
 
 
-def test_lightning_trains_on_it_and_resumes_in_mid_epoch(tmp_path):
-    import lightning as L
-
-    class Reader(L.LightningModule):
-        def __init__(self):
-            super().__init__()
-            self.weight, self.read = torch.nn.Parameter(torch.zeros(1)), []
-
-        def training_step(self, batch, batch_idx):
-            self.read.append(batch["input_ids"].clone())
-            return self.weight.sum()
-
-        def configure_optimizers(self):
-            return torch.optim.SGD(self.parameters(), 0.1)
-
-    def fit(max_steps, path=None):
-        quiet = {
-            "logger": False,
-            "enable_progress_bar": False,
-            "enable_model_summary": False,
-            "accelerator": "cpu",
-        }
-        trainer, reader = (
-            L.Trainer(
-                max_steps=max_steps, default_root_dir=tmp_path, enable_checkpointing=False, **quiet
-            ),
-            Reader(),
-        )
-        trainer.fit(reader, given_rows(rows_of(24), rows_of(2)), ckpt_path=path)
-        trainer.save_checkpoint(tmp_path / f"{max_steps}.ckpt")
-        return reader.read
-
-    whole, begun = fit(10), fit(4)
-    assert all(map(torch.equal, whole, begun + fit(10, tmp_path / "4.ckpt")))
-
-
 # --- describe -------------------------------------------------------------------------------------
 
 
-def test_describe_counts_rows_labels_and_lengths_and_shows_rows():
-    data = given_rows(rows_of(12, ("bad", "bad", "good")), rows_of(3))
-    said = data.describe(num_rows=1)
-    assert "train: 12 examples, 12 rows" in said and "validation: 3 examples" in said
-    assert "bad: 8 (67%)" in said and "good: 4 (33%)" in said
-    assert "| [CLS] text number 0" in said and said.count("|") == 1
-    bars = [
-        int(line.split()[3 if line.split()[1] == "-" else 2].replace(",", ""))
-        for line in said.split("validation")[0].splitlines()
-        if " -" in line
-    ]
-    assert sum(bars) == 12
+def test_describe_counts_rows_labels_and_tokens():
+    text = given_rows(rows_of(12, ("bad", "bad", "good")), rows_of(3)).describe(num_rows=1)
+    for part in ("train: 12 examples, 12 rows", "validation: 3 examples", "bad: 8 (67%)", "good: 4 (33%)", "| [CLS] text"):
+        assert part in text
 
 
 # --- formats --------------------------------------------------------------------------------------
@@ -586,7 +477,7 @@ def tagger(source, **options):
     return data
 
 
-def test_a_directory_of_conllu_files_is_read_by_split_and_tagged_by_upos(tmp_path):
+def test_conllu_files_are_read_by_split_and_tagged_by_upos(tmp_path):
     for name, sentences in {"train": TAGGED, "dev": TAGGED[:2], "test": TAGGED[:1]}.items():
         save(tmp_path / f"x-ud-{name}.conllu", conllu(*sentences))
     data = tagger(tmp_path)
@@ -605,20 +496,6 @@ def test_a_column_is_named_or_counted_from_1(column, tmp_path):
     assert data.id2label == {0: "adj", 1: "aux", 2: "noun", 3: "num"}
 
 
-@pytest.mark.parametrize(
-    "column, words", [(0, "from 1 to 10"), (11, "from 1 to 10"), ("UPSO", "did you mean 'UPOS'")]
-)
-def test_a_column_that_is_none_is_refused_with_those_near(column, words, tmp_path):
-    with pytest.raises(ValueError, match=f"label_column.*{words}"):
-        tagger(save(tmp_path / "train.conllu", conllu(*TAGGED)), label_column=column)
-
-
-def test_names_may_be_given_where_the_first_word_of_all_has_no_tag(tmp_path):
-    text = conllu(*TAGGED).replace("1\ttext\t_\tNOUN", "1\ttext\t_\t_", 1)
-    data = tagger(save(tmp_path / "train.conllu", text), label_names=["NUM", "NOUN", "ADJ", "AUX"])
-    assert data.id2label == {0: "NUM", 1: "NOUN", 2: "ADJ", 3: "AUX"}
-
-
 def test_conll2003_has_its_words_first_and_its_tags_last(tmp_path):
     sentences = [f"text N B-NP O\nnumber N I-NP B-X\n{i} N I-NP I-X" for i in range(10)]
     data = tagger(save(tmp_path / "all.txt", "\n\n".join(["-DOCSTART- -X- O O", *sentences])))
@@ -629,7 +506,7 @@ def test_conll2003_has_its_words_first_and_its_tags_last(tmp_path):
     }
 
 
-def test_words_and_labels_of_a_table_stand_between_spaces_or_in_lists(tmp_path):
+def test_words_of_a_table_are_between_spaces_or_in_lists(tmp_path):
     plain = "text,label\n" + "text is good,N V A\n" * 2 + "bad is text,A V N\n" * 2
     lists = (
         "text,label\n"
@@ -650,15 +527,13 @@ def test_words_and_labels_of_a_table_stand_between_spaces_or_in_lists(tmp_path):
     }
 
 
-def test_dev_and_val_are_validation_by_any_of_these_names(tmp_path):
+def test_dev_and_val_are_validation(tmp_path):
     for name in ("training", "val"):
         write(tmp_path / f"{name}.csv", rows_of(8))
     for val_split in ("validation", "dev", "val[:4]"):
         data = module(source=str(tmp_path), val_split=val_split)
         data.setup()
         assert len(data.rows["validation"]) == (4 if "[" in val_split else 8)
-    with pytest.raises(ValueError, match=r"no split 'test'; there are \['train', 'validation'\]"):
-        module(source=str(tmp_path), test_split="test[:1]").setup()
 
 
 def test_files_by_split_and_a_format_by_name(tmp_path):
@@ -692,7 +567,7 @@ def test_codes_of_a_table_keep_their_zeros_and_amounts_do_not(tmp_path):
 STARS = ["one", "two", "three", "four", "five"]
 
 
-def test_names_of_numbers_that_do_not_begin_at_0_go_from_the_smallest_to_the_largest():
+def test_names_go_from_the_smallest_number_to_the_largest():
     data = given_rows(
         rows_of(20, (1, 2, 3, 4, 5)),
         rows_of(5, (1, 2, 3, 4, 5)),
@@ -708,7 +583,7 @@ def test_names_of_numbers_that_do_not_begin_at_0_go_from_the_smallest_to_the_lar
     assert next(iter(data.val_dataloader()))["labels"][0][:5].tolist() == [-100, 1, -100, 0, -100]
 
 
-def test_ids_that_a_dataset_has_names_for_count_from_0_even_without_one():
+def test_ids_of_a_dataset_with_names_count_from_0():
     import datasets
 
     features = datasets.Features(
@@ -724,7 +599,7 @@ def test_ids_that_a_dataset_has_names_for_count_from_0_even_without_one():
     }
 
 
-def test_lists_of_0_and_1_get_names_by_place_and_lists_of_ids_by_number():
+def test_multi_hot_lists_and_lists_of_ids_get_names():
     names = ["low", "middle", "high"]
     marks = ([0, 0, 1], [1, 0, 0], [0, 1, 1])
     data = given_rows(rows_of(12, marks), rows_of(3, marks), label_names=names)
@@ -741,33 +616,15 @@ def test_lists_of_0_and_1_get_names_by_place_and_lists_of_ids_by_number():
 # --- lists in tables --------------------------------------------------------------------------------
 
 
-def table_of(path, rows) -> str:
+def test_lists_that_pandas_wrote_are_the_same_lists(tmp_path):
     import pandas
 
-    pandas.DataFrame(rows).to_csv(path, index=False)
-    return str(path)
-
-
-def test_lists_that_pandas_wrote_are_the_same_lists(tmp_path):
-    words = [{"text": ["text", "isn't", f"{i}"], "label": ["O", "B", "I"]} for i in range(12)]
-    numbers = [{**row, "label": [0, 1, 2]} for row in words]
-    for rows, names in ((words, {0: "B", 1: "I", 2: "O"}), (numbers, {0: "0", 1: "1", 2: "2"})):
-        data = tagger(table_of(tmp_path / "train.csv", rows))
-        assert sorted(row["text"] for split in data.rows.values() for row in split) == sorted(
-            row["text"] for row in rows
-        )
-        assert data.id2label == names
-    several = module(source=table_of(tmp_path / "train.csv", rows_of(12, (["a", "b"], ["c"]))))
-    several.setup()
-    assert several.id2label == {0: "a", 1: "b", 2: "c"}
-    spans = [
-        {"text": f"text {i}", "spans": [{"start": 0, "end": 4, "label": "X"}]} for i in range(12)
-    ]
-    found = module(
-        "span_classification", table_of(tmp_path / "train.csv", spans), max_sequence_length=16
-    )
-    found.setup()
-    assert found.count_labels("train")["X"] == len(found.rows["train"])
+    rows = [{"text": ["text", "isn't", f"{i}"], "label": ["O", "B", "I"]} for i in range(12)]
+    pandas.DataFrame(rows).to_csv(tmp_path / "train.csv", index=False)
+    data = tagger(tmp_path / "train.csv")
+    texts = sorted(row["text"] for split in data.rows.values() for row in split)
+    assert texts == sorted(row["text"] for row in rows)
+    assert data.id2label == {0: "B", 1: "I", 2: "O"}
 
 
 def test_words_in_brackets_are_no_list(tmp_path):
@@ -776,64 +633,11 @@ def test_words_in_brackets_are_no_list(tmp_path):
     data = tagger(save(tmp_path / "train.csv", "text,label\n" + lines))
     found = [row["text"] for split in data.rows.values() for row in split]
     assert sorted(map(" ".join, found)) == sorted(texts * 3)
-    with pytest.raises(ValueError, match="line 2: the column 'text' holds .*, the text of a list"):
-        tagger(save(tmp_path / "train.csv", "text,label\n['see' 'it'],O O\n"))
 
 
 # --- bad rows -------------------------------------------------------------------------------------
 
 
-BAD = {
-    "an empty text": ("classification", {"text": " ", "label": "bad"}, "'text'.*not empty"),
-    "no label": ("classification", {"text": "good", "label": None}, "'label' has no label"),
-    "an empty label": ("classification", {"text": "good", "label": ""}, "'label' has no label"),
-    "a label that is NaN": (
-        "classification",
-        {"text": "good", "label": float("nan")},
-        "'label' has no label",
-    ),
-    "no such column": ("classification", {"text": "good", "lable": "bad"}, "has no column 'label'"),
-    "a row that is none": ("classification", "good", "'good' is no dict"),
-    "more labels than words": (
-        "token_classification",
-        {"text": ["good"], "label": ["A", "B"]},
-        "2 labels for 1 words",
-    ),
-    "fewer labels than words": (
-        "token_classification",
-        {"text": ["is", "good"], "label": ["A"]},
-        "1 labels for 2 words",
-    ),
-    "a label for a sentence": (
-        "token_classification",
-        {"text": ["is"], "label": "A"},
-        "a label for each word",
-    ),
-    "a word without label": ("token_classification", {"text": ["is"], "label": [None]}, "no label"),
-    "an answer outside": (
-        "question_answering",
-        {
-            "question": "is",
-            "context": "text is good",
-            "answers": {"text": ["bad"], "answer_start": [60]},
-        },
-        "'bad' at character 60.*nowhere in it",
-    ),
-    "an answer elsewhere": (
-        "question_answering",
-        {
-            "question": "is",
-            "context": "text is good",
-            "answers": {"text": ["good"], "answer_start": [7]},
-        },
-        "found at 8",
-    ),
-    "a question that fills the window": (
-        "question_answering",
-        {"question": "is " * 62, "context": "good", "answers": []},
-        "max_sequence_length",
-    ),
-}
 FINE = {
     "classification": [{"text": f"text {i} is good", "label": "ab"[i % 2]} for i in range(8)],
     "token_classification": [{"text": ["text", str(i)], "label": ["A", "B"]} for i in range(8)],
@@ -848,7 +652,7 @@ FINE = {
 }
 
 
-def test_a_bad_line_of_a_file_is_named_even_when_it_is_held_out(tmp_path):
+def test_a_bad_line_is_named_even_if_it_is_held_out(tmp_path):
     good = "".join(f'"text {i},\nis good",{i / 4}\n' for i in range(6))
     path = save(
         tmp_path / "a.csv", "text,label\n" + good + "number,high\n" + good.replace("text", "number")
@@ -866,20 +670,6 @@ def test_lines_that_cannot_be_read_are_counted_with_the_others(tmp_path):
         tagger(save(tmp_path / "train.conllu", text))
     data = tagger(str(tmp_path / "train.conllu"), bad_rows="skip")
     assert sum(map(len, data.rows.values())) == 11 and "train: 1 rows left out" in data.describe()
-
-
-def test_rows_of_which_none_is_good_are_an_error_in_any_case():
-    with pytest.raises(ValueError, match="no row is good"):
-        given_rows(rows_of(4), [{"text": "", "label": "bad"}], bad_rows="skip")
-    with pytest.raises(ValueError, match="bad_rows"):
-        module(bad_rows="ignore")
-
-
-def test_a_column_that_no_row_has_names_the_one_that_was_meant():
-    with pytest.raises(
-        ValueError, match="text_column: there is no column 'sentense'; did you mean 'sentence'"
-    ):
-        given_rows([{"sentence": "good", "label": 1}] * 3, text_column="sentense", bad_rows="skip")
 
 
 def test_a_skipped_row_keeps_its_neighbours_examples(tmp_path):
@@ -1020,7 +810,7 @@ def test_texts_that_are_cut_are_counted_and_said():
     "kind, size, words",
     [("unigram", 60, "天 地 人 大 小 上 下 左 右 中"), ("bpe", 290, "good bad text number")],
 )
-def test_tagged_texts_that_are_cut_are_counted_as_their_rows_read_them(kind, size, words):
+def test_tagged_texts_are_counted_as_cut_as_they_are_read(kind, size, words):
     "A plain call puts a sign before each word of Chinese, or takes from English words the spaces before them."
     words, space = words.split(), " " if kind == "bpe" else ""
     texts = [
@@ -1053,10 +843,7 @@ def test_without_a_tokenizer_one_is_trained_on_the_training_texts():
     assert data.texts() == [row["text"] for row in rows_of(20)]
 
 
-NEWS = "".join(f'{1 + i % 3},"Title {i}, long","text number {i} is good"\n' for i in range(12))
-
-
-def test_rows_that_a_run_is_scored_on_must_stay_the_same_as_well():
+def test_scored_rows_are_part_of_the_resume_identity():
     rows, differing = (
         rows_of(12),
         lambda one, other: {name for name in one if one[name] != other[name]},
@@ -1090,19 +877,10 @@ def test_neither_text_of_a_pair_is_in_two_splits():
     assert len(data.rows["validation"]) == 8 and set.isdisjoint(*sides)
 
 
-@pytest.mark.parametrize("options, message", [
-    ({"text_column": ["a", "b", "c"]}, "text_column"), ({"packing": True}, "packing"), ({"bad_rows": "drop"}, "bad_rows"),
-    ({"label_names": ["x", "x"]}, "label_names"), ({"validation_fraction": 1.0}, "validation_fraction"), ({"file_format": "xml"}, "xml"),
-])  # fmt: skip
-def test_options_that_do_not_fit_are_refused(options, message):
-    with pytest.raises(ValueError, match=message):
-        module(**options)
-
-
 @pytest.mark.parametrize("row, message", [
     ({"text": "x"}, "'label'"), ({"text": " ", "label": "bad"}, "'text'"), ("good", "'good'"), ({"text": "x", "label": "ugly"}, "'ugly'"),
 ])  # fmt: skip
-def test_a_bad_row_is_an_error_with_its_place_or_counted(row, message):
+def test_a_bad_row_is_named_or_counted(row, message):
     rows = [*rows_of(4), row]
     with pytest.raises(ValueError, match=f"validation row 4.*{message}"):
         given_rows(rows_of(8), rows)
@@ -1110,7 +888,7 @@ def test_a_bad_row_is_an_error_with_its_place_or_counted(row, message):
     assert len(data.rows["validation"]) == 4 and "validation: 1 rows left out" in data.describe()
 
 
-def test_columns_of_marks_and_lists_of_marks_are_several_labels():
+def test_columns_and_lists_of_0_and_1_are_several_labels():
     rows = [{"text": f"text {i}", "x": i % 2, "y": 1, "marks": [i % 2, 1]} for i in range(8)]
     for options in (
         {"label_column": ["x", "y"]},
@@ -1121,7 +899,7 @@ def test_columns_of_marks_and_lists_of_marks_are_several_labels():
         assert next(iter(data.val_dataloader()))["labels"][:2].tolist() == [[0, 1], [1, 1]]
 
 
-def test_long_tagged_texts_are_judged_whole_and_learned_from_their_beginning():
+def test_long_tagged_texts_are_read_whole_in_validation():
     rows = [{"text": ["text", "is", "good"] * 8, "label": ["A", "B", "C"] * 8}] * 5
     data = given_rows(rows, rows[:2], [{"text": row["text"]} for row in rows[:2]], task="token_classification",
                       max_sequence_length=16)  # fmt: skip

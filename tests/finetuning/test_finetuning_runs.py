@@ -74,25 +74,6 @@ class StopAfter(Callback):
         self.series.signals.asked |= self.step is None and trainer.current_epoch == 1
 
 
-@pytest.mark.parametrize("name", ["bertlab.optim.budgets.TimeBudgetLR", TimeBudgetLR])
-def test_a_schedule_that_the_clock_ends_needs_a_run_that_the_clock_ends(tmp_path, name):
-    clock = dict(scheduler_type=name, scheduler_kwargs={"budget": "1h"})
-    with pytest.raises(
-        ValueError, match="num_epochs=2 end this run.*budget='1h'.*take a schedule in steps"
-    ):
-        finetune(module_for(**clock), data_for(), tmp_path, num_epochs=2, **PLAIN)
-    assert not list(tmp_path.iterdir())
-    run = finetune(
-        module_for(**clock),
-        data_for(),
-        tmp_path,
-        num_epochs=1,
-        callbacks=[TimeLimit("1h")],
-        **PLAIN,
-    )
-    assert run.metrics["val_loss"] > 0
-
-
 @pytest.mark.parametrize("interrupted", [False, True])
 def test_a_run_whose_patience_was_spent_takes_no_step_when_it_goes_on(tmp_path, interrupted):
     "It was killed behind its training, or stopped by a signal in the validation that ended it."

@@ -227,15 +227,13 @@ CONLLU = """\
 """
 
 
-@pytest.mark.parametrize("multiword", ["split", "join"])
-def test_conllu_keeps_its_lines_and_gets_tags_in_misc(trained, tmp_path, multiword):
+def test_conllu_keeps_its_lines_and_gets_tags_in_misc(trained, tmp_path):
     source, output = tmp_path / "in.conllu", tmp_path / "out.conllu"
     source.write_text(CONLLU)
     predictor = load_predictor(trained["token_classification"][2])
-    predictor.reader["multiword"] = multiword
     rows, _ = predict_file(predictor, source, output)
     before, after = CONLLU.split("\n"), output.read_text().split("\n")
-    tagged_lines = [1] if multiword == "join" else [2, 3]
+    tagged_lines = [2, 3]
     for n, (old, new) in enumerate(zip(before, after, strict=True)):
         assert new == old if n not in tagged_lines else "Predicted=" in new.split("\t")[-1]
     assert len(rows[0]["predicted_tags"]) == len(tagged_lines)

@@ -262,7 +262,7 @@ def test_a_span_within_a_token_is_widened_and_counted():
     ]
     data = data_for(rows, rows, rows, train_batch_size=1)
     data.setup()
-    assert "1 spans begin or end within a token" in data.describe()
+    assert "1 spans begin or end within" in data.describe()
 
 
 SPAN = {"start": 4, "end": 8, "label": "LOC"}
@@ -581,8 +581,7 @@ def test_a_dictionary_knows_what_is_always_the_same():
     assert found["bag of words"]["test_span_recall"] == 1.0
     assert found["bag of words"]["test_span_precision"] == pytest.approx(3 / 4)
     assert found["majority"]["test_span_f1"] == 0.0
-    tree = {"東": {"": True, "京": {"": True}}, "a": {"": True}}
-    assert [*find_known("東京 a ab", tree)] == [(0, 1), (0, 2), (3, 4)]
+    assert [*find_known("東京 a ab", {"a": 1, "東京": 1}, 2)] == [(0, 2), (3, 4)]
 
 
 def test_an_encoder_of_transformers_takes_the_head(tmp_path):

@@ -10,7 +10,6 @@ from seqeval import metrics as seq
 from bertlab.data.tokenizers import train_tokenizer
 from bertlab.finetuning.tokens import (
     EntityF1,
-    SpanF1,
     TokenClassification,
     iob2_spans,
     split_documents,
@@ -62,11 +61,6 @@ def test_sub_words_and_padding_are_as_if_absent():
     assert cut.compute() == plain.compute()
 
 
-def test_nothing_scores_0():
-    metric = SpanF1(["a"])
-    assert not any(metric.compute().values())
-
-
 def test_packed_documents_are_judged_each_by_itself():
     rows = split_documents(torch.tensor([[0, 1, 1, 2]]), torch.tensor([[1, 1, 2, 0]]), -100)
     assert rows.tolist() == [[0, 1, -100, -100], [-100, -100, 1, -100]]
@@ -82,7 +76,7 @@ def test_a_table_knows_words_then_shapes_then_all():
 
 
 @pytest.mark.parametrize("row, message", [
-    ({"text": ["a"], "label": ["X", "Y"]}, "2 labels for 1 words"), ({"text": [], "label": []}, "'text'"),
+    ({"text": ["a"], "label": ["X", "Y"]}, "each of 1 words"), ({"text": [], "label": []}, "'text'"),
     ({"text": ["a"], "label": [None]}, "no label"), ({"text": "['a' 'b']", "label": ["X"]}, "JSON"),
     ({"text": ["a"], "label": "X Y"}, "'label'"), (["a"], "dict"),
 ])  # fmt: skip
