@@ -284,7 +284,13 @@ def test_thinning_counts_against_the_other_answers():
     }  # 41 others halved; 101 halved is more than there are
 
 
-@pytest.mark.parametrize("wrong, words", [({"name": "docstrings"}, "name='docstrings'"), ({"name": "doc-words", "sizes": {"dev": 3}}, "sizes='dev'")])
+@pytest.mark.parametrize(
+    "wrong, words",
+    [
+        ({"name": "docstrings"}, "name='docstrings'"),
+        ({"name": "doc-words", "sizes": {"dev": 3}}, "sizes='dev'"),
+    ],
+)
 def test_wrong_names_are_refused(wrong, words):
     with pytest.raises(ValueError, match=words):
         load_builtin_dataset(**wrong)

@@ -444,7 +444,13 @@ def test_pairs_reach_the_tokenizer_as_pairs():
 
 def test_describe_counts_rows_labels_and_tokens():
     text = given_rows(rows_of(12, ("bad", "bad", "good")), rows_of(3)).describe(num_rows=1)
-    for part in ("train: 12 examples, 12 rows", "validation: 3 examples", "bad: 8 (67%)", "good: 4 (33%)", "| [CLS] text"):
+    for part in (
+        "train: 12 examples, 12 rows",
+        "validation: 3 examples",
+        "bad: 8 (67%)",
+        "good: 4 (33%)",
+        "| [CLS] text",
+    ):
         assert part in text
 
 
