@@ -8,7 +8,9 @@ import html
 import json
 import re
 import shutil
+import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -18,6 +20,18 @@ from reference import front  # noqa: E402
 from sync import Address  # noqa: E402
 
 # --- the live model -------------------------------------------------------------------------------
+
+
+def install_packages(folder: Path) -> Path | None:
+    "Let npm install the packages of the live page; None without npm: the page then loads them."
+    from bertlab.train.web_page import PACKAGES
+
+    if (npm := shutil.which("npm")) is None:
+        return None
+    names = [f"{package.name}@{package.version}" for package in PACKAGES]
+    command = [npm, "install", "--ignore-scripts", "--silent", "--prefix", str(folder), *names]
+    is_installed = subprocess.run(command).returncode == 0
+    return folder / "node_modules" if is_installed else None
 
 
 def export_live(model: Path, target: Path) -> Path:
@@ -31,15 +45,9 @@ def export_live(model: Path, target: Path) -> Path:
         return target
     from bertlab.train.web_page import export_web_page
 
-    try:
-        export_web_page(model, target, offline=True, name="The model of this site")
-    except ValueError as problem:
-        if "npm" not in str(problem):
-            raise
-        print(
-            f"The browser's packages are not beside the live page, but at their pinned address: {problem}"
-        )
-        export_web_page(model, target, name="The model of this site")
+    with tempfile.TemporaryDirectory() as folder:
+        packages = install_packages(Path(folder))
+        export_web_page(model, target, packages, name="The model of this site")
     for name in ("history.csv", "metrics.json"):
         if (model / name).is_file():
             shutil.copyfile(model / name, target / name)

@@ -23,7 +23,8 @@ def export(
     output: str | None = None,  # what to write, not there yet; null: bertlab-onnx, or bertlab-web
     outputs: list[str] | None = None,  # of onnx: logits, attentions, lens; null: of the task
     int8: bool = True,  # of onnx: write the file of bytes beside the one of floats
-    offline: bool = False,  # of web: bring the browser's packages beside the page, by npm
+    packages: str
+    | None = None,  # of web: node_modules with the browser's packages; null: load them
     examples: list[str] | None = None,  # of web: sentences with [MASK] to begin with
     name: str | None = None,  # of web: title of the page; null: that of the directory
     text: str | None = None,  # file to check with; null: held-out text of the embedded corpus
@@ -31,7 +32,7 @@ def export(
     "Write a model for other runtimes: `bertlab export`. Raises `ValueError`, `ImportError`."
     if to not in TARGETS:
         raise ValueError(f"to={to!r} is unknown; choose one of {', '.join(TARGETS)}")
-    web_only = {"offline": offline, "examples": examples, "name": name}
+    web_only = {"packages": packages, "examples": examples, "name": name}
     onnx_only = {"outputs": outputs, "int8": not int8}
     for option, value in (onnx_only if to == "web" else web_only).items():
         if value:
@@ -40,7 +41,7 @@ def export(
     place, target = find_model_directory(directory), output or f"bertlab-{to}"
     title = name or Path(os.path.abspath(directory)).name  # of a run: not that of its checkpoint
     if to == "web":
-        report = export_web_page(place, target, offline, examples or EXAMPLES, title, text)
+        report = export_web_page(place, target, packages, examples or EXAMPLES, title, text)
         more = f"look at it: python -m http.server --directory {target}, then open the address"
     else:
         report = export_model(place, target, outputs, int8, text, title)

@@ -55,7 +55,7 @@ def test_files_are_written_and_their_cost_is_said(place, tmp_path, capfd):
     (("{place}/model", "--to", "tflite"), "tflite"),
     (("{place}/model", "--output", "{place}/text.txt"), "text.txt"),
     (("{place}/model", "--outputs", "[looks]"), "looks"),
-    (("{place}/model", "--offline"), "--to web"),
+    (("{place}/model", "--packages", "x"), "--to web"),
     (("{place}/model", "--to", "web", "--int8", "false"), "int8"),
     (("{place}/model", "--to", "web", "--examples", "no gap"), "no gap"),
     (("{place}/model", "--text", "{place}/missing.txt"), "missing.txt"),

@@ -1,11 +1,11 @@
-"The folder of a web page: whole, exact about what it loads, and refused where it cannot be."
+"The directory of a web page is complete, and exact about what it loads."
 
 import base64
+import dataclasses
 import hashlib
 import html.parser
 import json
 import re
-import tarfile
 
 import pytest
 
@@ -15,7 +15,7 @@ from page_cases import EXAMPLES, TEXTS, make_model
 
 from bertlab.train import web_page
 from bertlab.train.export import OnnxModel, check_output
-from bertlab.train.web_page import PACKAGES, RUNTIME_BYTES, export_web_page, unpack_package
+from bertlab.train.web_page import PACKAGES, RUNTIME_BYTES, copy_packages, export_web_page
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -37,7 +37,7 @@ def sri(content):
     return "sha384-" + base64.b64encode(hashlib.sha384(content).digest()).decode()
 
 
-def test_every_file_that_the_page_loads_is_there_and_has_the_number_that_is_stated(folder, page):
+def test_every_loaded_file_exists_with_the_stated_hash(folder, page):
     for file in page["files"].values():
         assert sri((folder / "page" / file["url"]).read_bytes()) == file["integrity"]
     for file in page["packages"].values():
@@ -62,7 +62,7 @@ def test_every_file_that_the_page_loads_is_there_and_has_the_number_that_is_stat
     assert not (folder / "page/model.onnx").exists(), "the large file is of no use to the page"
 
 
-def test_the_html_is_filled_names_are_text_and_nothing_comes_from_elsewhere(folder):
+def test_the_html_is_filled_and_loads_nothing_else(folder):
     text = (folder / "page/index.html").read_text()
     assert "{{" not in text and "my &lt;model&gt;" in text and "<model>" not in text
     assert '<textarea id="text" dir="auto"' in text and '<p dir="auto">the red ___ sees' in text
@@ -71,12 +71,12 @@ def test_the_html_is_filled_names_are_text_and_nothing_comes_from_elsewhere(fold
         loaded, ids, opened = [], [], []
 
         def handle_starttag(self, tag, attributes):
-            given = dict(attributes)
-            self.ids += [given["id"]] if "id" in given else []
+            values = dict(attributes)
+            self.ids += [values["id"]] if "id" in values else []
             if tag in ("script", "link", "img", "iframe"):
-                self.loaded.append(given.get("src") or given.get("href"))
+                self.loaded.append(values.get("src") or values.get("href"))
             assert not [
-                name for name in given if name.startswith("on") or name == "style"
+                name for name in values if name.startswith("on") or name == "style"
             ]  # the policy forbids both
             self.opened.append(tag)
 
@@ -94,11 +94,11 @@ def test_the_html_is_filled_names_are_text_and_nothing_comes_from_elsewhere(fold
     )
 
 
-def test_the_first_answer_is_what_the_file_answers(folder, page):
+def test_the_first_answer_is_that_of_the_file(folder, page):
     exported = OnnxModel(folder / "page/model_quantized.onnx", make_model(folder / "again"))
-    first, wanted = page["first"], exported.fill_mask([EXAMPLES[0]], 5)[0]
+    first, expected = page["first"], exported.fill_mask([EXAMPLES[0]], 5)[0]
     assert [[word for word, *_ in first["guesses"][str(gap)]] for gap in first["gaps"]] == [
-        [word for word, _ in guesses] for guesses in wanted]  # fmt: skip
+        [word for word, _ in guesses] for guesses in expected]  # fmt: skip
     assert first["text"] == EXAMPLES[0].replace("[MASK]", "___")
     assert (
         len(first["attention"]) == page["layers"] == 3
@@ -129,45 +129,39 @@ def test_any_title_is_a_title_and_never_a_path(folder, tmp_path, monkeypatch, na
     assert str(refused.value) == f"made for {name}" and list(tmp_path.iterdir()) == []
 
 
-def test_what_cannot_become_a_page_is_refused_before_work_starts(folder, tmp_path, monkeypatch):
-    def never(*arguments, **options):
-        raise AssertionError("work was started")
-
-    monkeypatch.setattr(web_page, "export_model", never)
-    monkeypatch.setattr(web_page, "fetch_packages", never)
-    model, new = folder / "my <model>", tmp_path / "new"
-    make_model(tmp_path / "slow")
-    (tmp_path / "slow/tokenizer.json").unlink()
-    cases = {
-        "exists": lambda: export_web_page(model, folder / "page"),
-        "no gap": lambda: export_web_page(model, new, examples=["nothing here"]),
-        "examples": lambda: export_web_page(model, new, examples=[]),
-        "tokenizer.json": lambda: export_web_page(tmp_path / "slow", new),
-        "config.json": lambda: export_web_page(tmp_path, new),
-    }
-    for word, work in cases.items():
-        with pytest.raises(ValueError, match=word):
-            work()
-    monkeypatch.setattr(web_page.shutil, "which", lambda name: None)
-    with pytest.raises(ValueError, match="npm"):
-        export_web_page(model, new, offline=True)
-    assert not new.exists()
+@pytest.mark.parametrize(
+    "source, target, options, word",
+    [
+        ("my <model>", "page", {}, "exists"),
+        ("my <model>", "new", {"examples": ["nothing here"]}, "nothing here"),
+        ("my <model>", "new", {"examples": []}, "examples"),
+        ("slow", "new", {}, "tokenizer.json"),
+        ("nowhere", "new", {}, "config.json"),
+        ("my <model>", "new", {"packages": "nowhere"}, "npm install"),
+    ],
+)
+def test_mistakes_are_named_before_work_starts(folder, monkeypatch, source, target, options, word):
+    monkeypatch.setattr(web_page, "export_model", lambda *_, **__: pytest.fail("work started"))
+    if not (folder / "slow").exists():
+        make_model(folder / "slow")
+        (folder / "slow/tokenizer.json").unlink()
+    with pytest.raises(ValueError, match=word):
+        export_web_page(folder / source, folder / target, **options)
+    assert not (folder / "new").exists()
 
 
-def test_a_package_that_is_another_one_is_refused_and_nothing_of_it_is_written(tmp_path):
-    (tmp_path / "file").write_text("alert(1)")
-    with tarfile.open(tmp_path / "package.tgz", "w:gz") as archive:
-        archive.add(tmp_path / "file", "package/dist/tokenizers.min.mjs")
-        archive.add(tmp_path / "file", "../outside")
-    (tmp_path / "out").mkdir()
-    with pytest.raises(ValueError, match="tokenizers"):
-        unpack_package(tmp_path / "package.tgz", PACKAGES[1], tmp_path / "out")
-    content = (tmp_path / "package.tgz").read_bytes()
-    known = "sha512-" + base64.b64encode(hashlib.sha512(content).digest()).decode()
-    with pytest.raises(ValueError, match="tokenizers.min.mjs"):
-        unpack_package(
-            tmp_path / "package.tgz",
-            web_page.Package("p", "1.0.0", "MIT", known, PACKAGES[1].files),
-            tmp_path / "out",
-        )
-    assert list((tmp_path / "out").iterdir()) == []
+def test_only_the_known_files_of_packages_are_copied(tmp_path, monkeypatch):
+    content, (package, *_) = b"answer(42)", [p for p in PACKAGES if "tokenizers" in p.name]
+    path = next(iter(package.files.values()))[0]
+    files = {"tokenizers": (path, sri(content))}
+    known = dataclasses.replace(package, files=files)
+    monkeypatch.setattr(web_page, "PACKAGES", [known])
+    file = tmp_path / package.name / path
+    file.parent.mkdir(parents=True)
+    file.write_bytes(content)
+    copy_packages(tmp_path, tmp_path / "out")
+    assert (tmp_path / "out" / file.name).read_bytes() == content
+    assert package.license in (tmp_path / "out/README.txt").read_text()
+    file.write_bytes(b"alert(1)")
+    with pytest.raises(ValueError, match=package.version):
+        copy_packages(tmp_path, tmp_path / "other")

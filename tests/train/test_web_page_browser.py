@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import subprocess
 
 import numpy as np
 import pytest
@@ -10,9 +11,8 @@ pytest.importorskip("onnxruntime")
 
 from page_cases import EXAMPLES, SENTENCES, TEXTS, make_model, served
 
-from bertlab.train import web_page
 from bertlab.train.export import OnnxModel
-from bertlab.train.web_page import page_answer, export_web_page, fetch_packages, integrity_of
+from bertlab.train.web_page import PACKAGES, export_web_page, integrity_of, page_answer
 
 pytestmark = [
     pytest.mark.slow,
@@ -30,29 +30,25 @@ KINDS = ("wordpiece", "bpe", "unigram")
 class Pages(dict):
     "The page of each kind of tokenizer with its model, made when somebody asks for it."
 
-    def __init__(self, place):
-        self.place = place
-        fetch_packages(place / "packages")  # npm is asked once
+    def __init__(self, place, packages):
+        self.place, self.packages = place, packages
 
     def __missing__(self, kind):
         tokenizer, folder = make_model(self.place / kind, kind), self.place / f"page-{kind}"
-        bring = lambda target: shutil.copytree(self.place / "packages", target)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(web_page, "fetch_packages", bring)
-            export_web_page(self.place / kind, folder, True, EXAMPLES, texts=TEXTS)
+        export_web_page(self.place / kind, folder, self.packages, EXAMPLES, texts=TEXTS)
         self[kind] = folder, OnnxModel(folder / "model_quantized.onnx", tokenizer)
         return self[kind]
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    "Pages with their packages beside them; skipped where npm cannot bring these."
-    try:
-        return Pages(tmp_path_factory.mktemp("pages"))
-    except ValueError as error:
-        if "npm" not in str(error):
-            raise
-        pytest.skip(f"no packages: {error}")
+    "Pages with their packages; skipped where npm cannot install these."
+    place = tmp_path_factory.mktemp("pages")
+    names = [f"{package.name}@{package.version}" for package in PACKAGES]
+    command = ["npm", "install", "--ignore-scripts", "--silent", "--prefix", str(place), *names]
+    if shutil.which("npm") is None or subprocess.run(command).returncode:
+        pytest.skip("npm cannot install the packages of the page")
+    return Pages(place, place / "node_modules")
 
 
 @pytest.fixture(scope="module")
