@@ -33,7 +33,8 @@ from bertlab.model.heads import BertLabForMaskedLM
 from bertlab.model.losses import LossConfig
 from bertlab.optim.groups import parameter_groups
 from bertlab.optim.optimizers import get_optimizer
-from bertlab.train.modules import BATCH_KEYS, compile_model
+from bertlab.train.modules import compile_model
+from bertlab.train.objectives import BATCH_KEYS
 
 LENGTH, MASKED = 512, 0.15
 ROWS = {"BERT-base": 128, "ModernBERT-base": 64}  # in a batch: what 80 GB of memory hold

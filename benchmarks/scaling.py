@@ -60,7 +60,7 @@ def rows_case(case: dict) -> dict[str, float]:
     from bertlab.data.module import PretrainingDataModule
     from bertlab.model.heads import BertLabForMaskedLM
     from bertlab.model.losses import LossConfig
-    from bertlab.train.modules import BATCH_KEYS
+    from bertlab.train.objectives import BATCH_KEYS
 
     _, tokenizer = load_text(SHAPES[case["model"]][3], case["documents"])
     rng, length = np.random.default_rng(0), case["length"]

@@ -26,7 +26,10 @@ import torch
 from torch.nn import functional as F
 
 from bertlab.cli.demo import FIRST_RECIPE, demo_config
-from bertlab.cli.pretrain import Run, find_model_directory, provenance
+from bertlab.cli.models import find_model_directory
+from bertlab.core.devices import find_accelerator
+from bertlab.train.reports import environment
+from bertlab.train.run import Run, pretraining_on
 from bertlab.core.devices import find_accelerator
 from bertlab.core.serialization import load_json, load_yaml
 from bertlab.data.corpus import Corpus, load_corpus
@@ -36,7 +39,7 @@ from bertlab.data.tokenizers import load_tokenizer, train_tokenizer
 from bertlab.model.heads import BertLabForMaskedLM
 from bertlab.model.huggingface import save_model
 from bertlab.model.losses import token_bytes, unigram_counts, unigram_entropy
-from bertlab.train.modules import load_encoder
+from bertlab.train.initialization import load_encoder
 
 Interval = tuple[float, float, float]  # a mean and its 95 % interval
 
@@ -184,13 +187,13 @@ def run_seed(
         "corpus": corpus.name,
         "corpus_sha256": corpus.sha256,
         "track": track.name,
-        **provenance(track.accelerator),
+        **environment(find_accelerator(track.accelerator)),
     }
-    run = Run(race_config(track, recipe, output, seed), resume=(Path(output) / "run.yaml").exists(),
-              notes={"command": "speedrun", "record": record})  # fmt: skip
-    run.data_options |= {"train_dataset_name_or_path": corpus, "data_kwargs": None}
-    run.build()
-    run.data.val_datasets = []  # the judge validates, once
+    run = Run(
+        race_config(track, recipe, output, seed), pretraining_on(corpus),
+        resume=(Path(output) / "run.yaml").exists(), notes={"command": "speedrun", "record": record},
+    )  # fmt: skip
+    run.data.val_datasets, run.parts.validates = [], False  # the judge validates, once
     run.prepare(may_be_finished=True)
     run.fit()
     with run.module.evaluation_weights():
@@ -222,7 +225,10 @@ def race(
         if not done.exists():
             attempt, hidden = run_seed(track, recipe, done.parent, seed, corpus)
             attempt.curve = attempt.curve[:: -(-len(attempt.curve) // 200)]
-            machine = {**provenance(track.accelerator), "threads": torch.get_num_threads()}
+            machine = {
+                **environment(find_accelerator(track.accelerator)),
+                "threads": torch.get_num_threads(),
+            }
             done.write_text(json.dumps({"key": log["recipe_sha256"] + corpus.sha256, "attempt": asdict(attempt),
                                         "hidden_sha256": hidden, "machine": machine}))  # fmt: skip
         saved = load_json(done)

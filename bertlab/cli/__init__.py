@@ -6,7 +6,7 @@ from .. import _lazy_parts
 __getattr__, __dir__ = _lazy_parts(__name__, (
     "parser",
     "commands",
-    "pretrain",
+    "models",
     "demo",
     "finetune",
     "write",

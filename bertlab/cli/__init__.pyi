@@ -2,7 +2,7 @@
 
 from . import parser as parser
 from . import commands as commands
-from . import pretrain as pretrain
+from . import models as models
 from . import demo as demo
 from . import finetune as finetune
 from . import write as write

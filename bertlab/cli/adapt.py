@@ -14,7 +14,7 @@ from torch import Tensor
 from .finetune import FinetuningRun, write_json
 from .commands import COMMANDS
 from .parser import configuration
-from .pretrain import find_model_directory
+from .models import find_model_directory
 from .vocabularies import copy_sentence_transformers_files
 from ..core.serialization import load_json, load_yaml
 from ..core.files import RUN_FILE
@@ -29,7 +29,7 @@ from ..model.loading import check_finite
 from ..train.averages import average_weights, find_models, greedy_soup, save_average
 from ..train.checkpoints import read_checkpoint
 from ..train.model_directories import read_sentence_transformers_files, atomic_directory
-from ..train.modules import load_encoder
+from ..train.initialization import load_encoder
 from ..train.trainer import make_trainer
 
 # %% ../../nbs/cli/09_adapt.ipynb #f2ca80b7

@@ -173,8 +173,8 @@ def settle_steps(recipe: Recipe) -> Recipe:
 
 def demo_config(recipe: Recipe, output: str | os.PathLike) -> dict[str, Any]:
     "The configuration of `bertlab pretrain` that a recipe stands for."
-    from bertlab.cli.pretrain import shape_settings  # torch: seconds
-    from bertlab.model.config import modernbert_tiny
+    from bertlab.model.config import modernbert_tiny  # torch: seconds
+    from bertlab.train.run import shape_settings
 
     recipe = settle_steps(recipe)
     shape = shape_settings(
@@ -258,11 +258,12 @@ def prepare_demo(
         recipe, record = load_recipe(directory / RUN_FILE)
     corpus = corpus or recipe.load_corpus()
     check_same_text(record, corpus, directory)
-    from bertlab.cli.pretrain import Run, provenance
+    from bertlab.train.reports import environment
+    from bertlab.train.run import Run, pretraining_on
     from bertlab.train.trainer import seed_everything
 
     asked, recipe = recipe.steps, settle_steps(recipe)
-    found = {"corpus": corpus.name, "corpus_sha256": corpus.sha256, **provenance()}
+    found = {"corpus": corpus.name, "corpus_sha256": corpus.sha256, **environment()}
     print(f"device  {found['device']}\n{corpus.describe()}", flush=True)
     if asked is None and recipe.steps != _STEPS:
         print(
@@ -271,10 +272,7 @@ def prepare_demo(
             flush=True,
         )
     notes = {"command": "demo", "recipe": asdict(recipe), "record": found}
-    run = Run(demo_config(recipe, output), resume, overwrite, notes)
-    # The text is here already.
-    run.data_options |= {"train_dataset_name_or_path": corpus, "data_kwargs": None}
-    run.build()
+    run = Run(demo_config(recipe, output), pretraining_on(corpus), resume, overwrite, notes)
     seed_everything(recipe.seed)
     run.module.configure_model()
     run.prepare(may_be_finished=True)
@@ -364,7 +362,7 @@ def run_prepared(
     started: float | None = None,  # time.perf_counter() when the program began
 ) -> dict[str, Any]:  # what is in metrics.json
     "Train, validate, and write model, metrics, history and picture."
-    from bertlab.cli.pretrain import validation_entropy
+    from bertlab.train.run import validation_entropy
     from bertlab.model.huggingface import save_model
     from bertlab.model.mask_filling import fill_mask
     from bertlab.train.checkpoints import TrainingInterrupted

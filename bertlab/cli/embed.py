@@ -18,8 +18,10 @@ from typing import Any
 import lightning as L
 from tqdm import tqdm
 
-from .pretrain import check_beginning, check_one_process
-from .pretrain import naming_options, provenance, trainer_options
+from ..core.devices import find_accelerator
+from ..train.reports import environment
+from ..train.run import check_beginning, check_one_process, reporting_unknown_options
+from ..train.run import trainer_options
 from ..core.devices import num_devices
 from ..core.files import RUN_FILE, check_output_file, check_run_directory
 from ..core.files import lock_directory, prepare_run_directory, atomic_write
@@ -88,7 +90,7 @@ def finetune_embeddings(
             "as the directory of bertlab demo, or model.model_config_kwargs"
         )
     L.seed_everything(seed, verbose=False)
-    with naming_options():
+    with reporting_unknown_options():
         module = EmbeddingModule(**model)
         optimizer_options(module.hparams)  # or refuse
         data = EmbeddingDataModule(**{**data_options, "seed": seed})
@@ -134,7 +136,7 @@ def finetune_embeddings(
             may_be_finished=not (output / "metrics.json").exists(),
         )
     prepare_run_directory(output, again, overwrite)
-    record = provenance(config["trainer"]["accelerator"])
+    record = environment(find_accelerator(config["trainer"]["accelerator"]))
     notes = {"command": "embed finetune", "record": record}
     with atomic_write(output / RUN_FILE) as temporary:
         text = dump_yaml({**config, "seed_everything": seed, **notes})

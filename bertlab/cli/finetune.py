@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import Any
 
 
-from .pretrain import check_beginning, check_one_process
-from .pretrain import naming_options, provenance, trainer_options
+from ..train.reports import environment
+from ..train.run import check_beginning, check_one_process, reporting_unknown_options
+from ..train.run import trainer_options
 from ..core.devices import find_accelerator
 from bertlab.core.files import (
     RUN_FILE,
@@ -277,7 +278,7 @@ class FinetuningRun:
         self.task = load_builtin_dataset(run.task, sizes=run.task_sizes) if run.task else None
         if self.task and data["max_sequence_length"] == 512:  # the default is for unknown texts
             data["max_sequence_length"] = self.task.max_sequence_length
-        with naming_options():
+        with reporting_unknown_options():
             self.data = FinetuningDataModule(**{**data, _TOKENIZER: None})
         if self.task:
             self.data.set_datasets(**self.task.splits)
@@ -300,7 +301,7 @@ class FinetuningRun:
         "Name labels, choose the metric, build optimizer and schedule: what can fail, fails here."
         run, data = self.choices, self.data
         usual = GLUE[run.glue][1] if run.glue and not run.monitor else run.monitor
-        with naming_options():
+        with reporting_unknown_options():
             module = FinetuningModule(**self.module_options)
             self.monitor = prepare(module, data, usual)
             known = [f"val_{name}" for name in ("loss", *module.task.metric_names)]
@@ -392,7 +393,7 @@ class FinetuningRun:
             self._check_finished()
             self.check_same()
         self._settle_beginning()
-        device = provenance(self.config["trainer"]["accelerator"])
+        device = environment(find_accelerator(self.config["trainer"]["accelerator"]))
         record = {**device, "begins_with": self.begins_with}
         self.text = dump_yaml({**self.config, "command": "finetune", "record": record})
         told = [self.task.describe()] if self.task else []

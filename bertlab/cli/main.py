@@ -121,19 +121,6 @@ def silence_libraries() -> None:
     disable_progress_bar()
 
 # %% ../../nbs/cli/12_main.ipynb #a93c0e22
-def _without_split(config: Mapping[str, Any]) -> dict[str, Any]:
-    "A recorded configuration without what `run.batch_tokens` was split into for its processes."
-    split = {"data": "train_batch_size", "trainer": "accumulate_grad_batches"}
-    if not (config.get("run") or {}).get("batch_tokens"):
-        return dict(config)
-    return {
-        section: {name: value for name, value in options.items() if name != split[section]}
-        if section in split
-        else options
-        for section, options in config.items()
-    }
-
-
 def parse_command(
     name: str,  # of the command
     words: Sequence[str],
@@ -154,7 +141,7 @@ def parse_command(
         recorded = load_yaml(run_file)
         if "" in command.sections:  # a demo: its recipe alone
             recorded = recorded.get("recipe", {})
-        content |= _without_split(recorded)
+        content |= recorded
     if content:
         parsed = parse(command, words, content)
         resumed = parsed.config["run"] if "run.output" in command.options else parsed.config

@@ -35,6 +35,11 @@ class Option:
     help: str = ""
     required: bool = False
 
+    def with_default(self, default: Any) -> "Option":
+        "Return the same option with another default, which may be None."
+        kind = Union[self.type, None] if default is None else self.type
+        return replace(self, default=default, type=kind, required=False)
+
 
 def _docstring_help(node: ast.AST) -> dict[str, str]:
     "The first sentence about each parameter in a docstring with a section Args."
@@ -118,11 +123,16 @@ def read_options(
     node, text = _definition(source)
     helps = {name: comment for name, comment in source_comments(text).items() if comment}
     helps = _docstring_help(node) | helps
-    return [
-        Option(name, _evaluate(annotation), _literal(default), helps.get(name, ""), default is None)
+    names = [base.id for base in getattr(node, "bases", ()) if isinstance(base, ast.Name)]
+    bases = [read_options(f"{source.rpartition(':')[0]}:{name}") for name in names]
+    options = {option.name: option for base in bases for option in base} | {
+        name: Option(
+            name, _evaluate(annotation), _literal(default), helps.get(name, ""), default is None
+        )
         for name, annotation, default in _parameters(node)
         if name not in ("config", "given")
-    ]
+    }
+    return list(options.values())
 
 # %% ../../nbs/cli/01_parser.ipynb #6657e1fd
 NOTES = ("command", "recipe", "record", "stages")  # what run.yaml holds besides the options
@@ -161,7 +171,7 @@ class Command:
         options = [replace(o, name=f"{section}.{o.name}" if section else o.name)
                    for section, source in self.sections.items() for o in read_options(source)]  # fmt: skip
         options = [
-            replace(option, default=self.defaults[option.name], required=False)
+            option.with_default(self.defaults[option.name])
             if option.name in self.defaults
             else option
             for option in options + read_options(self.function)

@@ -19,7 +19,9 @@ from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities import rank_zero_only
 
 from .main import parse_command, silence_libraries
-from .pretrain import Run, build_objects, provenance
+from ..core.devices import find_accelerator
+from ..train.reports import environment
+from ..train.run import Run, RunParts, build_objects, build_pretraining
 from ..core.files import RUN_FILE, check_run_directory
 from ..core.serialization import load_yaml
 from ..train.parallel import STRATEGIES, FullyShardedStrategy, LaunchInfo, get_strategy
@@ -155,20 +157,20 @@ def _make_run(settings: Mapping[str, Any]) -> Run:
     config, job = settings["config"], settings["job"]
     output = Path(config["run"]["output"])
     again = _first_says(_agree(lambda: _is_ours(output / RUN_FILE, job)))
-    record = {**provenance(config["trainer"]["accelerator"]), "ray": job}
+    record = {**environment(find_accelerator(config["trainer"]["accelerator"])), "ray": job}
     notes = {"command": "pretrain", "record": record}
-    run = _agree(
-        lambda: Run(
-            config, settings["resume"] or again, settings["overwrite"] and not again, notes, launch
-        )
-    )
+    resume, overwrite = settings["resume"] or again, settings["overwrite"] and not again
+
+    def build(config: Mapping[str, Any], saved: Path | None) -> RunParts:
+        parts = build_pretraining(config, saved)
+        plugins = parts.trainer.get("plugins") or []
+        plugins = plugins if isinstance(plugins, list) else [plugins]
+        parts.trainer["plugins"] = [*plugins, RayLightningEnvironment()]
+        parts.trainer["strategy"] = ray_strategy(parts.trainer.get("strategy"))
+        return parts
+
     check_shared(output)
-    asked = build_objects(run.config["trainer"]["strategy"])
-    run.trainer_options["strategy"] = _agree(lambda: ray_strategy(asked))
-    plugins = run.trainer_options.get("plugins") or []
-    plugins = plugins if isinstance(plugins, list) else [plugins]
-    run.trainer_options["plugins"] = [*plugins, RayLightningEnvironment()]
-    _agree(run.build)
+    run = _agree(lambda: Run(config, build, resume, overwrite, notes, launch))
     _agree(run.prepare)
     return run
 
@@ -188,7 +190,7 @@ def _work(settings: Mapping[str, Any]) -> dict[str, Any]:  # metrics, or why it 
         prepare_trainer(run.trainer)  # Ray's own check; it knows Ray's strategies alone
     if rank_zero_only.rank == 0:
         print(run.describe(), flush=True)
-    return {"metrics": run.read_metrics(run.fit())}
+    return {"metrics": run.fit()}
 
 # %% ../../nbs/cli/13_ray.ipynb #a5b3eb98
 def _import_ray() -> Any:

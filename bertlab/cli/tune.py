@@ -21,7 +21,7 @@ from lightning.pytorch.callbacks import Callback
 from .commands import COMMANDS
 from .finetune import FinetuningRun
 from .parser import Command, configuration
-from .pretrain import Run, check_one_process
+from ..train.run import Run, build_pretraining, check_one_process
 from ..core.files import RUN_FILE, atomic_write, check_run_directory, lock_directory
 from ..core.files import prepare_run_directory
 from ..core.names import check_choice, check_minimum, check_range
@@ -188,8 +188,7 @@ def run_trial(
         # No training sees the test split: the same metric of the validation is watched.
         watch = PruningCallback(trial, re.sub("^test_", "val_", metric), search.prune, True)
         return metric_of(run.fit(watch)["mean"], metric), watch.pruned
-    run = Run(config, resume, notes={"command": "pretrain"})
-    run.build()
+    run = Run(config, build_pretraining, resume, notes={"command": "pretrain"})
     if not run.data.val_datasets:
         raise ValueError(
             "a search needs validation text: hold a share out, or name val_dataset_name_or_path"

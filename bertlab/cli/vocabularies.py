@@ -30,8 +30,8 @@ from bertlab.train.model_directories import (
     SENTENCE_TRANSFORMERS_FILES,
     read_sentence_transformers_files,
 )
-from ..train.modules import load_encoder
-from .pretrain import find_model_directory
+from ..train.initialization import load_encoder
+from .models import find_model_directory
 
 # %% ../../nbs/cli/08_vocabularies.ipynb #a64e557f
 def read_text(

@@ -13,13 +13,13 @@ from typing import Any, TextIO
 from unicodedata import category, east_asian_width
 
 from ..core.serialization import load_yaml
-from .pretrain import find_model_directory
+from .models import find_model_directory
 from ..core.files import RUN_FILE
 from ..data.tokenizers import load_tokenizer
 from ..model.heads import TokenPredictionModel
 from ..model.sampling import SamplingStep
 from ..model.generation import generate
-from ..train.modules import load_encoder
+from ..train.initialization import load_encoder
 
 # %% ../../nbs/cli/06_write.ipynb #e44f2c0b
 _OPEN, _BACK = "▁▁", "╳╳"

@@ -39,7 +39,8 @@ from bertlab.train.modules import (
     resolve_compile,
 )
 from ..train.modules import build_optimizer, build_param_groups
-from ..train.modules import apply_activation_checkpointing, config_from_tokenizer
+from ..train.initialization import config_from_tokenizer
+from ..train.modules import apply_activation_checkpointing
 from ..train.steps import TrainingModule, plain_options
 
 # %% ../../nbs/embeddings/06_module.ipynb #84e4246a

@@ -28,7 +28,8 @@ from ..model.losses import LossSums
 from ..optim.optimizers import get_optimizer
 from ..optim.schedulers import ScheduledLR, custom_scheduler
 from ..train.modules import apply_activation_checkpointing, check_recomputing
-from ..train.modules import check_tokenizer_matches, compile_model
+from ..train.initialization import check_tokenizer_matches
+from ..train.modules import compile_model
 from ..train.modules import default_learning_rate
 from ..train.modules import optimizer_options, resolve_compile
 from ..train.steps import TrainingModule, plain_options

@@ -4,7 +4,10 @@
 from .. import _lazy_parts
 
 __getattr__, __dir__ = _lazy_parts(__name__, (
+    "config",
     "steps",
+    "objectives",
+    "initialization",
     "modules",
     "history",
     "parallel",
@@ -20,6 +23,7 @@ __getattr__, __dir__ = _lazy_parts(__name__, (
     "reports",
     "trainer",
     "distill",
+    "run",
     "stages",
     "estimate",
     "model_cards",

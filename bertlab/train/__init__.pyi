@@ -1,6 +1,9 @@
 # Written by scripts/sync.py from the notebooks' names.
 
+from . import config as config
 from . import steps as steps
+from . import objectives as objectives
+from . import initialization as initialization
 from . import modules as modules
 from . import history as history
 from . import parallel as parallel
@@ -16,6 +19,7 @@ from . import averages as averages
 from . import reports as reports
 from . import trainer as trainer
 from . import distill as distill
+from . import run as run
 from . import stages as stages
 from . import estimate as estimate
 from . import model_cards as model_cards

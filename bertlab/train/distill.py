@@ -21,8 +21,9 @@ from ..model.heads import TokenPredictionModel
 from ..data.rows import IGNORE_INDEX
 from ..model.layers import gather_positions
 from ..model.losses import LossSums
-from .modules import OBJECTIVES, PretrainingModule
-from .modules import load_matching_weights, compile_model, load_encoder
+from .initialization import load_encoder, load_matching_weights
+from .modules import PretrainingModule, compile_model
+from .objectives import OBJECTIVES
 from .steps import gathered_labels
 
 # %% ../../nbs/train/20_distill.ipynb #d5eef29d
@@ -105,27 +106,20 @@ def check_penalty(kl_weight: float, temperature: float, chunk_size: int | None) 
 class DistillationModule(PretrainingModule):
     """Pretrain, with a penalty for leaving the answers of a frozen reference.
 
-    Followed downhill is cross-entropy + kl_weight * KL(reference || model) at the labels; logged
-    are train_kl and val_kl, nats per label. The reference is in no checkpoint, only its hash:
-    a resume with another one is refused.
+    The loss is cross-entropy + kl_weight * KL(reference || model) at the labels; train_kl and
+    val_kl are logged in nats per label. A checkpoint has the hash of the reference, not its
+    weights, and a resume with another reference is refused.
     """
 
-    def __init__(
-        self,
-        reference_model_name_or_path: str,  # the model's earlier self, or a teacher
-        kl_weight: float = 0.1,  # beta; 0 leaves the reference out, unread
-        temperature: float = 1.0,  # divides the scores of both models
-        **kwargs: Any,  # of `PretrainingModule`
-    ):
-        super().__init__(**kwargs)
-        check_penalty(kl_weight, temperature, self.loss_config.chunk_size)
+    def __init__(self, *args: Any, **options: Any):  # of `PretrainingConfig`, with a reference
+        super().__init__(*args, **options)
         self.reference_hash: str | None = None  # None: there is no reference
         self.divergence: Tensor | None = None  # of the last batch, nats, a sum over its labels
         self._reference: list[TokenPredictionModel] = []  # a list: not saved, trained or wrapped
-        if kl_weight:
-            reference = load_reference(reference_model_name_or_path, self.hparams.objective,
-                                       self.config.vocab_size)  # fmt: skip
-            check_same_words(reference_model_name_or_path, self.tokenizer)
+        source = self.options.reference_model_name_or_path
+        if self.options.kl_weight:  # else the reference is not read
+            reference = load_reference(source, self.options.objective, self.config.vocab_size)
+            check_same_words(source, self.tokenizer)
             self._reference, self.reference_hash = [reference], state_dict_hash(reference)
 
     def label_loss(self, batch: dict[str, Tensor]) -> LossSums:

@@ -24,7 +24,8 @@ from ..model.adapters import add_adapter, freeze_weights
 from ..model.config import BertLabConfig, modernbert_tiny
 from ..model.heads import BertLabForMaskedLM
 from ..optim.optimizers import backward_options, forward_context, optimizer_state_bytes
-from .modules import OBJECTIVES, build_optimizer, apply_activation_checkpointing
+from .modules import apply_activation_checkpointing, build_optimizer
+from .objectives import OBJECTIVES
 
 # %% ../../nbs/train/23_estimate.ipynb #28825d6e
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import inspect
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -37,11 +37,11 @@ from ..core.files import RUN_FILE, check_run_directory, lock_directory, prepare_
 from ..core.files import atomic_directory, atomic_write
 from ..core.serialization import dump_yaml, load_json, load_yaml
 from .stopping import NonFiniteGuard
-from .modules import OBJECTIVES, PretrainingModule, clock_budget
-from .modules import collator_objective, build_optimizer, find_objective
+from .modules import PretrainingModule, build_optimizer, clock_budget
+from .objectives import OBJECTIVES, collator_objective, find_objective
 from .parallel import num_processes, ranks_per_batch, detect_launcher, get_strategy
 from .reports import stop_reason
-from .steps import data_parallel_size, import_path
+from .steps import import_path
 from .checkpoints import TrainingCheckpoint, check_resume, latest_checkpoint
 from .checkpoints import isolate_rng
 from .trainer import make_trainer, seed_everything
@@ -135,7 +135,7 @@ class Stage:
             return PretrainingModule(**options), data
         start = options.get("pretrained_model_name_or_path")
         name = start if self.reference == "previous" else self.reference
-        return DistillationModule(name, **options), data
+        return DistillationModule(reference_model_name_or_path=name, **options), data
 
 # %% ../../nbs/train/22_stages.ipynb #39f17d57
 def load_stages(
@@ -359,8 +359,7 @@ def _check_module(stage: Stage, number: int) -> None:
         toy = BertLabForMaskedLM(modernbert_tiny(
             vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
             num_attention_heads=1))  # fmt: skip
-        module.hparams.update(module._own, parameter_overrides=None)  # patterns of real names
-        build_optimizer(toy, module.hparams, stage.num_steps())
+        build_optimizer(toy, replace(module.options, parameter_overrides=None), stage.num_steps())
     if stage.reference is None:
         return
     check_penalty(kl_weight, temperature, module.loss_config.chunk_size)

@@ -260,13 +260,6 @@ class BatchSizeScheduler(Callback):
     ):
         self.warmup = BatchSizeWarmup(**warmup) if isinstance(warmup, Mapping) else warmup
 
-    def setup(self, trainer, pl_module, stage: str) -> None:
-        if stage == "fit" and pl_module.hparams.get("budget_tokens") is not None:
-            raise ValueError(
-                "budget_tokens counts steps of one size, and with BatchSizeScheduler they "
-                "grow: give max_steps=steps_for_tokens(warmup, budget), or TokenLimit"
-            )
-
     def on_train_start(self, trainer, pl_module) -> None:
         accumulate, processes = trainer.accumulate_grad_batches, data_parallel_size(trainer)
         if accumulate != 1 or trainer.strategy.handles_gradient_accumulation:

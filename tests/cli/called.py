@@ -36,6 +36,6 @@ def resumed_config(command, words=(), resume=False):
 
 
 def validate(words=()):
-    from bertlab.cli.pretrain import validate as measure
+    from bertlab.cli.models import validate_model
 
-    return measure(config_of("validate", words), parse(COMMANDS["validate"], words).given)
+    return validate_model(config_of("validate", words), parse(COMMANDS["validate"], words).given)

@@ -24,7 +24,7 @@ from bertlab.model.task_heads import BertLabForSequenceClassification, BertLabFo
 from bertlab.train.averages import save_average
 from bertlab.train.model_cards import push_model
 from bertlab.train.model_directories import read_sentence_transformers_files
-from bertlab.train.modules import load_encoder
+from bertlab.train.initialization import load_encoder
 
 WORDS = [f"w{i}" for i in range(30)]
 TEXT = "\n".join(" ".join(WORDS[(7 * i + j) % 30] for j in range(9)) for i in range(20))

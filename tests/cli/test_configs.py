@@ -8,7 +8,8 @@ import yaml
 from test_training import word_tokenizer
 
 from bertlab.model.huggingface import saved_as, save_model
-from bertlab.cli.pretrain import Run, find_model_directory, settle_shape
+from bertlab.cli.models import find_model_directory
+from bertlab.train.run import complete_config, default_shape, resolve_config
 from called import pretrain, resumed_config  # noqa: E402
 from bertlab.model.config import BertLabConfig, bert_base, modernbert_base, modernbert_large
 from bertlab.data.module import PretrainingDataModule
@@ -41,9 +42,14 @@ def test_every_configuration_is_read_whole_and_can_be_built(path, tmp_path):
         "--trainer.accelerator",
         "cpu",
     ]  # wherever this runs
-    run = Run(resumed_config("pretrain", words))
-    data, model = run.config["data"], run.config["model"]
-    options = {**run.data_options, "pretrained_tokenizer_name_or_path": word_tokenizer(WORDS)}
+    config = resolve_config(complete_config(resumed_config("pretrain", words)))
+    data, model = config["data"], config["model"]
+    PretrainingModule(**{**model, "pretrained_model_name_or_path": None})
+    options = {
+        **data,
+        "objective": model["objective"],
+        "pretrained_tokenizer_name_or_path": word_tokenizer(WORDS),
+    }
     PretrainingDataModule(**options).collator_cls.from_tokenizer(  # the names inside the *_kwargs
         options["pretrained_tokenizer_name_or_path"],
         max_sequence_length=data["max_sequence_length"],
@@ -77,7 +83,7 @@ def test_every_configuration_says_what_it_costs_and_where_its_numbers_are_from(p
 )
 def test_a_published_shape_is_the_one_that_its_preset_builds(name, preset):
     config = read(next(path for path in CONFIGS if path.stem == name))
-    _, settings = settle_shape(
+    _, settings = default_shape(
         config["run"].get("shape"),
         config["model"].get("model_config_kwargs"),
         "cpu",

@@ -10,7 +10,7 @@ from bertlab.data.tokenizers import load_tokenizer
 from bertlab.model.config import bert_tiny, modernbert_tiny
 from bertlab.model.heads import BertLabForMaskedLM
 from bertlab.model.huggingface import save_model
-from bertlab.train.modules import config_from_tokenizer
+from bertlab.train.initialization import config_from_tokenizer
 
 
 def refused(command: list[str], monkeypatch, capsys) -> str:

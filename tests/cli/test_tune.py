@@ -21,7 +21,7 @@ from bertlab.model.config import bert_tiny  # noqa: E402
 from bertlab.model.heads import BertLabForMaskedLM  # noqa: E402
 from bertlab.model.huggingface import save_model  # noqa: E402
 from bertlab.train.checkpoints import TrainingInterrupted  # noqa: E402
-from bertlab.train.modules import load_encoder  # noqa: E402
+from bertlab.train.initialization import load_encoder  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
 WORDS = [f"w{i}" for i in range(30)]

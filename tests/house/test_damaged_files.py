@@ -18,7 +18,7 @@ from bertlab.data.tokenizers import train_tokenizer
 from bertlab.model.config import modernbert_tiny
 from bertlab.model.heads import BertLabForMaskedLM
 from bertlab.model.huggingface import save_model
-from bertlab.train.modules import load_encoder
+from bertlab.train.initialization import load_encoder
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 WORDS = ["".join(random.Random(n).choices("abcdefgh", k=2 + n % 4)) for n in range(120)]

@@ -774,7 +774,7 @@ def test_without_a_named_class_the_weights_tell_of_the_head(kind, head, tmp_path
 
 @pytest.mark.parametrize("head", [True, False])
 def test_a_model_of_ours_without_a_named_class_keeps_its_head(head, tmp_path):
-    from bertlab.train.modules import load_encoder
+    from bertlab.train.initialization import load_encoder
 
     model = ours(qk_norm=True)
     model = model if head else model.encoder

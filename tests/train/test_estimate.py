@@ -173,7 +173,7 @@ def test_an_estimate_says_what_a_strategy_that_divides_weights_will_divide(
 ):
     from called import config_of
 
-    from bertlab.cli.pretrain import estimate_run
+    from bertlab.cli.models import estimate_run
 
     words = ["text.txt", "--trainer.accelerator", "cpu", "--trainer.precision", "32-true", "--data.train_batch_size", "2",
              "--data.max_sequence_length", "64", "--trainer.strategy", strategy, "--trainer.devices", str(devices),
@@ -189,14 +189,14 @@ def test_an_estimate_says_what_a_strategy_that_divides_weights_will_divide(
 def test_the_command_estimates_the_model_that_a_bare_run_would_build(objective):
     from called import config_of
 
-    from bertlab.cli.pretrain import Run, estimate_run
+    from bertlab.cli.models import estimate_run
+    from bertlab.train.run import complete_config, resolve_config
 
     words = ["text.txt", "--model.objective", objective, "--trainer.accelerator", "cpu",
              "--data.train_batch_size", "2", "--data.max_sequence_length", "64"]  # fmt: skip
-    run = Run(config_of("pretrain", words))
-    built = PretrainingModule(
-        run.config["model"]["model_config_kwargs"] | {"vocab_size": run.choices.vocab_size}
-    )
+    config = resolve_config(complete_config(config_of("pretrain", words)))
+    size = {"vocab_size": config["run"]["vocab_size"]}
+    built = PretrainingModule(config["model"]["model_config_kwargs"] | size)
     built.configure_model()
     said = estimate_run(config_of("pretrain", words))
     assert said.step.weights == 4 * sum(p.numel() for p in built.parameters()) < 80e6

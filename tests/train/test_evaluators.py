@@ -38,10 +38,10 @@ def tokenizer():
     return train_tokenizer(TEXTS, 100)
 
 
-def run(tokenizer, evaluators, steps=6, more=(), budget=None, kept=None, **options):
+def run(tokenizer, evaluators, steps=6, more=(), kept=None, **options):
     L.seed_everything(0, verbose=False)
     module = PretrainingModule(
-        model_config_kwargs=SHAPE, pretrained_tokenizer_name_or_path=tokenizer, budget_tokens=budget
+        model_config_kwargs=SHAPE, pretrained_tokenizer_name_or_path=tokenizer
     )
     data = PretrainingDataModule(None, tokenizer, max_sequence_length=32, train_batch_size=4)
     data.set_datasets(TEXTS, TEXTS[:6])
@@ -90,9 +90,7 @@ def test_asking_changes_no_loss_of_the_run(tokenizer, tmp_path):
     assert steps == {"a": [0, 2, 4, 6], "b": [0, 3, 6], "c": [1, 2, 3, 4, 5, 6]}
 
 
-@pytest.mark.parametrize(
-    "early", [{"more": [TokenLimit(300)]}, {"budget": 3 * 4 * 32}, {"max_epochs": 2}]
-)
+@pytest.mark.parametrize("early", [{"more": [TokenLimit(300)]}, {"max_epochs": 2}])
 def test_a_run_that_ends_before_its_last_number_is_asked_once_at_its_end(
     tokenizer, tmp_path, early
 ):

@@ -203,7 +203,7 @@ def test_a_process_that_the_first_one_starts_takes_the_tokenizer_that_is_written
 ):
     from called import config_of, pretrain
 
-    from bertlab.cli.pretrain import Run
+    from bertlab.train.run import Run, build_pretraining
 
     launched(monkeypatch, "SLURM", 1)
     monkeypatch.chdir(tmp_path)
@@ -211,11 +211,10 @@ def test_a_process_that_the_first_one_starts_takes_the_tokenizer_that_is_written
     words = words_of("run", 4, 1)[3:]
     pretrain(words)
     monkeypatch.setattr(
-        "bertlab.cli.pretrain.train_tokenizer", lambda *a, **k: pytest.fail("it was trained again")
+        "bertlab.train.run.train_tokenizer", lambda *a, **k: pytest.fail("it was trained again")
     )
     monkeypatch.setenv("LOCAL_RANK", "1")
-    run = Run(config_of("pretrain", words), overwrite=True)
-    run.build()
+    run = Run(config_of("pretrain", words), build_pretraining, overwrite=True)
     assert len(run.tokenizer) == len(load_tokenizer("run/tokenizer"))
     monkeypatch.setenv("RANK", "1")
     assert not started_by_first(), "this launcher starts all of them at once"

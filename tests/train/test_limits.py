@@ -295,7 +295,7 @@ def test_a_step_ends_with_the_epoch_and_the_next_begins_at_the_next():
 
 
 def test_how_the_batch_grows_can_be_said_in_yaml(tmp_path):
-    from bertlab.cli.pretrain import trainer_options
+    from bertlab.train.run import trainer_options
 
     options = {"min_size": 1, "max_size": 4, "warmup_tokens": 120, "tokens_per_micro_batch": 10}
     (growing,) = trainer_options(
@@ -351,15 +351,6 @@ def test_a_growth_that_would_not_be_followed_is_refused():
         fit(2, Numbered(range(9)), [BatchSizeScheduler(WARMUP)], accumulate_grad_batches=2)
     with pytest.raises(ValueError, match="world_size=1"):
         fit(2, Numbered(range(9)), [BatchSizeScheduler(BatchSizeWarmup(1, 4, 120, 10, 2))])
-
-
-def test_growth_with_a_budget_of_even_steps_is_refused():
-    module = Line(MOMENTUM)
-    module.hparams["budget_tokens"] = 1000
-    with pytest.raises(ValueError, match="budget_tokens counts steps of one size"):
-        make_trainer(2, "32-true", "cpu", callbacks=[BatchSizeScheduler(WARMUP)]).fit(
-            module, Numbered(range(9))
-        )
 
 
 def with_two_clocks(folder):

@@ -12,7 +12,8 @@ from torch import nn
 import bertlab
 from bertlab.model import config as shapes
 from bertlab.model import layers
-from bertlab.train.modules import OBJECTIVES, check_batch, collator_objective, unused_weights
+from bertlab.train.initialization import unused_weights
+from bertlab.train.objectives import OBJECTIVES, check_batch, collator_objective
 
 SIZES = dict(vocab_size=40, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=1,
              max_position_embeddings=16)  # fmt: skip
@@ -83,7 +84,7 @@ def test_a_model_given_as_an_argument_is_an_objective_and_scores_the_batches_of_
         collator_objective(module.hparams.objective) == "mlm"
         and collator_objective("diffusion") == "diffusion"
     )
-    with pytest.raises(ValueError, match="no model that predicts tokens"):
+    with pytest.raises(ValueError, match="not a model that predicts tokens"):
         bertlab.PretrainingModule(SIZES, objective=nn.Linear)
 
 
@@ -206,10 +207,10 @@ def test_a_model_with_layers_that_want_numbers_goes_on_under_other_settings(late
             {"mlp_dropout": 0.1}, tmp_path, tokenizer, compile_model=False
         )
     again.configure_model()
-    assert again.fresh == [] and torch.equal(
+    assert again.missing_keys == [] and torch.equal(
         again.model.head.dense.weight, module.model.head.dense.weight
     )
-    with pytest.raises(ValueError, match="would be lost"), torch.device(later):
+    with pytest.raises(ValueError, match="would drop"), torch.device(later):
         bertlab.PretrainingModule(
             {"attention_bias": False}, tmp_path, tokenizer, compile_model=False
         )

@@ -18,7 +18,8 @@ from ranks import run_on_ranks
 from bertlab.model.activation_checkpointing import checkpoint_activations
 from bertlab.train.checkpoints import RunCheckpoint, read_checkpoint
 from bertlab.model.config import BertLabConfig
-from bertlab.train.modules import OBJECTIVES, PretrainingModule
+from bertlab.train.modules import PretrainingModule
+from bertlab.train.objectives import OBJECTIVES
 from bertlab.train.parallel import (
     resolve_batch_tokens,
     num_processes,

@@ -27,7 +27,8 @@ from bertlab.model.config import BertLabConfig
 from bertlab.model.context_parallel import deal_labels, share_rows
 from bertlab.model.losses import LossConfig
 from bertlab.train.checkpoints import RunCheckpoint
-from bertlab.train.modules import OBJECTIVES, PretrainingModule
+from bertlab.train.modules import PretrainingModule
+from bertlab.train.objectives import OBJECTIVES
 from bertlab.train.parallel import (
     FullyShardedStrategy,
     apply_tp,
