@@ -14,7 +14,6 @@ from torch.utils.checkpoint import (
 )
 
 from bertlab.model.activation_checkpointing import (
-    CHECKPOINTING_MODES,
     MemoryTracker,
     checkpoint_activations,
     save_matmuls,
@@ -142,15 +141,6 @@ def test_unpadded_rows_and_a_head_in_chunks_come_out_the_same(mode, monkeypatch)
     assert torch.equal(loss, again) and torch.equal(gradient, gradient_again) and less < kept
 
 
-def test_what_is_kept_is_ordered_as_the_modes_promise():
-    model, batch, kept = lively(BertLabForMaskedLM(small())), some_batch(), {}
-    for mode, options in {None: {}, **EAGER_MODES}.items():
-        checkpoint_activations(model, mode, **options)
-        kept[mode] = step(model, batch)[2]
-    assert kept["full"] < kept["selected_ops"] < kept[None]
-    assert kept["full"] < kept["selected_blocks"] < kept[None]
-
-
 def test_the_random_stream_goes_on_after_a_step_as_without_checkpointing():
     model, batch, states = lively(BertLabForMaskedLM(small())), some_batch(), []
     for mode, options in {None: {}, **EAGER_MODES}.items():
@@ -158,19 +148,6 @@ def test_the_random_stream_goes_on_after_a_step_as_without_checkpointing():
         step(model, batch)
         states.append(torch.get_rng_state())
     assert all(torch.equal(state, states[0]) for state in states)
-
-
-def test_accumulated_steps_with_different_dropout_stay_apart():
-    model, batch, sums = lively(BertLabForMaskedLM(small())), some_batch(), []
-    for mode in (None, "selected_ops"):
-        checkpoint_activations(model, mode)
-        model.zero_grad()
-        torch.manual_seed(3)
-        losses = [model(**batch).loss for _ in range(2)]  # both graphs wait at once
-        sum(losses).backward()
-        assert losses[0] != losses[1]
-        sums.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
-    assert torch.equal(*sums)
 
 
 def test_bfloat16_autocast_is_repeated():
@@ -205,15 +182,6 @@ def count_runs(model, batch) -> dict[str, int]:
     return counts
 
 
-def test_every_second_block_runs_twice_beginning_with_the_first():
-    model = lively(BertLabForMaskedLM(small()))
-    chosen = checkpoint_activations(model, "selected_blocks", interval=2)
-    assert chosen == ["encoder.blocks.0", "encoder.blocks.2"]
-    counts = count_runs(model, some_batch())
-    assert [counts[f"encoder.blocks.{i}"] for i in range(4)] == [2, 1, 2, 1]
-    assert checkpoint_activations(model, "selected_blocks", interval=9) == ["encoder.blocks.0"]
-
-
 def test_globs_choose_the_outermost_modules_with_a_forward_of_their_own():
     model = BertLabForMaskedLM(small())
     choose = lambda *modules: checkpoint_activations(
@@ -224,15 +192,6 @@ def test_globs_choose_the_outermost_modules_with_a_forward_of_their_own():
     assert choose("*") == ["encoder", "head"]
     assert choose("*.[02].attention", "head") == [
         "encoder.blocks.0.attention", "encoder.blocks.2.attention", "head"]  # fmt: skip
-
-
-def test_a_name_of_nothing_is_refused_and_changes_nothing():
-    model = lively(BertLabForMaskedLM(small()))
-    with pytest.raises(
-        ValueError, match=r"'\*.mpl' is the name of nothing in BertLabForMaskedLM.*encoder.blocks.0"
-    ):
-        checkpoint_activations(model, "selected_modules", modules=["*.mlp", "*.mpl"])
-    assert count_runs(model, some_batch())["encoder.blocks.0"] == 1
 
 
 def test_the_last_call_decides_and_none_keeps_everything_again():
@@ -380,16 +339,6 @@ def test_a_budget_without_a_compiler_is_refused_at_the_first_step():
         model.train()(**batch)
 
 
-def test_a_budget_refuses_dropout_which_compilers_do_not_repeat():
-    model = BertLabForMaskedLM(small())
-    with pytest.raises(
-        ValueError, match="budget 0.5.*attention_dropout, embedding_dropout, mlp_dropout to 0"
-    ):
-        checkpoint_activations(model, "budget", budget=0.5)
-    assert partitioning.activation_memory_budget == 1.0
-    checkpoint_activations(model, "budget", budget=1)  # repeats nothing
-
-
 # ---- settings --------------------------------------------------------------------------------
 
 
@@ -443,31 +392,6 @@ def test_a_wrong_setting_is_refused_with_its_remedy(setting, message):
         parse_checkpointing(setting)
 
 
-def test_a_budget_is_refused_early_where_nothing_will_be_compiled():
-    setting = {"mode": "budget", "budget": 0.5}
-    assert (
-        parse_checkpointing(setting, compiled=True)
-        == parse_checkpointing(setting)
-        == ("budget", {"budget": 0.5})
-    )
-    with pytest.raises(ValueError, match="budget.*compile_model=True"):
-        parse_checkpointing(setting, compiled=False)
-
-
-def test_every_mode_has_an_example_that_fits_and_is_tested():
-    assert CHECKPOINTING_MODES.keys() == {*EAGER_MODES, "budget"}
-    for mode, kind in CHECKPOINTING_MODES.items():
-        options = {kind.option: kind.example} if kind.option else {}
-        assert parse_checkpointing({"mode": mode, **options}) == (mode, options)
-
-
-def test_a_model_without_blocks_is_sent_to_its_modules():
-    plain = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Tanh())
-    with pytest.raises(ValueError, match="Sequential has no block.*selected_modules"):
-        checkpoint_activations(plain, "full")
-    assert checkpoint_activations(plain, "selected_modules", modules=["0"]) == ["0"]
-
-
 # ---- the ledger ------------------------------------------------------------------------------
 
 
@@ -519,8 +443,3 @@ def test_the_curvature_of_a_recomputed_model_is_that_of_the_model(mode, options)
     assert all(torch.equal(got, one) for got, one in zip(curvature(model), want))
 
 
-@pytest.mark.parametrize("setting", ["selected_ops", {"mode": "budget", "budget": 0.5}])
-def test_a_mode_with_one_backward_pass_is_refused_where_two_are_needed(setting):
-    parse_checkpointing(setting)
-    with pytest.raises(ValueError, match="sophiah.*full, selected_blocks, selected_modules"):
-        parse_checkpointing(setting, needs_create_graph=True)

@@ -1,7 +1,6 @@
 "Adapters: nothing changes at first, they learn alone, they merge exactly, and plain peft opens what is written."
 
 import copy
-from pathlib import Path
 
 import pytest
 import torch
@@ -215,25 +214,6 @@ def test_layers_are_named_by_end_or_pattern():
         add_adapter(model, {"target_modules": ["qvk"]})
 
 
-def test_a_second_adapter_is_refused():
-    model = build()
-    add_adapter(model)
-    with pytest.raises(ValueError, match="adapter"):
-        add_adapter(model)
-
-
-def test_a_model_with_an_adapter_is_not_grown_before_it_is_merged():
-    from bertlab.model.growth import grow
-
-    model = build()
-    larger = copy.deepcopy(model.config)
-    larger.num_hidden_layers = 3
-    add_adapter(model)
-    with pytest.raises(ValueError, match="merge it with merged_copy"):
-        grow(model, larger)
-    assert grow(merged_copy(model), larger)(IDS).logits.isfinite().all()
-
-
 @pytest.mark.parametrize("freeze, free", [
     ("embeddings", {"blocks.0", "blocks.1", "final_norm", "head"}),
     (1, {"blocks.1", "final_norm", "head"}),
@@ -261,23 +241,6 @@ def test_frozen_weights_get_no_gradient_and_no_state(freeze, free):
 def test_a_freeze_that_cannot_be_is_refused(freeze):
     with pytest.raises(ValueError, match="freeze"):
         freeze_weights(build(), freeze)
-
-
-def test_a_model_without_an_adapter_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="no adapter"):
-        save_adapter(build(), Path(tmp_path))
-
-
-def test_what_a_caller_must_train_is_trained_beside_what_is_asked_for():
-    model = build(head=BertLabForSequenceClassification)
-    add_adapter(model, {"type": "lora", "modules_to_save": ["embeddings"]}, ["task_head"])
-    moving = {name for name, p in model.named_parameters() if p.requires_grad}
-    assert any("task_head" in name for name in moving) and any(
-        "embeddings" in name for name in moving
-    )
-    alone = build(head=BertLabForSequenceClassification)
-    add_adapter(alone, "lora", ["task_head"])
-    assert not any("embeddings" in name for name, p in alone.named_parameters() if p.requires_grad)
 
 
 def test_depths_of_other_encoders_are_counted_by_their_blocks():

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 import bertlab.model.attention as attention
 from bertlab.model.attention import (
     ATTENTION_KERNELS,
-    AttentionKernel,
     AttentionMaskSpec,
     KernelRequest,
     attend,
@@ -188,18 +187,6 @@ def test_padding_gives_zero_and_no_nan_in_half_precision(kernel, slopes):
     assert all(t.grad.isfinite().all() for t in (q, k, v))
 
 
-def test_dropout_drops_weights_and_leaves_their_sum_in_the_mean():
-    q, k, v = some_heads(2, 2)
-    ones = torch.ones_like(v)
-    torch.manual_seed(0)
-    for kernel in ("eager", "sdpa"):
-        sums = torch.stack(
-            [attend(q, k, ones, AttentionMaskSpec(DOCUMENTS), kernel, 0.5) for _ in range(200)]
-        )
-        real = sums.mean(0)[:4, 0, :, 0][DOCUMENTS[:4] > 0]
-        assert sums.std() > 0.1 and (real - 1).abs().max() < 0.35  # 200 draws: 5 deviations of 0.07
-
-
 # ---- blocks and unpadding --------------------------------------------------------------------
 
 
@@ -232,20 +219,6 @@ def test_unpadding_keeps_every_token_and_every_border(rows, padding_left, first_
     got = make_varlen_metadata(AttentionMaskSpec(numbers, max_length=width))
     want = [0, *itertools.accumulate(itertools.chain(*rows))]
     assert got.cu_lengths.tolist() == want and got.cu_lengths.dtype == torch.int32
-
-
-def test_last_document_of_a_row_and_first_of_the_next_stay_two():
-    for documents in ([[1, 1], [1, 1]], [[1, 2], [3, 3]], [[4, 4], [1, 1]], [[9, 9], [0, 1]]):
-        _, numbers = unpad_input(torch.tensor(documents))
-        lengths = make_varlen_metadata(AttentionMaskSpec(numbers)).cu_lengths.diff().tolist()
-        want = [len(list(same)) for row in documents for d, same in itertools.groupby(row) if d]
-        assert lengths == want
-
-
-def test_a_boolean_mask_unpads_like_one_of_0_and_1():
-    mask = torch.tensor([[1, 1, 0], [0, 1, 1]])
-    for got, want in zip(unpad_input(mask.bool()), unpad_input(mask)):
-        assert torch.equal(got, want)
 
 
 def test_a_batch_of_padding_only_unpads_to_nothing():
@@ -326,14 +299,6 @@ def test_fastest_kernel_of_a_setting(setting, want, monkeypatch):
     assert choose_kernel(setting)[0] == want
 
 
-def test_flash_attn_brings_dropout_and_distances(monkeypatch):
-    setting = KernelRequest("cuda", HALF, dropout=0.1, alibi=True)
-    for flash, want in ((True, ""), (False, "flash-attn")):
-        monkeypatch.setattr(attention, "_FLASH", flash)
-        assert want in ATTENTION_KERNELS["varlen"].unsupported_reason(setting)
-        assert bool(ATTENTION_KERNELS["varlen"].unsupported_reason(setting)) == bool(want)
-
-
 @pytest.mark.parametrize(
     "kernel, setting, message",
     [
@@ -354,16 +319,6 @@ def test_kernel_that_cannot_run_says_why_and_names_those_that_can(kernel, settin
         check_kernel(kernel, setting)
 
 
-def test_flex_alone_trains_nowhere_on_a_cpu_but_runs_without_gradients():
-    q, k, v = some_heads(2, 2, grad=True)
-    with pytest.raises(ValueError, match="no_grad"):
-        attend(q, k, v, AttentionMaskSpec(DOCUMENTS), "flex")
-    with torch.no_grad():  # in a model nothing that is computed under it wants a gradient
-        assert attend(q * 1, k * 1, v * 1, AttentionMaskSpec(DOCUMENTS), "flex").shape == q.shape
-    with pytest.raises(ValueError, match="attention_dropout"):
-        attend(q.detach(), k.detach(), v.detach(), AttentionMaskSpec(DOCUMENTS), "flex", 0.1)
-
-
 def test_attention_refuses_a_mask_and_lists_the_kernels_it_knows():
     x = torch.randn(1, 1, 2, 2)
     for mask in (torch.ones(1, 1, 2, 2), torch.ones(1, 1, 2, 2, dtype=torch.bool)):
@@ -371,14 +326,6 @@ def test_attention_refuses_a_mask_and_lists_the_kernels_it_knows():
             attend(x, x, x, mask)
     with pytest.raises(ValueError, match="eager, sdpa, flex, varlen"):
         attend(x, x, x, AttentionMaskSpec(torch.ones(1, 2)), "fast")
-
-
-def test_a_kernel_of_ones_own_runs_by_its_name(monkeypatch):
-    monkeypatch.setitem(
-        ATTENTION_KERNELS, "values", AttentionKernel(lambda pattern: None, lambda q, k, v, p, d: v)
-    )
-    q, k, v = some_heads(2, 2)
-    assert attend(q, k, v, AttentionMaskSpec(DOCUMENTS), "values") is v
 
 
 def test_queries_that_may_look_nowhere_are_opened_and_the_others_stay():

@@ -7,7 +7,7 @@ import pytest
 import torch
 import transformers
 
-from bertlab.model.config import BertLabConfig, bert_tiny, modernbert_tiny, roberta_base
+from bertlab.model.config import bert_tiny, modernbert_tiny, roberta_base
 from bertlab.model.context import (
     CONTEXT_METHODS,
     context_config,
@@ -95,22 +95,3 @@ def test_one_pair_that_is_turned_cannot_be_slowed_down_by_ntk():
     assert context_config(config, 600, "linear").rope_scaling
 
 
-def test_an_adapter_is_to_be_merged_first():
-    pytest.importorskip("peft")
-    from bertlab.model.adapters import add_adapter
-    from bertlab.model.huggingface import merged_copy
-
-    model = build("modernbert")
-    add_adapter(model, "lora")
-    with pytest.raises(ValueError, match="merged_copy"):
-        extend_context(model, 40)
-    assert extend_context(merged_copy(model), 40).config.max_position_embeddings == 40
-
-
-@pytest.mark.parametrize("stretch", [
-    {"rope_type": "dynamic", "factor": 2}, {"rope_type": "linear"}, {"rope_type": "linear", "factor": 0.5}, "yarn",
-    {"rope_type": "linear", "factor": 2, "beta_fast": 3},
-])  # fmt: skip
-def test_a_stretch_that_cannot_be_is_refused(stretch):
-    with pytest.raises(ValueError, match="rope_scaling"):
-        BertLabConfig(rope_scaling=stretch)

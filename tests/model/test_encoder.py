@@ -1,23 +1,17 @@
 "The encoder and its masked-LM head: shapes, packed documents, losses, counts, refusals."
 
-import copy
 import itertools
-import json
 import logging
 import subprocess
 import sys
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from packaging.version import Version
 from torch._dynamo.testing import CompileCounter
 from torch.nn import functional as F
-from transformers import AutoModelForMaskedLM, ModernBertConfig, ModernBertForMaskedLM
+from transformers import AutoModelForMaskedLM
 
-import bertlab.model.attention
-import bertlab.model.encoder
 from bertlab.model.attention import (
     ATTENTION_KERNELS,
     AttentionKernel,
@@ -27,21 +21,13 @@ from bertlab.model.attention import (
     make_varlen_metadata,
 )
 from bertlab.model.config import (
-    ACTIVATION_NAMES,
     BertLabConfig,
-    bert_tiny,
     training_flops_per_token,
     matmul_parameters,
-    count_parameters,
-    modernbert_base,
     modernbert_tiny,
 )
 from bertlab.model.encoder import BertLabModel
-from bertlab.model.heads import BertLabForCausalLM
-from bertlab.model.heads import BertLabForEnhancedMaskedLM, BertLabForMaskedLM
-from bertlab.model.layers import gather_positions
-from bertlab.model.losses import masked_lm_loss, mean_loss
-from bertlab.model.layers import ACTIVATIONS, GLU, trunc_normal_, rope_cos_sin, apply_rope
+from bertlab.model.heads import BertLabForMaskedLM
 
 torch.set_num_threads(1)
 TOLERANCE = dict(rtol=0, atol=1e-5)
@@ -90,47 +76,6 @@ DOCUMENTS = torch.tensor(
 # ---- layers ----------------------------------------------------------------------------------
 
 
-def test_rotated_scores_depend_on_the_distance_alone():
-    q, k = torch.randn(
-        2, 1, 1, 1, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1)
-    )
-    at = lambda x, p: apply_rope(x, rope_cos_sin(torch.tensor([[p]]), 8, 100.0))
-    near, far = ((at(q, p) * at(k, p + 3)).sum() for p in (2, 40))
-    torch.testing.assert_close(near, far, rtol=0, atol=1e-4)
-    assert (near - (at(q, 2) * at(k, 6)).sum()).abs() > 1e-3
-
-
-def test_first_pair_turns_by_one_radian_a_position():
-    x = torch.tensor([[[1.0, 0.0, 0.0, 0.0]]])  # K = 4: pairs (0, 2) and (1, 3)
-    turned = apply_rope(x, rope_cos_sin(torch.tensor([[2]]), 4, 10.0))[0, 0]
-    want = [torch.tensor(2.0).cos(), 0.0, torch.tensor(2.0).sin(), 0.0]
-    torch.testing.assert_close(turned, torch.tensor(want))
-
-
-def test_gated_mlp_multiplies_the_activated_half_by_the_other():
-    mlp = GLU(1, 1, "relu")
-    with torch.no_grad():
-        mlp.up_proj.weight.copy_(torch.tensor([[2.0], [-3.0]]))
-        mlp.down_proj.weight.fill_(10.0)
-    assert mlp(torch.tensor([[1.0], [-1.0]])).flatten().tolist() == [-60.0, 0.0]
-
-
-def test_truncated_start_has_no_tail():
-    w = trunc_normal_(torch.empty(400, 400), 0.02)
-    assert w.abs().max() <= 0.04 and 0.016 < w.std() < 0.019
-
-
-def test_out_projections_start_smaller_and_everything_else_at_the_given_width():
-    config = small(vocab_size=500, hidden_size=128, intermediate_size=256, initializer_range=0.02)
-    model = BertLabForMaskedLM(config)
-    block = model.encoder.blocks[1]
-    wide = [model.get_input_embeddings(), block.attention.qkv, block.mlp.up_proj]
-    narrow = [block.attention.out_proj, block.mlp.down_proj, model.head.dense]
-    for module, cut in [(m, 0.04) for m in wide] + [(m, 0.04 / 8**0.5) for m in narrow]:
-        assert 0.9 * cut < module.weight.abs().max() <= cut
-    assert (block.pre_mlp_norm.weight == 1).all() and (model.head.bias == 0).all()
-
-
 def test_weights_missing_from_a_checkpoint_start_like_those_of_a_new_model(tmp_path):
     encoder = BertLabModel(small(hidden_size=128, intermediate_size=256, initializer_range=0.02))
     lively(encoder).save_pretrained(tmp_path)
@@ -140,10 +85,6 @@ def test_weights_missing_from_a_checkpoint_start_like_those_of_a_new_model(tmp_p
     )
     assert 0.9 * 0.04 / 8**0.5 < model.head.dense.weight.abs().max() <= 0.04 / 8**0.5
     assert (model.head.bias == 0).all() and (model.head.norm.weight == 1).all()
-
-
-def test_names_of_activations_agree_between_configuration_and_layers():
-    assert tuple(ACTIVATIONS) == ACTIVATION_NAMES
 
 
 # ---- packed = alone (contract 3) -------------------------------------------------------------
@@ -259,18 +200,6 @@ def test_without_the_document_mask_the_comparison_fails(kernel, positions, varle
         check_packed_equals_alone(model, ids, one_document, [ROWS["three_documents"]], restarted)
 
 
-@pytest.mark.parametrize("kernel", ["eager", "sdpa"])
-def test_a_mask_that_forgets_documents_is_noticed(kernel, monkeypatch):
-    def forgetful(documents, window=None, queries=slice(None), causal=False):
-        return (documents != 0)[:, None, None, :].expand(-1, -1, documents.shape[1], -1)
-
-    model, ids = lively(BertLabForMaskedLM(small(attn_implementation=kernel))), some_ids(1, L)
-    restarted = document_position_ids(DOCUMENTS[:1])
-    monkeypatch.setattr(bertlab.model.attention, "document_mask", forgetful)
-    with pytest.raises(AssertionError, match="not close"):
-        check_packed_equals_alone(model, ids, DOCUMENTS[:1], [ROWS["three_documents"]], restarted)
-
-
 @pytest.mark.parametrize("kernel", TRAINING_KERNELS)
 def test_a_batch_with_a_row_of_padding_only_has_no_nan_anywhere(kernel, varlen_anywhere):
     model = lively(BertLabForMaskedLM(small(attn_implementation=kernel))).train()
@@ -290,22 +219,6 @@ def test_unpadded_layers_see_tokens_only(varlen_anywhere):
     assert seen == [(1, int((DOCUMENTS > 0).sum()), 16)]
     assert out.last_hidden_state.shape == (5, L, 16) and len(out.hidden_states) == 5
     assert all((x[DOCUMENTS == 0] == 0).all() for x in out.hidden_states)
-
-
-def test_packed_documents_do_not_see_each_other():
-    model, ids = lively(BertLabForMaskedLM(small())), some_ids(1, L)
-    documents = DOCUMENTS[:1]
-    changed = ids.clone()
-    changed[0, 2] += 1  # in document 1, positions 0 to 4
-    before, after = model(ids, documents).logits[0], model(changed, documents).logits[0]
-    assert not torch.allclose(before[:5], after[:5], atol=1e-3)
-    assert torch.equal(before[5:], after[5:])
-
-
-def test_given_restarted_positions_equal_none():
-    model, ids = lively(BertLabForMaskedLM(small())), some_ids(5, L)
-    given_positions = model(ids, DOCUMENTS, document_position_ids(DOCUMENTS)).logits
-    assert torch.equal(model(ids, DOCUMENTS).logits, given_positions)
 
 
 def test_zero_one_mask_equals_rows_cut_to_their_length_on_either_side():
@@ -331,40 +244,25 @@ def test_bfloat16_autocast_stays_close_and_finite(settings, varlen_anywhere):
         assert error < 0.05 * exact[DOCUMENTS > 0].abs().mean()
 
 
-@pytest.mark.parametrize(
-    "kind", [BertLabForMaskedLM, BertLabForCausalLM, BertLabForEnhancedMaskedLM]
-)
-def test_a_post_norm_stream_may_be_as_precise_as_the_products(kind):
-    "In float32 nothing changes; under autocast sums are made in bfloat16, and what the model says stays close."
+def test_a_post_norm_stream_may_be_as_precise_as_the_products():
     shape = dict(norm_position="post", embedding_dropout=0.0, hidden_dropout=0.0)
-    ids, documents = torch.randint(50, (2, L)), torch.tensor([[1] * 5 + [2] * 7, [1] * 9 + [0] * 3])
-    weights, found, types = lively(kind(small(**shape))).state_dict(), {}, {}
+    ids, types, logits = some_ids(2, L), {}, {}
+    weights = lively(BertLabForMaskedLM(small(**shape))).state_dict()
     for in_fp32, autocast in itertools.product((True, False), (True, False)):
-        model = kind(small(**shape, residual_in_fp32=in_fp32)).eval()
+        model = BertLabForMaskedLM(small(**shape, residual_in_fp32=in_fp32)).eval()
         model.load_state_dict(weights)
         sums = types[in_fp32, autocast] = []
         for name, norm in model.named_modules():
             if "post_" in name:
-                norm.register_forward_pre_hook(
-                    lambda _, inputs, sums=sums: sums.append(inputs[0].dtype)
-                )
+                norm.register_forward_pre_hook(lambda _, args, sums=sums: sums.append(args[0].dtype))
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            out = model(ids, documents, labels=ids.masked_fill(documents == 0, -100))
-        out.loss.backward()
-        found[in_fp32, autocast] = torch.cat(
-            [p.grad.flatten() for p in model.parameters() if p.grad is not None]
-        )
-    f32, half = torch.float32, torch.bfloat16
-    assert len(types[False, True]) == 8 + 2 * (kind is BertLabForEnhancedMaskedLM)
+            logits[in_fp32, autocast] = model(ids).logits.float()
     # The embedding is in float32, so it enters the first sum.
-    assert types[False, True][0] == f32 and set(types[False, True][1:]) == {half}
-    assert set(types[False, False]) == set(types[True, False]) == {f32}
-    assert torch.equal(found[False, False], found[True, False])
-    far = {
-        in_fp32: 1 - F.cosine_similarity(found[in_fp32, True], found[True, False], dim=0)
-        for in_fp32 in (True, False)
-    }
-    assert 0 < far[True] < far[False] < 0.02  # one more rounding costs something, and little
+    assert types[False, True] == [torch.float32] + [torch.bfloat16] * 7
+    assert {*types[False, False], *types[True, False]} == {torch.float32}
+    assert torch.equal(logits[False, False], logits[True, False])
+    far = [(logits[fp32, True] - logits[True, False]).abs().mean() for fp32 in (True, False)]
+    assert 0 < far[0] < far[1] < 0.1 * logits[True, False].abs().mean()
 
 
 def test_kernels_get_queries_keys_and_values_of_one_type_under_autocast(monkeypatch):
@@ -431,30 +329,6 @@ def test_attention_weights_are_shares_inside_documents_and_windows(kernel):
     torch.testing.assert_close(
         out.last_hidden_state, model(some_ids(5, L), DOCUMENTS).last_hidden_state
     )
-
-
-def test_attention_weights_of_a_fused_kernel_are_refused_with_the_way_out():
-    model = BertLabModel(small(attn_implementation="sdpa"))
-    with pytest.raises(ValueError, match="output_attentions.*attn_implementation='eager'"):
-        model(some_ids(1, 4), output_attentions=True)
-
-
-@pytest.mark.parametrize("kernel", TRAINING_KERNELS)
-def test_gradient_checkpointing_changes_no_gradient_and_runs_blocks_twice(kernel, varlen_anywhere):
-    model, ids = (
-        lively(BertLabForMaskedLM(small(attn_implementation=kernel))).train(),
-        some_ids(5, L),
-    )
-    runs, gradients = [], []
-    model.encoder.blocks[2].mlp.register_forward_pre_hook(lambda *args: runs.append(1))
-    for checkpointing in (False, True):
-        if checkpointing:
-            model.gradient_checkpointing_enable()
-        model.zero_grad()
-        model(ids, DOCUMENTS, labels=ids).loss.backward()
-        gradients.append([p.grad.clone() for p in model.parameters()])
-    assert len(runs) == 3
-    assert all(torch.equal(a, b) for a, b in zip(*gradients))
 
 
 # ---- which kernel ----------------------------------------------------------------------------
@@ -526,22 +400,6 @@ def test_a_kernel_that_cannot_run_is_refused_at_the_call(settings, message):
         model(some_ids(1, 4))
 
 
-def test_dropout_bars_flex_only_while_training():
-    model = BertLabForMaskedLM(small(attn_implementation="flex", attention_dropout=0.1)).eval()
-    with torch.no_grad():
-        assert model(some_ids(1, 4)).logits.isfinite().all()
-
-
-def test_a_model_of_others_refuses_our_kernels_in_words():
-    config = ModernBertConfig(
-        vocab_size=50, hidden_size=16, intermediate_size=20, num_attention_heads=2, num_hidden_layers=1,
-        pad_token_id=0, cls_token_id=0, sep_token_id=0, bos_token_id=0, eos_token_id=0,
-    )  # fmt: skip
-    theirs = ModernBertForMaskedLM._from_config(config, attn_implementation="varlen")
-    with pytest.raises(ValueError, match="no bertlab model.*'sdpa'"):
-        theirs(some_ids(1, 4))
-
-
 # ---- the head (contracts 4 and 5) ------------------------------------------------------------
 
 
@@ -552,22 +410,6 @@ def labelled():
     rows = torch.arange(2)[:, None]
     labels[rows, positions[:, :5]] = ids[rows, positions[:, :5]]
     return ids, labels, positions
-
-
-def test_head_at_label_positions_equals_the_dense_head_in_loss_and_gradient():
-    model = lively(BertLabForMaskedLM(small()))
-    ids, labels, positions = labelled()
-    dense = model(ids, labels=labels)
-    dense.loss.backward()
-    gradients = [p.grad.clone() for p in model.parameters()]
-    model.zero_grad()
-    sparse = model(ids, labels=labels, label_positions=positions)
-    sparse.loss.backward()
-    assert sparse.logits.shape == (2, 7, 50)  # as many as there are positions, not labels
-    torch.testing.assert_close(sparse.loss, dense.loss, **TOLERANCE)
-    torch.testing.assert_close(sparse.logits, gather_rows(dense.logits, positions), **TOLERANCE)
-    for p, want in zip(model.parameters(), gradients):
-        torch.testing.assert_close(p.grad, want, **TOLERANCE)
 
 
 @pytest.mark.parametrize("kernel", ["sdpa", "varlen"])
@@ -582,47 +424,6 @@ def test_a_batch_of_padding_alone_has_a_loss_of_0_at_label_positions_too(kernel,
 
 def gather_rows(values, positions):
     return torch.stack([value[where] for value, where in zip(values, positions)])
-
-
-def test_gather_positions_equals_indexing_row_by_row():
-    _, labels, positions = labelled()
-    x = torch.randn(2, L, 3)
-    assert torch.equal(gather_positions(labels, positions), gather_rows(labels, positions))
-    assert torch.equal(gather_positions(x, positions), gather_rows(x, positions))
-
-
-def test_loss_is_a_sum_and_a_count_by_hand():
-    logits = torch.tensor([[[0.0, 0.0], [1.0, -1.0]], [[5.0, 0.0], [9.0, 9.0]]])
-    loss_sum, count = masked_lm_loss(logits, torch.tensor([[0, 1], [-100, -100]]))
-    want = torch.log(torch.tensor(2.0)) + torch.log1p(torch.exp(torch.tensor(2.0)))
-    assert count == 2
-    torch.testing.assert_close(loss_sum, want)
-
-
-def test_mean_loss_of_the_model_counts_labels_and_not_rows():
-    model, (ids, labels, _) = lively(BertLabForMaskedLM(small())), labelled()
-    labels[0, 3:] = -100
-    out = model(ids, labels=labels)
-    want = F.cross_entropy(out.logits[labels != -100], labels[labels != -100])
-    torch.testing.assert_close(out.loss, want)
-
-
-def test_no_label_at_all_gives_zero_and_a_gradient_of_zero():
-    model, ids = lively(BertLabForMaskedLM(small())), some_ids(2, L)
-    none = torch.full((2, L), -100)
-    loss_sum, count = masked_lm_loss(model(ids).logits, none)
-    assert (loss_sum, count) == (0, 0)
-    loss = model(ids, labels=none).loss
-    loss.backward()
-    assert loss == 0 and all((p.grad == 0).all() for p in model.parameters())
-    assert mean_loss(loss_sum, count) == 0
-
-
-def test_half_precision_logits_are_summed_in_float32():
-    logits = torch.zeros(70_000, 2, dtype=torch.bfloat16)  # ln 2 each; bfloat16 stops at 256
-    loss_sum, count = masked_lm_loss(logits, torch.zeros(70_000, dtype=torch.long))
-    assert loss_sum.dtype == torch.float32 and count == 70_000
-    assert abs(float(loss_sum) / 70_000 - 0.693147) < 1e-4
 
 
 # ---- at home in transformers -----------------------------------------------------------------
@@ -670,40 +471,11 @@ def test_encoder_alone_loads_from_the_directory_of_a_whole_model(tmp_path):
     assert torch.equal(encoder(ids).last_hidden_state, model.encoder(ids).last_hidden_state)
 
 
-def test_state_dict_loads_strictly_into_a_fresh_model():
-    model, ids = lively(BertLabForMaskedLM(small())), some_ids(1, L)
-    other = BertLabForMaskedLM(small()).eval()
-    other.load_state_dict(copy.deepcopy(model.state_dict()))
-    assert torch.equal(other(ids).logits, model(ids).logits)
-
-
 def test_output_of_a_tokenizer_is_accepted_and_a_tuple_can_be_asked_for():
     model = lively(BertLabForMaskedLM(small()))
     batch = {"input_ids": some_ids(1, 4), "attention_mask": torch.ones(1, 4, dtype=torch.long)}
     logits = model(**batch, token_type_ids=torch.zeros(1, 4, dtype=torch.long)).logits
     assert torch.equal(logits, model(**batch, return_dict=False)[0])
-
-
-@pytest.mark.parametrize("tied", [True, False])
-def test_more_and_fewer_token_embeddings_leave_the_old_scores_alone(tied):
-    model, ids = lively(BertLabForMaskedLM(small(tie_word_embeddings=tied))), some_ids(1, L)
-    before = model(ids).logits
-    model.resize_token_embeddings(60)
-    grown = model(ids).logits
-    assert grown.shape[-1] == 60 and model.config.vocab_size == 60
-    torch.testing.assert_close(grown[..., :50], before)
-    model.resize_token_embeddings(50)
-    torch.testing.assert_close(model(ids).logits, before)
-
-
-def test_auto_class_finds_the_model_in_a_fresh_process_that_imported_heads(tmp_path):
-    BertLabForMaskedLM(small()).save_pretrained(tmp_path)
-    code = (
-        "import sys, bertlab.model.heads; from transformers import AutoModelForMaskedLM as A; "
-        "print(type(A.from_pretrained(sys.argv[1])).__name__)"
-    )
-    done = subprocess.run([sys.executable, "-c", code, tmp_path], capture_output=True, text=True)
-    assert done.stdout.strip() == "BertLabForMaskedLM", done.stderr
 
 
 @pytest.mark.parametrize(
@@ -738,11 +510,6 @@ def test_flex_is_traced_into_the_same_graph():
                 compiled(ids, documents).logits, model(ids, documents).logits
             )
     assert counter.frame_count == 1 or not whole
-
-
-def test_weights_are_saved_as_safetensors(tmp_path):
-    BertLabModel(small()).save_pretrained(tmp_path)
-    assert sorted(f.name for f in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
 
 
 @pytest.mark.parametrize("initialization", ["megatron", "xavier"])
@@ -826,89 +593,7 @@ def test_xavier_begins_each_map_of_a_fused_matrix_by_its_own_fans(key_heads, gat
         assert part.std().item() == pytest.approx((2 / sum(part.shape)) ** 0.5, rel=0.09), name
 
 
-@pytest.mark.parametrize("norm", ["layer", "deep"])
-@pytest.mark.parametrize("initialization", ["megatron", "truncated_normal", "kaiming", "xavier"])
-def test_maps_in_one_matrix_change_the_start_of_xavier_alone(monkeypatch, initialization, norm):
-    config = small(
-        norm=norm,
-        norm_position="post",
-        num_key_value_heads=1,
-        output_gate="head",
-        initialization=initialization,
-    )
-
-    def start():
-        torch.manual_seed(0)
-        return {**BertLabForMaskedLM(config).state_dict(), "next": torch.rand(3)}
-
-    begin, now = bertlab.model.encoder.init_linear_, start()
-    monkeypatch.setattr(
-        bertlab.model.encoder,
-        "init_linear_",
-        lambda weight, c, narrow, parts: begin(weight, c, narrow),
-    )
-    differ = {name for name, weight in start().items() if not torch.equal(weight, now[name])}
-    if initialization != "xavier":
-        assert not differ
-    else:
-        assert {
-            "encoder.blocks.0.attention.qkv.weight",
-            "encoder.blocks.0.mlp.up_proj.weight",
-        } <= differ
-
-
 # ---- counts ----------------------------------------------------------------------------------
-
-
-shapes = st.fixed_dictionaries(
-    dict(
-        vocab_size=st.integers(1, 60),
-        num_attention_heads=st.integers(1, 4),
-        head_dim=st.integers(1, 4),
-        intermediate_size=st.integers(1, 30),
-        num_hidden_layers=st.integers(1, 5),
-        global_attention_every_n_layers=st.integers(1, 5),
-        tie_word_embeddings=st.booleans(),
-    )
-)
-
-
-@given(shapes)
-@settings(max_examples=40, deadline=None)
-def test_predicted_number_of_weights_equals_the_built_model(shape):
-    shape["hidden_size"] = shape["num_attention_heads"] * 2 * shape.pop("head_dim")
-    config = BertLabConfig(**shape)
-    model = BertLabForMaskedLM(config)
-    assert config.num_params() == sum(p.numel() for p in model.parameters())
-    ids = torch.zeros(1, 3, dtype=torch.long)
-    assert model(ids).logits.shape == (1, 3, config.vocab_size)
-
-
-def test_base_preset_counts_as_many_weights_as_transformers_builds():
-    with torch.device("meta"):
-        theirs = ModernBertForMaskedLM(ModernBertConfig())
-    assert modernbert_base().num_params() == sum(p.numel() for p in theirs.parameters())
-
-
-def test_parts_of_the_count_are_the_parts_of_the_model():
-    config = small(tie_word_embeddings=False)
-    built = dict.fromkeys(count_parameters(config), 0)
-    for name, p in BertLabForMaskedLM(config).named_parameters():
-        key = "norms" if "norm" in name else "embedding" if "tokens" in name else "head"
-        key = "attention" if ".attention." in name else "MLP" if ".mlp." in name else key
-        built[key] += p.numel()
-    assert count_parameters(config) == built
-
-
-def test_flops_equal_what_torch_counts_for_one_document_and_a_dense_head():
-    from torch.utils.flop_counter import FlopCounterMode
-
-    config = small(attn_implementation="eager", global_attention_every_n_layers=1)
-    model = BertLabForMaskedLM(config)
-    with FlopCounterMode(display=False) as counter:
-        model(some_ids(2, L), labels=some_ids(2, L)).loss.backward()
-    got = counter.get_total_flops() / (2 * L)
-    assert got == pytest.approx(config.flops_per_token(mean_context=L, label_rate=1.0))
 
 
 def test_flops_equal_what_torch_counts_where_few_are_predicted():
@@ -993,13 +678,6 @@ def test_whoever_reads_states_gets_all_of_them():
     torch.testing.assert_close(alone.attentions, whole.attentions)
 
 
-def test_wanting_everything_in_another_order_is_answered_in_that_order():
-    model, ids = lively(BertLabModel(small())).eval(), some_ids(2, L)
-    backwards = torch.arange(L).flip(0).expand(2, -1)
-    found = model(ids, output_positions=backwards).last_hidden_state
-    torch.testing.assert_close(found, model(ids).last_hidden_state.flip(1))
-
-
 def test_checkpointed_blocks_know_what_is_wanted():
     model, ids = lively(BertLabModel(small())).train(), some_ids(3, L)
     plain = model(ids, output_positions=WANTED).last_hidden_state
@@ -1011,87 +689,29 @@ def test_checkpointed_blocks_know_what_is_wanted():
 # ---- refusals --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "setting, message",
-    [
-        (dict(hidden_size=100, num_attention_heads=3), "hidden_size 100.*3 heads.*fit"),
-        (dict(hidden_size=15, num_attention_heads=3), "even"),
-        (dict(hidden_size=15, num_attention_heads=2), "make hidden_size even"),
-        (dict(hidden_size=-16), "hidden_size.*-16"),
-        (dict(hidden_size="16"), "hidden_size.*'16'"),
-        (dict(num_hidden_layers=True), "num_hidden_layers"),
-        (dict(num_hidden_layers=0), "num_hidden_layers"),
-        (dict(vocab_size=0), "vocab_size"),
-        (dict(local_attention=1), "local_attention.*2 or more"),
-        (dict(local_attention=-4), "local_attention"),
-        (dict(global_attention_every_n_layers=0), "global_attention_every_n_layers"),
-        (dict(max_position_embeddings=0), "max_position_embeddings"),
-        (dict(norm_eps=0.0), "norm_eps"),
-        (dict(initializer_range=float("nan")), "initializer_range"),
-        (dict(local_rope_theta=-1.0), "local_rope_theta"),
-        (dict(mlp_dropout=1.0), "mlp_dropout.*share"),
-        (dict(attention_dropout=-0.1), "attention_dropout"),
-        (dict(tie_word_embeddings="no"), "tie_word_embeddings"),
-        (dict(hidden_activation="gelo"), "gelo.*gelu, gelu_pytorch_tanh, .*relu, .*silu"),
-        (dict(mask_token_id=50), "mask_token_id.*49.*50"),
-        (dict(hiden_size=16), "hiden_size.*hidden_size"),
-        (dict(rotary=True), "rotary"),
-    ],
-)
-def test_configuration_that_cannot_be_built_is_refused(setting, message):
-    with pytest.raises(ValueError, match=message):
-        small(**setting)
-
-
 def test_configuration_changed_after_it_was_built_is_checked_by_the_model():
     config = small()
     config.num_attention_heads = 3
-    with pytest.raises(ValueError, match="3 heads"):
+    with pytest.raises(ValueError, match="num_attention_heads=3"):
         BertLabForMaskedLM(config)
 
 
-def test_two_configurations_that_differ_are_not_equal_and_survive_json():
-    assert small() == small() and small() != small(local_attention=8)
-    again = BertLabConfig.from_dict(json.loads(small(norm_eps=1e-4).to_json_string()))
-    assert again.to_diff_dict() == small(norm_eps=1e-4).to_diff_dict()
-
-
-@pytest.mark.parametrize(
-    "ids, mask, message",
-    [
-        ((4,), None, r"input_ids.*\(B, L\)"),
-        ((1, 513), None, "513.*max_position_embeddings.*512"),
-        ((1, 4), (1, 5), "attention_mask.*1, 4.*1, 5"),
-        ((1, 4), (1, 4, 4), "attention_mask"),
-    ],
-)
-def test_inputs_of_a_wrong_shape_are_refused(ids, mask, message):
-    model = BertLabForMaskedLM(small())
-    with pytest.raises(ValueError, match=message):
-        model(some_ids(*ids), None if mask is None else torch.ones(mask, dtype=torch.long))
-
-
-def test_other_inputs_of_a_wrong_shape_are_refused_by_name():
-    model, ids = BertLabModel(small()), some_ids(2, 4)
-    vectors = torch.zeros(2, 4, 16)
-    for arguments, message in [
-        (dict(input_ids=ids, position_ids=torch.zeros(2, 5)), "position_ids.*2, 4.*2, 5"),
-        (dict(input_ids=ids, position_ids=torch.zeros(4)), "position_ids.*restart"),
-        (dict(input_ids=ids, token_type_ids=ids[:, :3]), "token_type_ids.*2, 4.*2, 3"),
-        (dict(input_ids=ids, inputs_embeds=vectors), "either input_ids or inputs_embeds"),
-        (dict(), "either input_ids or inputs_embeds"),
-        (dict(inputs_embeds=vectors[..., :8]), "inputs_embeds.*hidden_size 16.*2, 4, 8"),
-        (dict(inputs_embeds=vectors[0]), "inputs_embeds.*4, 16"),
-        (dict(input_ids=vectors[0]), "input_ids.*integers.*float32"),
-    ]:
-        with pytest.raises(ValueError, match=message):
-            model(**arguments)
-    assert model(ids, position_ids=torch.arange(4)[None]).last_hidden_state.shape == (2, 4, 16)
-
-
-def test_rows_beyond_a_learned_table_are_refused_with_another_way_out():
-    with pytest.raises(ValueError, match="max_position_embeddings 512.*longer table.*learned"):
-        BertLabModel(bert_tiny(vocab_size=50))(some_ids(1, 513))
+@pytest.mark.parametrize("arguments, words", [
+    (dict(input_ids=(4,)), "input_ids"), (dict(input_ids=(1, 513)), "513.*512"),
+    (dict(input_ids=(2, 4), attention_mask=(2, 5)), "attention_mask.*2, 4.*2, 5"),
+    (dict(input_ids=(2, 4), position_ids=(2, 5)), "position_ids.*2, 4.*2, 5"),
+    (dict(input_ids=(2, 4), token_type_ids=(2, 3)), "token_type_ids.*2, 4.*2, 3"),
+    (dict(input_ids=(2, 4), inputs_embeds=(2, 4, 16)), "input_ids or inputs_embeds"),
+    (dict(), "input_ids or inputs_embeds"),
+    (dict(inputs_embeds=(2, 4, 8)), "inputs_embeds.*16.*2, 4, 8"),
+])  # fmt: skip
+def test_inputs_of_a_wrong_shape_are_named(arguments, words):
+    tensors = {
+        name: torch.zeros(shape) if name == "inputs_embeds" else torch.ones(shape).long()
+        for name, shape in arguments.items()
+    }
+    with pytest.raises(ValueError, match=words):
+        BertLabModel(small())(**tensors)
 
 
 def test_configuration_module_does_not_import_models():

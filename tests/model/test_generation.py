@@ -3,11 +3,8 @@
 import numpy as np
 import pytest
 import torch
-from torch.overrides import TorchFunctionMode
 
 from bertlab.data.tokenizers import train_tokenizer
-from bertlab.data.vocabularies import tokenizer_state, with_tokenizer_state
-from bertlab.model.heads import BertLabForCausalLM
 from bertlab.model.config import modernbert_tiny
 from bertlab.model.generation import GAP, generate, generate_with_steps, vocabulary_of
 from bertlab.model.heads import (
@@ -15,9 +12,7 @@ from bertlab.model.heads import (
     BertLabForMaskedDiffusion,
     BertLabForMaskedLM,
 )
-from bertlab.model.likelihood import causal_nll, diffusion_nll_bound
 from bertlab.model.sampling import SAMPLERS
-from bertlab.model.vocabulary import match_token_frequencies
 
 torch.set_num_threads(1)
 TEXTS = ["the cat sat on the mat", "the dog sat on the log", "a bird sang in a tree"] * 20
@@ -62,38 +57,6 @@ def test_every_objective_writes(kind):
             TOKENIZER.all_special_ids
         )
     assert found[1].text.startswith("a bird")
-
-
-class OnlyFloats(TorchFunctionMode):
-    "Apple's GPU, as far as that goes on a CPU: what has not been fetched cannot have 64 bits."
-
-    def __init__(self):
-        super().__init__()
-        self.fetched = []
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        if func is torch.Tensor.double and not any(args[0] is one for one in self.fetched):
-            raise TypeError("Cannot convert a MPS Tensor to float64 dtype")
-        found = func(*args, **kwargs or {})
-        if func is torch.Tensor.cpu:
-            self.fetched.append(found := found.clone())
-        return found
-
-
-IDS = torch.tensor([[SEP, 9, 10, 11, SEP]])
-BATCH = {"input_ids": IDS, "labels": IDS}
-
-
-@pytest.mark.parametrize("work", [
-    lambda: generate_with_steps(MODEL, TOKENIZER, PROMPTS[:1], sampler="left_to_right", max_new_tokens=3),
-    lambda: generate_with_steps(MODEL, TOKENIZER, [PROMPTS[2]], max_gap=2),
-    lambda: match_token_frequencies(made(BertLabForMaskedLM), TOKENIZER, TEXTS, rounds=1),
-    lambda: diffusion_nll_bound(MODEL, IDS, vocabulary_of(TOKENIZER), num_draws=4),
-    lambda: causal_nll(made(BertLabForCausalLM), IDS, vocabulary_of(TOKENIZER)),
-])  # fmt: skip
-def test_what_is_on_the_device_is_not_asked_for_64_bits_which_apple_s_gpu_lacks(work):
-    with OnlyFloats():
-        work()
 
 
 @pytest.mark.parametrize("kind", ["bert", "roberta", "modernbert"])
@@ -206,15 +169,6 @@ def test_the_likelihood_of_a_writing_is_the_chain_rule_in_its_order():
     assert one.log_likelihood == pytest.approx(total, abs=1e-4)
 
 
-def test_watching_sees_every_step_and_changes_no_word():
-    seen = []
-    watched = generate(
-        MODEL, TOKENIZER, PROMPTS[:1], watch=lambda n, step: seen.append((n, step.ids_BL.clone()))
-    )
-    assert watched == generate(MODEL, TOKENIZER, PROMPTS[:1])
-    assert len(seen) == 3 and [int((ids == MASK).sum()) for _, ids in seen] == [2, 1, 0]
-
-
 @pytest.mark.parametrize("options, said", [
     (dict(prompts="the cat"), "prompts must be a list"), (dict(prompts=[]), "prompts must be a list"),
     (dict(prompts=[3]), "prompts must be strings"), (dict(mode="infil"), "did you mean 'infill'"),
@@ -237,48 +191,3 @@ def test_a_tokenizer_without_a_token_that_rows_are_made_of_is_refused(kind, monk
         generate(MODEL, other, ["the cat"])
 
 
-def test_of_a_tokenizer_with_a_gap_every_entry_is_written_and_nothing_else():
-    state, first = tokenizer_state(TOKENIZER), 30
-    state["model"]["vocab"] = {
-        piece: id + 2 * (id >= first) for piece, id in state["model"]["vocab"].items()
-    }
-    tokenizer = with_tokenizer_state(TOKENIZER, state)
-    last = max(tokenizer.get_vocab().values())
-    assert last > len(tokenizer)
-    torch.manual_seed(0)
-    model = BertLabForMaskedLM(modernbert_tiny(**{**SHAPE, "vocab_size": last + 1}))
-    piece = tokenizer.convert_ids_to_tokens(last)
-    with torch.no_grad():
-        model.head.bias[first : first + 2] = 90.0  # the rows of no entry
-        model.head.bias[last] = 60.0
-    found = generate_with_steps(
-        model,
-        tokenizer,
-        ["the [MASK] sat on the [MASK]", f"the {tokenizer.decode([last])} sat"],
-        seed=1,
-    )
-    assert found[0].ids.tolist().count(last) == 2, piece
-    again = generate_with_steps(
-        model, tokenizer, [found[0].text], mode="rewrite", rewrite_share=1.0
-    )[0]
-    assert {first, first + 1}.isdisjoint([*found[1].ids, *again.ids])
-
-
-def test_a_text_that_holds_nothing_to_rewrite_is_refused():
-    for prompt in ("\U0001f600", ""):
-        with pytest.raises(ValueError, match="has no words to rewrite"):
-            generate_with_steps(MODEL, TOKENIZER, [prompt], mode="rewrite")
-
-
-def test_more_blocks_than_steps_are_refused_before_a_word_is_written():
-    written = []
-    with pytest.raises(ValueError, match="num_steps=4 is less than the 10 blocks"):
-        generate_with_steps(MODEL, TOKENIZER, ["[MASK]", "[MASK] " * 20], num_steps=4, block_size=2, batch_size=1,
-              watch=lambda number, step: written.append(number))  # fmt: skip
-    assert written == []
-
-
-def test_a_score_of_nothing_is_refused():
-    ids = torch.tensor([[TOKENIZER.cls_token_id, SEP]])
-    with pytest.raises(ValueError, match="no text has a token to score"):
-        causal_nll(made(BertLabForCausalLM), ids, vocabulary_of(TOKENIZER))

@@ -7,11 +7,9 @@ from hypothesis import strategies as st
 from torch.testing import assert_close
 
 from bertlab.model.config import BertLabConfig, modernbert_tiny
-from bertlab.model.encoder import BertLabModel
 from bertlab.model.growth import (
     MUST_AGREE,
     check_growth,
-    axes_of,
     grow,
     axis_maps,
     layer_map,
@@ -138,25 +136,6 @@ def test_doubled_widths_compute_the_same_function_when_rescaled(variant):
     assert (raw - before).abs().max() > 0.1  # the comparison can fail
 
 
-@pytest.mark.parametrize(
-    "variant", [dict(norm="group", norm_groups=2), dict(attention_positions="alibi")]
-)
-def test_a_part_that_depends_on_the_width_itself_grows_to_another_function(variant):
-    model = lively(shape(**variant))
-    before, after = (
-        real(m(**some_batch()).logits) for m in (model, grow(model, doubled(variant), rescale=True))
-    )
-    assert after.isfinite().all() and (after - before).abs().max() > 1e-3
-
-
-def test_the_encoder_alone_grows_and_its_states_are_the_small_ones_tiled():
-    model = lively(shape(), BertLabModel)
-    larger = grow(model, doubled({}), rescale=True)
-    assert type(larger) is BertLabModel
-    before, after = (m(**some_batch()).last_hidden_state for m in (model, larger))
-    assert_close(real(after), real(before)[:, tile_indices(16, 8)], rtol=0, atol=1e-5)
-
-
 @pytest.mark.parametrize("variant", ["modernbert", "bert"])
 @pytest.mark.parametrize(
     "kind",
@@ -234,16 +213,6 @@ def test_heads_stay_whole_and_queries_keep_their_keys(heads, groups, more_heads,
     assert axis_maps(small, large)["queries"].tolist() == rows[:more_heads].flatten().tolist()
 
 
-def test_attention_of_a_copied_head_is_the_small_heads_attention():
-    model = lively(shape(), BertLabModel)
-    larger = grow(model, doubled({}), rescale=True)
-    for m in (model, larger):
-        m.config._attn_implementation = "eager"
-    small, large = (m(**some_batch(), output_attentions=True).attentions for m in (model, larger))
-    for a, b in zip(small, large, strict=True):
-        assert_close(b[:2], a[:2, tile_indices(4, 2)], rtol=0, atol=1e-5)
-
-
 def test_layers_of_a_deeper_model_are_copies_and_only_the_missing_norm_is_fresh():
     model = lively(shape())
     larger = grow(model, shape(num_hidden_layers=5))  # repeats layers 0 0 0 1 1
@@ -254,31 +223,6 @@ def test_layers_of_a_deeper_model_are_copies_and_only_the_missing_norm_is_fresh(
                 assert torch.equal(weight, source[name]), (i, name)
             else:
                 assert name == "pre_attention_norm.weight" and i in (1, 2) and (weight == 1).all()
-
-
-@pytest.mark.parametrize("tied", [True, False])
-def test_decoder_and_its_bias_follow_the_embedding(tied):
-    model = lively(shape(tie_word_embeddings=tied))
-    larger = grow(model, doubled({"tie_word_embeddings": tied}))
-    names = dict(larger.named_parameters())
-    assert torch.equal(names["head.bias"], model.head.bias)
-    decoders = [name for name in names if "decoder" in name]
-    assert len(decoders) == (not tied)
-    for name in decoders:
-        assert torch.equal(names[name], model.get_parameter(name)[:, tile_indices(16, 8)])
-
-
-def test_growth_leaves_the_small_model_and_its_mode_as_they_were():
-    model = lively(shape()).train()
-    before = {name: p.clone() for name, p in model.named_parameters()}
-    assert grow(model, doubled({}), rescale=True, jitter=0.1).training
-    assert not grow(model.eval(), doubled({})).training
-    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
-
-
-def test_type_is_kept():
-    larger = grow(lively(shape()).to(torch.bfloat16), doubled({}), rescale=True, jitter=0.1)
-    assert {p.dtype for p in larger.parameters()} == {torch.bfloat16}
 
 
 def test_jitter_is_relative_noise_on_matrices_of_the_asked_size_and_seed():
@@ -387,12 +331,6 @@ def test_a_larger_model_that_reads_positions_otherwise_is_said_to(name, value, c
     assert len(caplog.records) == 1  # which nobody reads
 
 
-@pytest.mark.parametrize("jitter", [-0.1, float("nan"), float("inf")])
-def test_a_jitter_that_is_no_deviation_is_refused(jitter):
-    with pytest.raises(ValueError, match="jitter must be finite"):
-        grow(lively(shape()), doubled({}), jitter=jitter)
-
-
 @pytest.mark.parametrize("rescale", [True, False])
 def test_a_bert_grows_with_its_pooler(rescale):
     variant = VARIANTS["bert"]
@@ -408,26 +346,6 @@ def test_a_bert_grows_with_its_pooler(rescale):
 NAMES = {"id2label": {0: "neg", 1: "pos"}, "label2id": {"neg": 0, "pos": 1}}
 
 
-@pytest.mark.parametrize(
-    "said",
-    [{}, {"problem_type": "single_label_classification"}, NAMES],
-    ids=["nothing", "kind", "names"],
-)
-def test_names_of_labels_are_taken_along(said):
-    kind = {"problem_type": "single_label_classification"}
-    model, config = (
-        lively(shape(**NAMES, **kind), BertLabForSequenceClassification),
-        doubled({}, **said),
-    )
-    before = config.to_dict()
-    larger = grow(model, config).config
-    assert (larger.id2label, larger.label2id, larger.problem_type) == (
-        *NAMES.values(),
-        *kind.values(),
-    )
-    assert config.to_dict() == before and larger.id2label is not model.config.id2label
-
-
 @pytest.mark.parametrize("name, have, want", [
     ("id2label", {0: "neg", 1: "pos"}, {0: "pos", 1: "neg"}),
     ("problem_type", "single_label_classification", "multi_label_classification"),
@@ -441,13 +359,3 @@ def test_other_names_of_labels_are_refused_where_a_head_has_them(name, have, wan
     assert getattr(grow(unnamed, doubled({}, **{name: want})).config, name) == want
 
 
-def test_a_weight_that_no_rule_knows_is_refused_by_name():
-    with pytest.raises(ValueError, match="'head.surprise.weight'.*model.encoder"):
-        axes_of("head.surprise.weight", 2)
-
-
-def test_a_grown_model_survives_saving(tmp_path):
-    larger = grow(lively(shape()), doubled({}, num_hidden_layers=3), rescale=True)
-    larger.save_pretrained(tmp_path)
-    again = BertLabForMaskedLM.from_pretrained(tmp_path).eval()
-    assert torch.equal(real(again(**some_batch()).logits), real(larger(**some_batch()).logits))

@@ -61,52 +61,16 @@ def test_each_mask_of_each_padded_text_is_answered_as_if_the_text_were_alone(
             )
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_a_model_reads_no_more_texts_at_once_than_it_is_told(model, tokenizer, size, monkeypatch):
-    whole, sizes, forward = fill_masks(model, tokenizer, TEXTS, top_k=3), [], model.forward
-    monkeypatch.setattr(
-        model,
-        "forward",
-        lambda input_ids, **more: sizes.append(len(input_ids)) or forward(input_ids, **more),
-    )
-    parts = fill_masks(model, tokenizer, TEXTS, top_k=3, batch_size=size)
-    assert sizes == [[1, 1, 1], [2, 1]][size - 1]
-    for ours, theirs in zip(
-        (m for text in parts for m in text), (m for text in whole for m in text), strict=True
-    ):
-        assert [word for word, _ in ours] == [word for word, _ in theirs]
-        assert [p for _, p in ours] == pytest.approx([p for _, p in theirs], abs=1e-5)
-
-
-def test_one_mask_each_gives_one_list_each(model, tokenizer):
-    texts = ["the [MASK] sat", "the cat sat on the [MASK]"]
-    assert fill_mask(model, tokenizer, texts, top_k=4) == [
-        masks[0] for masks in fill_masks(model, tokenizer, texts, top_k=4)
-    ]
-
-
-@pytest.mark.parametrize(
-    "texts, options, said",
-    [
-        (["the [MASK]", "the cat"], {}, "text 1 must hold \\[MASK\\] at least once: 'the cat'"),
-        (["the [MASK]", "cat " * 30 + "[MASK]"], {}, "text 1 has 33 tokens and the model reads 24"),
-        ("the [MASK]", {}, "texts must be a list"),
-        ([], {}, "texts must be a list"),
-        (["the [MASK]"], {"top_k": 0}, "top_k must be a whole number from 1"),
-        (["the [MASK]"], {"top_k": 2.5}, "top_k must be a whole number from 1"),
-        (["the [MASK]"], {"top_k": 10_000}, "top_k must be a whole number from 1"),
-        (["the [MASK]"], {"batch_size": 0}, "batch_size must be a whole number, 1 or more, got 0"),
-    ],
-)
-@pytest.mark.parametrize("fill", [fill_mask, fill_masks])
-def test_what_cannot_be_filled_is_refused(model, tokenizer, fill, texts, options, said):
-    with pytest.raises(ValueError, match=said):
-        fill(model, tokenizer, texts, **options)
-
-
-def test_fill_mask_refuses_two_masks_and_names_the_function_that_takes_them(model, tokenizer):
-    with pytest.raises(ValueError, match=r"text 1 must hold exactly one \[MASK\].*2 \(fill_masks"):
-        fill_mask(model, tokenizer, ["a [MASK]", "[MASK] [MASK]"])
+@pytest.mark.parametrize("texts, options, words", [
+    (["the [MASK]", "the cat"], {}, "text 1.*'the cat'"),
+    (["the [MASK]", "cat " * 30 + "[MASK]"], {}, "text 1 .*33.*24"),
+    (["a [MASK]", "[MASK] [MASK]"], {}, "text 1.*fill_masks"),
+    ("the [MASK]", {}, "texts"), ([], {}, "texts"), (["the [MASK]"], {"top_k": 0}, "top_k"),
+    (["the [MASK]"], {"top_k": 10_000}, "top_k"), (["the [MASK]"], {"batch_size": 0}, "batch_size"),
+])  # fmt: skip
+def test_texts_that_cannot_be_filled_are_named(model, tokenizer, texts, options, words):
+    with pytest.raises(ValueError, match=words):
+        fill_mask(model, tokenizer, texts, **options)
 
 
 def test_a_token_that_the_model_has_no_row_for_is_refused(model, tokenizer):
@@ -119,10 +83,6 @@ def test_a_token_that_the_model_has_no_row_for_is_refused(model, tokenizer):
     )
     with pytest.raises(ValueError, match=f"vocab_size={len(tokenizer) + 1}"):
         fill_mask(model, larger, ["the [MASK] zebra"])
-
-
-def test_a_text_as_long_as_the_model_is_read(model, tokenizer):
-    assert len(fill_mask(model, tokenizer, ["cat " * 21 + "[MASK]"])) == 1
 
 
 def test_the_model_is_left_in_the_mode_it_was_in_even_after_an_error(model, tokenizer):
@@ -191,16 +151,6 @@ def test_models_of_transformers_answer_what_their_pipeline_answers(kind, tokeniz
         for theirs, ours in zip(alone, found):
             assert [word for word, _ in ours] == [one["token_str"].strip() for one in theirs]
             assert [p for _, p in ours] == pytest.approx([one["score"] for one in theirs], rel=1e-4)
-
-
-@pytest.mark.parametrize("kind", ["bert", "roberta"])
-def test_a_text_that_a_model_of_transformers_cannot_read_is_refused_by_its_length(
-    kind, tokenizer, tmp_path
-):
-    model = their_model(kind, tokenizer, tmp_path)
-    words = "[MASK]" + " the" * 40
-    with pytest.raises(ValueError, match="the model reads 24"):
-        fill_mask(model, tokenizer, [words])
 
 
 @pytest.mark.parametrize(

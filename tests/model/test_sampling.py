@@ -179,42 +179,6 @@ def test_guidance_goes_beyond_the_model_away_from_the_blind_one(sampler):
     check_law(SamplingConfig(sampler, num_steps=2, guidance=0.8), start=(6, MASK, MASK))
 
 
-def test_random_order_one_by_one_draws_from_the_joint_law_of_a_consistent_model():
-    rng = np.random.default_rng(1)
-    joint = rng.dirichlet(np.ones(27)).reshape(3, 3, 3)
-
-    class Consistent(torch.nn.Module):
-        def forward(self, input_ids, attention_mask=None):
-            logits = torch.full((*input_ids.shape, 8), -60.0)
-            known = {}
-            for row, state in enumerate(map(tuple, input_ids.tolist())):
-                if state not in known:
-                    part = joint[
-                        tuple(slice(None) if v == MASK else slice(v - 5, v - 4) for v in state)
-                    ]
-                    logs = np.full((3, 8), -60.0)
-                    for i in range(3):
-                        p = part.sum(tuple(a for a in range(3) if a != i))
-                        words = range(3) if state[i] == MASK else [state[i] - 5]
-                        for value, w in zip(p / p.sum(), words):
-                            logs[i, 5 + w] = math.log(value)
-                    known[state] = torch.from_numpy(logs).float()
-                logits[row] = known[state]
-            return SimpleNamespace(logits=logits)
-
-    n = 6000
-    for sampler in ("random", "left_to_right"):
-        last = (
-            unmask(
-                Consistent(), torch.full((n, 3), MASK), TOY, SamplingConfig(sampler, num_steps=3)
-            )
-            - 5
-        )
-        counts = np.zeros((3, 3, 3))
-        np.add.at(counts, tuple(last.T.numpy()), 1)
-        assert ((counts - n * joint) ** 2 / (n * joint)).sum() < 26 + 5 * math.sqrt(52)
-
-
 @pytest.mark.parametrize("sampler", SAMPLERS)
 def test_a_prompt_is_answered_alike_in_batches_of_any_size(sampler):
     rule = SamplingConfig(sampler, num_steps=3, seed=5, remask=0.5)
@@ -328,20 +292,6 @@ def test_late_ends_let_the_words_come_first():
     share = {late: (unmask(Flat(end=0.65), ids, TOY, SamplingConfig("confidence", num_steps=8, late_ends=late),
                                end_token_id=END) == END).double().mean().item() for late in (True, False)}  # fmt: skip
     assert share[True] < share[False] - 0.2
-
-
-def test_padding_and_packed_documents_reach_the_model():
-    seen = []
-
-    class Spy(Flat):
-        def forward(self, input_ids, attention_mask=None):
-            seen.append(attention_mask)
-            return super().forward(input_ids)
-
-    documents = torch.tensor([[1, 1, 2, 2], [1, 1, 1, 0]])
-    ids = torch.tensor([[MASK] * 4, [5, 5, 5, 0]])
-    unmask(Spy(), ids, TOY, SamplingConfig(num_steps=1), attention_mask=documents)
-    assert torch.equal(seen[0], documents[:1])  # a row without a gap costs nothing
 
 
 @pytest.mark.parametrize("changes, said", [

@@ -17,7 +17,6 @@ from transformers import (
 from bertlab.data.corpus import embedded_corpus
 from bertlab.data.tokenizers import (
     TOKENIZER_TRAINERS,
-    load_tokenizer,
     num_token_ids,
     train_tokenizer,
 )
@@ -33,14 +32,12 @@ from bertlab.model.config import bert_tiny, modernbert_tiny
 from bertlab.model.encoder import BertLabModel
 from bertlab.model.heads import BertLabForMaskedLM
 from bertlab.model.huggingface import from_huggingface, save_model
-from bertlab.model.losses import LossConfig, sum_losses
 from bertlab.model.vocabulary import (
     TABLES,
     UNUSED_ROW_BIAS,
     extend_vocabulary,
     masked_bits_per_byte,
     match_token_frequencies,
-    mean_rows,
     replace_vocabulary,
     transplant_vocabulary,
     trim_vocabulary,
@@ -128,27 +125,6 @@ def test_an_extended_tokenizer_knows_of_what_its_pieces_are_made(kind, tmp_path)
     assert extend_tokenizer(old, AWAY, 40, min_count=2).tokenizer.get_vocab() == more.get_vocab()
 
 
-def test_a_text_without_new_pieces_is_cut_by_bpe_as_before():
-    old = TOKENIZERS["bpe"]
-    more, parts = extend_tokenizer(old, AWAY, 60, min_count=2)
-    cut = 0
-    for text in HOME:
-        new_ids = more(text, verbose=False).input_ids
-        if not set(parts) & set(new_ids):
-            assert new_ids == old(text, verbose=False).input_ids
-            cut += 1
-        undone = [part for id in new_ids for part in parts.get(id, [id])]
-        assert undone == old(text, verbose=False).input_ids
-    assert cut
-
-
-def test_the_most_frequent_neighbours_are_joined_first_and_ties_by_their_text():
-    tokenizer = train_tokenizer(["ab ba cd dc xy yx"], 17)
-    assert tokenizer.tokenize("xy") == ["x", "##y"]
-    more, parts = extend_tokenizer(tokenizer, ["xy xy xy ab ab cd cd"], 3, min_count=2)
-    assert [more.convert_ids_to_tokens(id) for id in parts] == ["xy", "ab", "cd"]
-
-
 def test_counterparts_find_the_same_piece_in_another_spelling():
     old = train_tokenizer(["the inner thing, the singing thing"] * 3, 60)
     new = train_tokenizer(["the inner thing, the singing thing The"] * 3, 300, kind="bpe")
@@ -181,25 +157,6 @@ def test_a_piece_within_a_word_is_no_twin_of_the_word_in_any_script(word, inside
     ]
     assert ids and not set(ids) & found.twins
     assert all(not names[part].begins for part in found.parts[ids[0]])
-
-
-def test_a_letter_of_chinese_is_the_same_piece_whether_a_kind_has_it_begin_a_word_or_not():
-    old, new = (
-        train_tokenizer(["东京南京北京", "西京后京"] * 30, 270, kind=kind)
-        for kind in ("bpe", "wordpiece")
-    )
-    [within] = old("京", add_special_tokens=False)["input_ids"]
-    assert (
-        not piece_surfaces(old)[within].begins
-        and piece_surfaces(new)[new.convert_tokens_to_ids("京")].begins
-    )
-    assert map_vocabulary(old, new).parts[new.convert_tokens_to_ids("京")] == [within]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_tokenizer_is_its_own_counterpart(kind):
-    found = map_vocabulary(TOKENIZERS[kind], TOKENIZERS[kind])
-    assert found.parts == [[id] for id in range(len(TOKENIZERS[kind]))]
 
 
 # --- models ---------------------------------------------------------------------------------------
@@ -241,13 +198,6 @@ def test_new_rows_are_the_means_of_their_parts_in_embedding_decoder_and_bias(tie
     texts = ["zq zq"]  # no new piece: old scores stay what they were
     got, wanted = logits(longer, tokenizer, texts), logits(model, old, texts)
     torch.testing.assert_close(got[..., : len(old)], wanted, rtol=0, atol=1e-5)
-
-
-def test_a_mean_of_one_is_a_copy_of_nothing_the_mean_of_all_and_half_precision_is_kept():
-    table = torch.randn(5, 3).bfloat16()
-    rows = mean_rows(table, [[4], [], [0, 1]])
-    assert rows.dtype == torch.bfloat16 and torch.equal(rows[0], table[4])
-    torch.testing.assert_close(rows[1], table.float().mean(0).bfloat16())
 
 
 def test_a_transplant_gives_twins_their_rows():
@@ -327,31 +277,6 @@ def test_gaps_in_the_ids_of_either_tokenizer_change_no_entry():
         torch.testing.assert_close(got, wanted[name], rtol=1e-4, atol=1e-4)
 
 
-def test_a_vocabulary_with_a_gap_is_extended_and_trimmed():
-    old, wide = TOKENIZERS["wordpiece"], with_gap(TOKENIZERS["wordpiece"])
-    model = make_model(old)
-    gapped = make_model(wide)
-    longer, more = extend_vocabulary(gapped, wide, AWAY, 20, min_count=2)
-    assert longer.config.vocab_size == len(old) + 28 == max(more.get_vocab().values()) + 1
-    assert torch.equal(longer.head.bias[: len(old) + 8], gapped.head.bias)
-    short, fewer = trim_vocabulary(gapped, wide, AWAY)
-    before, after = logits(gapped, wide, AWAY[:4]), logits(short, fewer, AWAY[:4])
-    kept = [wide.get_vocab()[piece] for piece in fewer.convert_ids_to_tokens(range(len(fewer)))]
-    torch.testing.assert_close(after[..., : len(kept)], before[..., kept], rtol=0, atol=1e-5)
-    with pytest.raises(ValueError, match="ids up to 847.* vocab_size is 840"):
-        transplant_vocabulary(model, wide, old)
-
-
-def test_spare_rows_of_a_trimmed_model_take_no_part_in_a_mean_of_all_entries():
-    old, new = TOKENIZERS["wordpiece"], TOKENIZERS["bpe"]
-    small, fewer = trim_vocabulary(make_model(old), old, AWAY, multiple_of=512)
-    found = map_vocabulary(fewer, new)
-    assert small.config.vocab_size > len(fewer) and not all(found.parts)
-    moved = transplant_vocabulary(small, fewer, new).model
-    unknown = found.parts.index([])
-    torch.testing.assert_close(moved.head.bias[unknown], small.head.bias[: len(fewer)].mean())
-
-
 @pytest.mark.parametrize("theirs", ["bert", "roberta"])
 def test_models_of_transformers_are_changed_and_open_in_plain_transformers(theirs, tmp_path):
     tokenizer = TOKENIZERS["wordpiece" if theirs == "bert" else "bpe"]
@@ -397,21 +322,6 @@ def test_a_model_of_another_size_than_its_tokenizer_is_refused_before_any_work()
             work()
 
 
-def test_an_adapter_is_to_be_merged_first():
-    pytest.importorskip("peft")
-    from bertlab.model.adapters import add_adapter
-
-    model, tokenizer = make_model(TOKENIZERS["bpe"]), TOKENIZERS["bpe"]
-    add_adapter(model, "lora")
-    for work in (
-        lambda: extend_vocabulary(model, tokenizer, AWAY, 5),
-        lambda: trim_vocabulary(model, tokenizer, AWAY),
-        lambda: transplant_vocabulary(model, tokenizer, TOKENIZERS["wordpiece"]),
-    ):
-        with pytest.raises(ValueError, match="merged_copy"):
-            work()
-
-
 @pytest.mark.parametrize("work, words", [
     (lambda m, t: extend_vocabulary(m, t, AWAY, 0), ["num_pieces", "0"]),
     (lambda m, t: extend_vocabulary(m, t, ["a b"], 5), ["min_count"]),
@@ -452,44 +362,6 @@ def test_a_model_of_few_positions_is_scored_in_rows_that_it_reads(preset):
     assert short == long
 
 
-def test_positions_of_bert_stay_where_they_were():
-    tokenizer = TOKENIZERS["wordpiece"]
-    model = make_model(tokenizer, preset=bert_tiny)
-    small, fewer = trim_vocabulary(model, tokenizer, AWAY)
-    name = "encoder.embeddings.positions.weight"
-    assert torch.equal(small.state_dict()[name], model.state_dict()[name])
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_whole_texts_count_however_a_call_has_cut_before(kind, tmp_path):
-    tokenizer = copy.deepcopy(TOKENIZERS[kind])
-    expected = trim_tokenizer(tokenizer, HOME[:40]).tokenizer.get_vocab()
-    more = extend_tokenizer(tokenizer, AWAY, 10, min_count=2).tokenizer.get_vocab()
-    tokenizer(
-        HOME[0], truncation=True, max_length=4, padding="max_length"
-    )  # which the backend keeps
-    assert trim_tokenizer(tokenizer, HOME[:40]).tokenizer.get_vocab() == expected
-    assert extend_tokenizer(tokenizer, AWAY, 10, min_count=2).tokenizer.get_vocab() == more
-    tokenizer.save_pretrained(tmp_path)
-    loaded = load_tokenizer(tmp_path)
-    long = " ".join(HOME[:3])
-    assert len(loaded.backend_tokenizer.encode(long).ids) == len(loaded(long)["input_ids"]) > 4
-
-
-def test_a_transplanted_model_tells_segments_apart_as_it_did():
-    model = make_model(TOKENIZERS["wordpiece"], preset=bert_tiny, type_vocab_size=2)
-    theirs = copy.deepcopy(TOKENIZERS["wordpiece"])
-    theirs.model_input_names = ["input_ids", "token_type_ids", "attention_mask"]
-    moved = transplant_vocabulary(model, theirs, TOKENIZERS["bpe"])
-    pair = moved.tokenizer("return the value", "of a name")
-    assert (
-        set(pair["token_type_ids"]) == {0, 1}
-        and "token_type_ids" not in TOKENIZERS["bpe"].model_input_names
-    )
-    plain = transplant_vocabulary(model, TOKENIZERS["wordpiece"], theirs)
-    assert "token_type_ids" not in plain.tokenizer("return the value")
-
-
 def test_a_transplanted_model_reads_as_far_as_it_did():
     model, old = make_model(TOKENIZERS["wordpiece"]), copy.deepcopy(TOKENIZERS["wordpiece"])
     new = copy.deepcopy(TOKENIZERS["bpe"])
@@ -500,17 +372,3 @@ def test_a_transplanted_model_reads_as_far_as_it_did():
     assert len(moved.tokenizer(" ".join(HOME), truncation=True).input_ids) == 32
 
 
-def test_rows_to_spare_of_a_trimmed_model_have_no_share_of_a_smoothed_target():
-    model, old = make_model(TOKENIZERS["wordpiece"]), TOKENIZERS["wordpiece"]
-    exact, _ = trim_vocabulary(model, old, AWAY, multiple_of=1)
-    spare, tokenizer = trim_vocabulary(model, old, AWAY, multiple_of=256)
-    assert spare.config.vocab_size > exact.config.vocab_size == num_token_ids(tokenizer)
-    labels = encode(tokenizer, AWAY[:4]).input_ids
-    want, got = (
-        sum_losses(logits(one, tokenizer, AWAY[:4]), labels, LossConfig(label_smoothing=0.1))
-        for one in (exact, spare)
-    )
-    torch.testing.assert_close(got.loss_sum, want.loss_sum)
-    plain = torch.nn.functional.cross_entropy(logits(exact, tokenizer, AWAY[:4]).flatten(0, 1), labels.flatten(),
-                                              reduction="sum", label_smoothing=0.1)  # fmt: skip
-    torch.testing.assert_close(want.loss_sum, plain)
