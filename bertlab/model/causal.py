@@ -16,7 +16,8 @@ from ..data.masking import counter_uniform, row_rng_keys
 from ..data.rows import Vocabulary
 from .heads import BertLabForCausalLM
 from .mask_filling import eval_mode
-from .sampling import WORD, SamplingConfig, inverse_cdf_sample, token_distribution
+from .sampling import WORD, SamplingConfig, exact_dtype, inverse_cdf_sample
+from .sampling import token_distribution
 
 # %% ../../nbs/model/24_causal.ipynb #5a09ed4e
 @torch.no_grad()
@@ -38,14 +39,13 @@ def generate_causal(
             f"{longest} (max_position_embeddings)"
         )
     numbers = list(range(len(input_ids)) if prompt_numbers is None else prompt_numbers)
-    exact = torch.float64 if input_ids.device.type in ("cpu", "cuda") else torch.float32
     special_V = torch.from_numpy(vocabulary.is_special_V).to(input_ids.device)
     keys_B, ids_BL = row_rng_keys(config.seed, [0] * len(numbers), numbers), input_ids
     with eval_mode(model):
         for _ in range(num_new):
             last_BD = model.encoder(ids_BL)[0][:, -1]
             logits_BV = model.head(last_BD, model.get_input_embeddings().weight)
-            logp_BV = logits_BV[:, : vocabulary.size].to(exact)
+            logp_BV = logits_BV[:, : vocabulary.size].to(exact_dtype(ids_BL.device))
             logp_BV = logp_BV.masked_fill(special_V, -torch.inf).log_softmax(-1)
             present_BV = torch.zeros_like(logp_BV, dtype=torch.bool).scatter_(1, ids_BL, True)
             p_BV = token_distribution(logp_BV, config, present_BV & ~special_V)

@@ -7,20 +7,22 @@ __all__ = ['GAP', 'MODES', 'GenerationRow', 'vocabulary_of', 'read_prompt', 'Gen
            'infill_scores', 'generate_with_steps', 'generate']
 
 # %% ../../nbs/model/13_generation.ipynb #b1ae4df7
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ..core.names import did_you_mean, look_up
+from ..core.names import check_options, check_range, look_up
 from ..data.masking import counter_uniform, row_rng_keys
 from ..data.rows import Vocabulary
 from ..data.tokenizers import num_token_ids, unused_token_ids
 from .mask_filling import eval_mode, max_input_length
 from bertlab.model.sampling import (
+    SAMPLERS,
     SamplingConfig,
     SamplingStep,
     schedule_steps,
@@ -71,34 +73,38 @@ def read_prompt(
     if not isinstance(prompt, str):
         raise ValueError(f"prompts must be strings, got {prompt!r}")
     mask = tokenizer.mask_token_id
-    gapped = "[MASK]" in prompt or tokenizer.mask_token in prompt or GAP in prompt
     if mode == "auto":
-        mode = "infill" if gapped else "continue"
+        has_gap = any(gap in prompt for gap in ("[MASK]", tokenizer.mask_token, GAP))
+        mode = "infill" if has_gap else "continue"
     text = prompt.replace("[MASK]", tokenizer.mask_token)
     text = text.replace(GAP, " ".join([tokenizer.mask_token] * gap_length))
-    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    begin = 1
+    ids, begin = tokenizer(text, add_special_tokens=False)["input_ids"], 1
     if mode == "infill" and mask not in ids:
         raise ValueError(
-            f"prompt {prompt!r} has no gap: write [MASK] for a token, {GAP} for a gap "
-            "of any length, or choose mode='continue'"
+            f"prompt {prompt!r} has no gap: write [MASK] for a token, {GAP} for a gap of any "
+            "length, or choose mode='continue'"
         )
     if mode == "answer":
-        ids = [*ids, tokenizer.sep_token_id]
+        ids, begin = [*ids, tokenizer.sep_token_id], len(ids) + 2
     if mode in ("continue", "answer"):
-        begin = 1 + len(ids) if mode == "answer" else 1
         ids = [*ids, *[mask] * max_new_tokens]
     if mode == "rewrite":
-        ordinary_L = ~vocabulary_of(tokenizer).is_special_V[np.array(ids, int)]
-        if not ordinary_L.any():  # nobody may write an [UNK], so nobody is asked for one
+        ids = _hide_words(ids, vocabulary_of(tokenizer), rewrite_share, address)
+        if mask not in ids:
             raise ValueError(f"prompt {prompt!r} has no words to rewrite")
-        coins_L = counter_uniform(
-            row_rng_keys(address[0], [0], [address[1]])[:, None], np.arange(len(ids)), 5
-        )[0]
-        count = max(1, round(rewrite_share * int(ordinary_L.sum())))
-        hidden = np.argsort(np.where(ordinary_L, coins_L, 2.0))[:count]
-        ids = [mask if i in set(hidden.tolist()) else token for i, token in enumerate(ids)]
     return GenerationRow([tokenizer.cls_token_id, *ids, tokenizer.sep_token_id], mode, begin)
+
+
+def _hide_words(
+    ids: list[int], vocabulary: Vocabulary, share: float, address: tuple[int, int]
+) -> list[int]:
+    "Mask a share of the words, at least one; none if there are only special tokens."
+    is_word_L = ~vocabulary.is_special_V[np.array(ids, int)]
+    keys = row_rng_keys(address[0], [0], [address[1]])[:, None]
+    coins_L = np.where(is_word_L, counter_uniform(keys, np.arange(len(ids)), 5)[0], 2.0)
+    count = max(1, round(share * int(is_word_L.sum()))) if is_word_L.any() else 0
+    hidden = {*np.argsort(coins_L)[:count].tolist()}
+    return [vocabulary.mask_token_id if i in hidden else token for i, token in enumerate(ids)]
 
 # %% ../../nbs/model/13_generation.ipynb #8419a6b9
 @dataclass(frozen=True)
@@ -174,10 +180,7 @@ def infill_scores(
     return sums_B / near_BL.sum(1).cpu().clamp(min=1)
 
 # %% ../../nbs/model/13_generation.ipynb #bcc479e8
-_RULE_NAMES = tuple(SamplingConfig.__dataclass_fields__)
-
-
-def _check_writing(model, tokenizer, prompts, mode, numbers: dict[str, int], options) -> None:
+def _check_request(model, tokenizer, prompts, mode, numbers: dict[str, int], options) -> None:
     "Raise `ValueError` before anything is written."
     if isinstance(prompts, str) or not len(prompts):
         raise ValueError(f"prompts must be a list of one or more strings, got {prompts!r}")
@@ -185,23 +188,66 @@ def _check_writing(model, tokenizer, prompts, mode, numbers: dict[str, int], opt
     for name, value in numbers.items():
         if type(value) is not int or value < 1:
             raise ValueError(f"{name} must be a whole number, 1 or more, got {value!r}")
-    for name in options:
-        if name not in _RULE_NAMES:
-            raise ValueError(
-                f"{name!r} is no option of writing{did_you_mean(name, _RULE_NAMES)}; "
-                f"choose among {', '.join(_RULE_NAMES)}"
-            )
-    if not hasattr(model, "config") or not hasattr(model.config, "max_position_embeddings"):
+    check_options(SamplingConfig, options, "generate")
+    if not hasattr(getattr(model, "config", None), "max_position_embeddings"):
         raise ValueError(
-            f"{type(model).__name__} is no masked language model: it has no "
-            "configuration with max_position_embeddings"
+            f"{type(model).__name__} is no masked language model: it has no configuration with "
+            "max_position_embeddings"
         )
-    for kind in ("mask", "cls", "sep", "pad"):
-        if getattr(tokenizer, f"{kind}_token_id") is None:
+    for name in ("mask", "cls", "sep", "pad"):
+        if getattr(tokenizer, f"{name}_token_id") is None:
             raise ValueError(
-                f"tokenizer has no {kind} token: take that of a masked language "
-                "model, or name the token that stands for it"
+                f"tokenizer has no {name} token: take that of a masked language model, or set it"
             )
+
+
+@dataclass(frozen=True)
+class _Attempt:
+    "A prompt with a length for its gaps, and the steps in which it is filled."
+
+    number: int  # of the prompt
+    row: GenerationRow
+    num_steps: int
+
+
+def _list_attempts(
+    model: Any,
+    tokenizer: Any,
+    prompts: Sequence[str],
+    sampling: SamplingConfig,
+    max_gap: int,
+    fixed_steps: bool,  # whether the user chose num_steps
+    **options: Any,  # of `read_prompt`
+) -> list[_Attempt]:
+    "Read prompts; one with a [GAP] is tried with every length. Raises `ValueError`."
+    attempts, mask_token_id = [], tokenizer.mask_token_id
+    for number, prompt in enumerate(prompts):
+        lengths = range(1, max_gap + 1) if isinstance(prompt, str) and GAP in prompt else [1]
+        for length in lengths:
+            address = sampling.seed, number
+            row = read_prompt(tokenizer, prompt, gap_length=length, address=address, **options)
+            if len(row.ids) > max_input_length(model):
+                raise ValueError(
+                    f"prompt {number} needs {len(row.ids)} tokens and the model reads "
+                    f"{max_input_length(model)} (max_position_embeddings): shorten it, or write "
+                    "fewer tokens"
+                )
+            steps, num_gaps = sampling.num_steps, row.ids.count(mask_token_id)
+            if not fixed_steps and SAMPLERS[sampling.sampler].priority is not None:
+                steps = max(1, min(steps, num_gaps))
+            schedule_steps(
+                num_gaps, replace(sampling, num_steps=steps)
+            )  # not more blocks than steps
+            attempts.append(_Attempt(number, row, steps))
+    return attempts
+
+
+def _batches(attempts: list[_Attempt], batch_size: int) -> Iterator[list[_Attempt]]:
+    "Group attempts of similar length and equal steps; their order does not matter."
+    order = sorted(attempts, key=lambda attempt: (attempt.num_steps, len(attempt.row.ids)))
+    for _, group in groupby(order, key=lambda attempt: attempt.num_steps):
+        group = list(group)
+        yield from (group[i : i + batch_size] for i in range(0, len(group), batch_size))
 
 
 def generate_with_steps(
@@ -214,106 +260,62 @@ def generate_with_steps(
     rewrite_share: float = 0.3,  # of the words, hidden in rewriting
     ends: bool = False,  # may the model end a text early? It must have been trained with ends
     batch_size: int = 32,  # rows that the model reads at once; no text depends on it
-    watch: Callable[[int, SamplingStep], None]
-    | None = None,  # called with the first prompt's number in
-    # the batch, after each of its steps
-    **rule: Any,  # of `SamplingConfig`: sampler, num_steps, temperature, seed, ...
+    # Called with the number of the first prompt of the batch, after each of its steps.
+    watch: Callable[[int, SamplingStep], None] | None = None,
+    **options: Any,  # of `SamplingConfig`: sampler, num_steps, temperature, seed, ...
 ) -> list[GenerationResult]:
-    """Fill, continue, answer or rewrite prompts, and keep the way there.
+    """Fill, continue, answer or rewrite prompts, and keep all states.
 
-    num_steps is 32, or the number of open places of a prompt where these are fewer and no coins
-    are tossed. Raises `ValueError` before anything is written.
+    num_steps is 32, or the number of gaps of a prompt if that is smaller and the sampler tosses no
+    coins. Raises `ValueError` before anything is written.
     """
-    _check_writing(model, tokenizer, prompts, mode, dict(max_new_tokens=max_new_tokens,
-                   max_gap=max_gap, batch_size=batch_size), rule)  # fmt: skip
-    if not 0 < rewrite_share <= 1:
-        raise ValueError(f"rewrite_share must be above 0 and at most 1, got {rewrite_share}")
-    sampling, vocabulary = SamplingConfig(**rule), vocabulary_of(tokenizer)
+    numbers = {"max_new_tokens": max_new_tokens, "max_gap": max_gap, "batch_size": batch_size}
+    _check_request(model, tokenizer, prompts, mode, numbers, options)
+    check_range("rewrite_share", rewrite_share, 0, 1, exclude_low=True)
+    sampling, vocabulary = SamplingConfig(**options), vocabulary_of(tokenizer)
     device, end = next(model.parameters()).device, tokenizer.sep_token_id if ends else None
-    tried: list[tuple[int, GenerationRow]] = []  # a prompt with a [GAP] is tried with every length
-    for number, prompt in enumerate(prompts):
-        lengths = range(1, max_gap + 1) if isinstance(prompt, str) and GAP in prompt else [1]
-        for length in lengths:
-            task = read_prompt(
-                tokenizer,
-                prompt,
-                mode,
-                max_new_tokens,
-                length,
-                rewrite_share,
-                (sampling.seed, number),
-            )
-            if len(task.ids) > max_input_length(model):
-                raise ValueError(
-                    f"prompt {number} needs {len(task.ids)} tokens and the model "
-                    f"reads {max_input_length(model)} (max_position_embeddings): shorten "
-                    "it, or write fewer tokens"
-                )
-            tried.append((number, task))
-    # Rows of like length and as many steps go together; their order does not matter.
-    plans = [_steps_of(task, sampling, vocabulary, "num_steps" in rule) for _, task in tried]
-    for (_, task), steps in zip(tried, plans):  # or refuse more blocks than steps
-        schedule_steps(task.ids.count(vocabulary.mask_token_id), replace(sampling, num_steps=steps))
-    order = sorted(range(len(tried)), key=lambda i: (plans[i], len(tried[i][1].ids)))
-    candidates: dict[int, list[tuple[float, GenerationResult]]] = {}
-    while order:
-        some = [i for i in order[:batch_size] if plans[i] == plans[order[0]]]
-        order = order[len(some) :]
-        numbers, tasks = [tried[i][0] for i in some], [tried[i][1] for i in some]
-        ids_BL, mask_BL = pad_tasks(tasks, tokenizer.pad_token_id, device)
-        steps = []
+    attempts = _list_attempts(
+        model, tokenizer, prompts, sampling, max_gap, "num_steps" in options,
+        mode=mode, max_new_tokens=max_new_tokens, rewrite_share=rewrite_share,
+    )  # fmt: skip
+    results: dict[int, tuple[float, GenerationResult]] = {}  # by prompt: its best score so far
+    for batch in _batches(attempts, batch_size):
+        ids_BL, mask_BL = pad_tasks([a.row for a in batch], tokenizer.pad_token_id, device)
+        config, steps = replace(sampling, num_steps=batch[0].num_steps), []
+        batch_numbers = [attempt.number for attempt in batch]
         for step in iterate_unmasking(
-            model,
-            ids_BL,
-            vocabulary,
-            replace(sampling, num_steps=plans[some[0]]),
-            mask_BL,
-            end,
-            numbers,
+            model, ids_BL, vocabulary, config, mask_BL, end, batch_numbers
         ):
             steps.append(step)
             if watch is not None:
-                watch(numbers[0], step)
-        scores_B = [0.0] * len(some)
-        if any(GAP in prompts[n] for n in numbers):
-            written_BL = ids_BL == vocabulary.mask_token_id
-            scores_B = infill_scores(model, steps[-1].ids_BL, mask_BL, written_BL, vocabulary)
-        for row, (number, task) in enumerate(zip(numbers, tasks)):
-            found = _as_writing(tokenizer, prompts[number], task, steps, row, end)
-            candidates.setdefault(number, []).append((float(scores_B[row]), found))
-    return [max(candidates[n], key=lambda pair: pair[0])[1] for n in range(len(prompts))]
+                watch(batch_numbers[0], step)
+        scores_B = [0.0] * len(batch)
+        if any(GAP in prompts[number] for number in batch_numbers):
+            gaps_BL = ids_BL == vocabulary.mask_token_id
+            scores_B = infill_scores(model, steps[-1].ids_BL, mask_BL, gaps_BL, vocabulary).tolist()
+        for row, (attempt, score) in enumerate(zip(batch, scores_B)):
+            n = attempt.number
+            if n not in results or score > results[n][0]:
+                results[n] = (
+                    score,
+                    _make_result(tokenizer, prompts[n], attempt.row, steps, row, end),
+                )
+    return [results[n][1] for n in range(len(prompts))]
 
 
-def _steps_of(
-    task: GenerationRow, rule: SamplingConfig, vocabulary: Vocabulary, asked: bool
-) -> int:
-    "As many steps as were asked for; else no more than there are gaps."
-    gaps = task.ids.count(vocabulary.mask_token_id)
-    coins = rule.sampler in ("ancestral", "remask", "remask_doubtful")
-    return rule.num_steps if asked or coins else max(1, min(rule.num_steps, gaps))
-
-
-def _as_writing(tokenizer, prompt, task, steps, row, end) -> GenerationResult:
+def _make_result(tokenizer, prompt, task, steps, row, end) -> GenerationResult:
     "Gather what happened to one row."
-    take = lambda name: torch.stack([getattr(s, name)[row] for s in steps]).cpu().numpy()
     length = len(task.ids)
-    states = take("ids_BL")[:, :length]
-    ids = states[-1]
-    closed = task.mode in ("continue", "answer")
-    text, ended = decode_row(
-        tokenizer,
-        ids[task.begin : -1] if closed else ids[ids != (-1 if end is None else end)],
-        end if closed else None,
+    ids_SL, confidence_SL, remasked_SL = (
+        torch.stack([getattr(step, name)[row] for step in steps]).cpu().numpy()[:, :length]
+        for name in ("ids_BL", "confidence_BL", "taken_back_BL")
     )
-    return GenerationResult(
-        prompt,
-        text,
-        ids,
-        states,
-        take("confidence_BL")[:, :length],
-        take("taken_back_BL")[:, :length],
-        ended,
-    )
+    ids = ids_SL[-1]
+    if task.mode in ("continue", "answer"):
+        text, ended = decode_row(tokenizer, ids[task.begin : -1], end)
+    else:
+        text, ended = decode_row(tokenizer, ids if end is None else ids[ids != end], None)
+    return GenerationResult(prompt, text, ids, ids_SL, confidence_SL, remasked_SL, ended)
 
 
 def generate(

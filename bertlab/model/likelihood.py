@@ -9,7 +9,7 @@ __all__ = ['TextLikelihood', 'diffusion_nll_bound', 'causal_nll', 'generative_pe
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +27,7 @@ from .sampling import gap_log_probs
 # %% ../../nbs/model/14_likelihood.ipynb #fa0292db
 @dataclass(frozen=True)
 class TextLikelihood:
-    "What texts cost under a model: exactly, or as a bound with its error."
+    "The negative log-likelihood of texts: exact, or a bound with its error."
 
     nats: np.ndarray  # (B,) of each text
     variance: np.ndarray  # (B,) of each estimate, nats squared; 0 where nothing was drawn
@@ -52,30 +52,18 @@ class TextLikelihood:
         return float(error / self.num_bytes) if self.num_bytes else math.nan
 
 
-def _cost_of_hidden(
-    model: Any,
-    ids_BL: Tensor,
-    mask_BL: Tensor,
-    hidden_BL: Tensor,
-    vocabulary: Vocabulary,
-    end_token_id: int | None,
-    batch_size: int,
-) -> Tensor:  # (B,) nats of all hidden tokens of each row, float64
-    sums_B = torch.zeros(len(ids_BL), dtype=torch.float64)
-    for part in torch.arange(len(ids_BL)).split(batch_size):
-        rows = part.to(ids_BL.device)
-        ids, hidden = ids_BL[rows], hidden_BL[rows]
-        logp_NV = gap_log_probs(
-            model,
-            ids.masked_fill(hidden, vocabulary.mask_token_id),
-            mask_BL[rows],
-            hidden,
-            vocabulary,
-            end_token_id,
-        )
-        found_N = logp_NV.gather(1, ids[hidden][:, None])[:, 0].cpu().double()
-        sums_B.index_add_(0, part[hidden.nonzero()[:, 0].cpu()], -found_N)
-    return sums_B
+def _scored_tokens(input_ids: Tensor, mask_BL: Tensor, vocabulary: Vocabulary) -> Tensor:
+    "Return (B, L) bool: the tokens that are no special tokens and no padding."
+    batch = {"input_ids": input_ids.cpu().numpy(), "attention_mask": mask_BL.cpu().numpy()}
+    return torch.from_numpy(maskable_tokens(batch, vocabulary)).to(input_ids.device)
+
+
+def _count_bytes(ids_BL: Tensor, scored_BL: Tensor, vocabulary: Vocabulary, tokenizer) -> float:
+    "Return the bytes of the scored tokens' text; 0 without a tokenizer."
+    if tokenizer is None:
+        return 0.0
+    bytes_V = token_bytes(tokenizer, vocabulary.size)
+    return float((bytes_V[ids_BL.cpu()] * scored_BL.cpu()).sum())
 
 
 @torch.no_grad()
@@ -93,93 +81,69 @@ def diffusion_nll_bound(
 ) -> TextLikelihood:
     """Bound what texts cost under a masked model (Ou et al. 2025; Nie et al. 2025, eq. 6).
 
-    Draws come in antithetic pairs; how far these lie apart gives the variance. With None every
-    set of hidden tokens is asked for: exact, for texts of at most 12 tokens.
+    Draws come in antithetic pairs; their distance gives the variance. With None, every set of
+    hidden tokens is scored: exact, for texts of at most 12 tokens.
     """
     if num_draws is not None and (type(num_draws) is not int or num_draws < 4 or num_draws % 2):
         raise ValueError(f"num_draws must be an even number, 4 or more, or None, got {num_draws!r}")
     mask_BL = torch.ones_like(input_ids) if attention_mask is None else attention_mask
-    if scored is None:
-        both = {"input_ids": input_ids.cpu().numpy(), "attention_mask": mask_BL.cpu().numpy()}
-        scored = torch.from_numpy(maskable_tokens(both, vocabulary)).to(input_ids.device)
-    lengths_B = scored.sum(1).cpu().numpy()
+    scored_BL = _scored_tokens(input_ids, mask_BL, vocabulary) if scored is None else scored
+    lengths_B = scored_BL.sum(1).cpu().numpy()
     if (lengths_B == 0).any():
         raise ValueError(f"text {int((lengths_B == 0).argmax())} has no token to score")
+
+    def cost(rows: Tensor, hidden_BL: Tensor) -> Tensor:  # (B,) nats of all hidden tokens, float64
+        sums_B = torch.zeros(len(rows), dtype=torch.float64)
+        for part in torch.arange(len(rows)).split(batch_size):
+            ids, hidden = input_ids[rows[part]], hidden_BL[part].to(input_ids.device)
+            masked = ids.masked_fill(hidden, vocabulary.mask_token_id)
+            mask = mask_BL[rows[part]]
+            logp_NV = gap_log_probs(model, masked, mask, hidden, vocabulary, end_token_id)
+            logp_N = logp_NV.gather(1, ids[hidden][:, None])[:, 0].cpu().double()
+            sums_B.index_add_(0, part[hidden.nonzero()[:, 0].cpu()], -logp_N)
+        return sums_B
+
     with eval_mode(model):
         if num_draws is None:
-            found = [
-                _all_sets(model, ids[None], mask[None], may, vocabulary, end_token_id, batch_size)
-                for ids, mask, may in zip(input_ids, mask_BL, scored)
-            ]
-            nats_B, variance_B = np.array(found), np.zeros(len(found))
+            nats_B = np.array([_all_sets(cost, n, may) for n, may in enumerate(scored_BL.cpu())])
+            variance_B = np.zeros_like(nats_B)
         else:
-            nats_B, variance_B = _drawn_sets(
-                model,
-                input_ids,
-                mask_BL,
-                scored,
-                lengths_B,
-                vocabulary,
-                num_draws,
-                seed,
-                end_token_id,
-                batch_size,
-            )
-    num_bytes = 0.0
-    if tokenizer is not None:
-        bytes_V = token_bytes(tokenizer, vocabulary.size)
-        num_bytes = float((bytes_V[input_ids.cpu()] * scored.cpu()).sum())
+            nats_B, variance_B = _drawn_sets(cost, scored_BL.cpu().numpy(), num_draws, seed)
+    num_bytes = _count_bytes(input_ids, scored_BL, vocabulary, tokenizer)
     return TextLikelihood(nats_B, variance_B, lengths_B, num_bytes)
 
 
-def _all_sets(model, ids_1L, mask_1L, may_L, vocabulary, end_token_id, batch_size) -> float:
-    "The bound of one text from every set of hidden tokens."
-    places = may_L.nonzero()[:, 0].tolist()
-    n = len(places)
-    if n > 12:
+def _all_sets(cost: Callable, row: int, scored_L: Tensor) -> float:
+    "Return the bound of one text from every set of hidden tokens."
+    positions = scored_L.nonzero()[:, 0].tolist()
+    if len(positions) > 12:
         raise ValueError(
-            f"num_draws=None asks for all sets of {n} tokens; give texts of at most "
+            f"num_draws=None asks for all sets of {len(positions)} tokens; give texts of at most "
             "12, or a number of draws"
         )
     total = 0.0
-    for k in range(1, n + 1):
-        sets = list(itertools.combinations(places, k))
-        hidden_BL = torch.zeros(len(sets), ids_1L.shape[1], dtype=torch.bool, device=ids_1L.device)
-        for row, some in enumerate(sets):
-            hidden_BL[row, list(some)] = True
-        costs = _cost_of_hidden(
-            model,
-            ids_1L.expand(len(sets), -1),
-            mask_1L.expand(len(sets), -1),
-            hidden_BL,
-            vocabulary,
-            end_token_id,
-            batch_size,
-        )
-        total += float(costs.mean()) / k
+    for k in range(1, len(positions) + 1):
+        sets = torch.tensor(list(itertools.combinations(positions, k)))
+        hidden_BL = torch.zeros(len(sets), len(scored_L), dtype=torch.bool).scatter(1, sets, True)
+        total += float(cost(torch.full((len(sets),), row), hidden_BL).mean()) / k
     return total
 
 
 def _drawn_sets(
-    model, ids_BL, mask_BL, may_BL, lengths_B, vocabulary, num_draws, seed, end_token_id, batch_size
-):
-    "Estimates and their variance: the time of every second draw mirrors the one before."
-    (B, L), estimates = ids_BL.shape, []
+    cost: Callable, scored_BL: np.ndarray, num_draws: int, seed: int
+) -> tuple[np.ndarray, np.ndarray]:  # (B,) each
+    "Return estimates and their variance: the time of every second draw mirrors the one before."
+    (B, L), lengths_B, estimates = scored_BL.shape, scored_BL.sum(1), []
     for draw in range(num_draws):
-        keys_B = row_rng_keys(seed, [draw // 2] * B, range(B))
-        u_B = counter_uniform(keys_B, np.zeros(1, dtype=int), 3)
-        u_B = 1 - u_B if draw % 2 else u_B
-        counts_B = np.clip(np.ceil(u_B * lengths_B), 1, lengths_B).astype(int)
-        coins_BL = counter_uniform(
-            row_rng_keys(seed, [draw] * B, range(B))[:, None], np.arange(L), 0
+        times_B = counter_uniform(
+            row_rng_keys(seed, [draw // 2] * B, range(B)), np.zeros(1, int), 3
         )
-        coins_BL = np.where(may_BL.cpu().numpy(), coins_BL, 2.0)
-        ranks_BL = coins_BL.argsort(1).argsort(1)
-        hidden_BL = torch.from_numpy(ranks_BL < counts_B[:, None]).to(ids_BL.device)
-        costs_B = _cost_of_hidden(
-            model, ids_BL, mask_BL, hidden_BL, vocabulary, end_token_id, batch_size
-        )
-        estimates.append(costs_B.numpy() * lengths_B / counts_B)
+        times_B = 1 - times_B if draw % 2 else times_B
+        counts_B = np.clip(np.ceil(times_B * lengths_B), 1, lengths_B).astype(int)
+        keys_B1 = row_rng_keys(seed, [draw] * B, range(B))[:, None]
+        coins_BL = np.where(scored_BL, counter_uniform(keys_B1, np.arange(L), 0), 2.0)
+        hidden_BL = torch.from_numpy(coins_BL.argsort(1).argsort(1) < counts_B[:, None])
+        estimates.append(cost(torch.arange(B), hidden_BL).numpy() * lengths_B / counts_B)
     pairs_PB = np.array(estimates).reshape(num_draws // 2, 2, B).mean(1)
     return pairs_PB.mean(0), pairs_PB.var(0, ddof=1) / len(pairs_PB)
 
@@ -192,28 +156,21 @@ def causal_nll(
     attention_mask: Tensor | None = None,  # (B, L); None: no padding
     tokenizer: Any = None,  # for bits per byte
 ) -> TextLikelihood:
-    "What texts cost under an autoregressive model, exactly; special tokens are not counted."
+    "Score texts by an autoregressive model, exactly; special tokens are not counted."
     mask_BL = torch.ones_like(input_ids) if attention_mask is None else attention_mask
-    both = {"input_ids": input_ids.cpu().numpy(), "attention_mask": mask_BL.cpu().numpy()}
-    scored_BL = torch.from_numpy(maskable_tokens(both, vocabulary)).to(input_ids.device)
-    scored_BL[:, 0] = False  # nothing stands before it
+    scored_BL = _scored_tokens(input_ids, mask_BL, vocabulary)
+    scored_BL[:, 0] = False  # nothing comes before it
     if not scored_BL.any():
-        raise ValueError(
-            "no text has a token to score: the first one has nothing before it, and "
-            "special tokens are not counted"
-        )
-    barred = torch.from_numpy(vocabulary.is_special_V).to(input_ids.device)
+        raise ValueError("input_ids has no token to score besides first and special tokens")
+    special_V = torch.from_numpy(vocabulary.is_special_V).to(input_ids.device)
     with eval_mode(twin):
         logits_BLV = twin(input_ids, mask_BL).logits[..., : vocabulary.size]
-    # Words alone are compared, as the bound does.
-    logp_BLV = logits_BLV.float().masked_fill(barred, -torch.inf).log_softmax(-1)
-    found_BL = logp_BLV.gather(2, input_ids[..., None])[..., 0].masked_fill(~scored_BL, 0.0)
-    num_bytes = 0.0
-    if tokenizer is not None:
-        bytes_V = token_bytes(tokenizer, vocabulary.size)
-        num_bytes = float((bytes_V[input_ids.cpu()] * scored_BL.cpu()).sum())
-    nats_B = -found_BL.cpu().double().sum(1).numpy()
-    return TextLikelihood(nats_B, np.zeros_like(nats_B), scored_BL.sum(1).cpu().numpy(), num_bytes)
+    # Only words are compared, as in the bound.
+    logp_BLV = logits_BLV.float().masked_fill(special_V, -torch.inf).log_softmax(-1)
+    logp_BL = logp_BLV.gather(2, input_ids[..., None])[..., 0].masked_fill(~scored_BL, 0.0)
+    nats_B, lengths_B = -logp_BL.cpu().double().sum(1).numpy(), scored_BL.sum(1).cpu().numpy()
+    num_bytes = _count_bytes(input_ids, scored_BL, vocabulary, tokenizer)
+    return TextLikelihood(nats_B, np.zeros_like(nats_B), lengths_B, num_bytes)
 
 
 def generative_perplexity(
@@ -233,18 +190,16 @@ def repetition_stats(
     rows = [list(row) for row in rows]
     if not any(rows):
         raise ValueError("rows hold no token: there is nothing to count")
-    grams = lambda row, n: list(zip(*(row[i:] for i in range(n))))
-    found: dict[str, float] = {}
-    for n in (1, 2, 3):
-        every = [gram for row in rows for gram in grams(row, n)]
-        found[f"distinct_{n}"] = len(set(every)) / len(every) if every else math.nan
-    of_four = [grams(row, 4) for row in rows]
-    total = sum(map(len, of_four))
-    again = sum(len(some) - len(set(some)) for some in of_four)
-    found["repeated_4"] = again / total if total else math.nan
-    pairs = [(a, b) for row in rows for a, b in zip(row, row[1:])]
-    found["stutter"] = sum(a == b for a, b in pairs) / len(pairs) if pairs else math.nan
+    grams = {n: [list(zip(*(row[i:] for i in range(n)))) for row in rows] for n in (1, 2, 3, 4)}
+    share = lambda part, total: part / total if total else math.nan
+    totals = {n: sum(map(len, grams[n])) for n in grams}
+    stats = {
+        f"distinct_{n}": share(len({g for row in grams[n] for g in row}), totals[n])
+        for n in (1, 2, 3)
+    }
+    stats["repeated_4"] = share(sum(len(row) - len(set(row)) for row in grams[4]), totals[4])
+    stats["stutter"] = share(sum(a == b for row in grams[2] for a, b in row), totals[2])
     counts = np.array(list(Counter(token for row in rows for token in row).values()))
     shares = counts / counts.sum()
-    found["entropy"] = float(-(shares * np.log(shares)).sum())  # nats per token
-    return found
+    stats["entropy"] = float(-(shares * np.log(shares)).sum())  # nats per token
+    return stats

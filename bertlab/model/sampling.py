@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['SAMPLERS', 'WORD', 'REVEAL', 'REMASK', 'GapCandidates', 'UnmaskingOrder', 'SamplingConfig', 'token_distribution',
-           'inverse_cdf_sample', 'last_likely', 'StepSchedule', 'schedule_steps', 'max_remask_rate',
-           'unmask_probability', 'gap_log_probs', 'guided_scores', 'SamplingStep', 'check_gaps', 'Unmasker',
-           'top_per_row', 'iterate_unmasking', 'unmask']
+           'inverse_cdf_sample', 'StepSchedule', 'schedule_steps', 'max_remask_rate', 'unmask_probability',
+           'exact_dtype', 'gap_log_probs', 'guided_scores', 'SamplingStep', 'check_gaps', 'Unmasker', 'top_per_row',
+           'iterate_unmasking', 'unmask']
 
 # %% ../../nbs/model/12_sampling.ipynb #075e6a19
 import math
@@ -76,6 +76,14 @@ SAMPLERS: dict[str, UnmaskingOrder] = {
 
 # %% ../../nbs/model/12_sampling.ipynb #638ae375
 WORD, REVEAL, REMASK = range(3)  # what a random number is for
+_LIMITS = {
+    **dict.fromkeys(("num_steps", "block_size"), (int, 1, math.inf)),
+    "seed": (int, 0, math.inf),
+    **dict.fromkeys(("temperature", "guidance"), (Real, 0, math.inf)),
+    "repetition_penalty": (Real, 1, math.inf),
+    "top_p": (Real, 1e-9, 1),
+    "remask": (Real, 0, 1),
+}  # of the numbers: type, smallest and largest value
 
 
 @dataclass(frozen=True)
@@ -97,38 +105,33 @@ class SamplingConfig:
     def __post_init__(self):
         look_up(self.sampler, SAMPLERS, "sampler")
         look_up(self.schedule, NOISE_SCHEDULES, "schedule")
-        for name, least in (("num_steps", 1), ("seed", 0), ("block_size", 1)):
+        for name, (kind, low, high) in _LIMITS.items():
             value = getattr(self, name)
-            if value is None and name == "block_size":
+            if name == "block_size" and value is None:
                 continue
-            if type(value) is not int or value < least:
-                raise ValueError(f"{name} must be a whole number, {least} or more, got {value!r}")
-        ranges = {"temperature": (0, math.inf), "repetition_penalty": (1, math.inf),
-                  "guidance": (0, math.inf), "top_p": (0, 1), "remask": (0, 1)}  # fmt: skip
-        for name, (low, high) in ranges.items():
-            value = getattr(self, name)
-            inside = isinstance(value, Real) and low <= value <= high and value < math.inf
-            if not inside or (name == "top_p" and value == 0):
+            fits = isinstance(value, kind) and not isinstance(value, bool)
+            if not fits or not low <= value <= high or value == math.inf:
+                whole = "whole " * (kind is int)
                 raise ValueError(
-                    f"{name} must be a finite number from {low} to {high}, got {value!r}"
+                    f"{name} must be a finite {whole}number from {low} to {high}, got {value!r}"
                 )
 
 # %% ../../nbs/model/12_sampling.ipynb #352ea5b6
 def token_distribution(
     logp_NV: Tensor,  # log-probabilities of words, nats; -inf for what may not be written
-    rule: SamplingConfig,
-    stands_NV: Tensor | None = None,  # bool: the word stands in the text of this gap; None: no
+    config: SamplingConfig,
+    present_NV: Tensor | None = None,  # bool: the word is in the text of this gap; None: it is not
 ) -> Tensor:  # (N, V), probabilities; of temperature 0 the best word alone
-    "The distribution that a gap's word is drawn from."
-    if stands_NV is not None and rule.repetition_penalty > 1:
-        logp_NV = logp_NV - math.log(rule.repetition_penalty) * stands_NV
-    if rule.temperature == 0:
+    "Return the distribution that a gap's word is drawn from."
+    if present_NV is not None and config.repetition_penalty > 1:
+        logp_NV = logp_NV - math.log(config.repetition_penalty) * present_NV
+    if config.temperature == 0:
         best_N = logp_NV.argmax(-1)
         return torch.nn.functional.one_hot(best_N, logp_NV.shape[-1]).to(logp_NV.dtype)
-    p_NV = (logp_NV / rule.temperature).softmax(-1)
-    if rule.top_p < 1:
+    p_NV = (logp_NV / config.temperature).softmax(-1)
+    if config.top_p < 1:
         sorted_NV, order_NV = p_NV.sort(-1, descending=True)
-        kept_NV = sorted_NV.cumsum(-1) - sorted_NV < rule.top_p  # the first one always
+        kept_NV = sorted_NV.cumsum(-1) - sorted_NV < config.top_p  # the first one always
         p_NV = torch.zeros_like(p_NV).scatter(-1, order_NV, sorted_NV * kept_NV)
         p_NV = p_NV / p_NV.sum(-1, keepdim=True)
     return p_NV
@@ -139,15 +142,10 @@ def inverse_cdf_sample(
     uniforms_N: Tensor,  # in [0, 1), one for each gap
 ) -> Tensor:  # (N,) ids
     "Draw by the inverse of the cumulative distribution: one number a gap, whatever its company."
-    sums_NV = p_NV.cumsum(-1)
-    found_N = (sums_NV <= uniforms_N[:, None] * sums_NV[:, -1:]).sum(-1)
-    return torch.minimum(found_N, last_likely(p_NV))
-
-
-def last_likely(p_NV: Tensor) -> Tensor:  # (N,): rounding must not reach a word of probability 0
-    "The last word of each row that can be drawn."
-    V = p_NV.shape[-1]
-    return V - 1 - (p_NV > 0).flip(-1).int().argmax(-1)
+    V, sums_NV = p_NV.shape[-1], p_NV.cumsum(-1)
+    sampled_N = (sums_NV <= uniforms_N[:, None] * sums_NV[:, -1:]).sum(-1)
+    # Rounding must not reach a word of probability 0.
+    return torch.minimum(sampled_N, V - 1 - (p_NV > 0).flip(-1).int().argmax(-1))
 
 # %% ../../nbs/model/12_sampling.ipynb #fb75102a
 class StepSchedule(NamedTuple):
@@ -161,20 +159,20 @@ class StepSchedule(NamedTuple):
 
 def schedule_steps(
     num_gaps: int,
-    rule: SamplingConfig,
+    config: SamplingConfig,
 ) -> list[StepSchedule]:  # one for each step
     "Deal the steps to the blocks of a row. Raises `ValueError` for more blocks than steps."
-    size = min(rule.block_size or num_gaps, num_gaps) or 1
+    size = min(config.block_size or num_gaps, num_gaps) or 1
     blocks = max(1, -(-num_gaps // size))
-    if blocks > rule.num_steps:
+    if blocks > config.num_steps:
         raise ValueError(
-            f"num_steps={rule.num_steps} is less than the {blocks} blocks of "
-            f"block_size={rule.block_size} in {num_gaps} gaps; take more steps, or "
+            f"num_steps={config.num_steps} is less than the {blocks} blocks of "
+            f"block_size={config.block_size} in {num_gaps} gaps; take more steps, or "
             "larger blocks"
         )
-    share, plans = NOISE_SCHEDULES[rule.schedule].share, []
+    share, plans = NOISE_SCHEDULES[config.schedule].share, []
     for block in range(blocks):
-        steps = (block + 1) * rule.num_steps // blocks - block * rule.num_steps // blocks
+        steps = (block + 1) * config.num_steps // blocks - block * config.num_steps // blocks
         first, stop = block * size, min((block + 1) * size, num_gaps)
         for step in range(steps):
             before, after = (float(share(np.float64(1 - k / steps))) for k in (step, step + 1))
@@ -195,6 +193,11 @@ def unmask_probability(
     return (1 - plan.after - (1 - sigma) * (1 - plan.before)) / plan.before
 
 # %% ../../nbs/model/12_sampling.ipynb #e635d9fa
+def exact_dtype(device: torch.device) -> torch.dtype:
+    "Return double precision where a device has it: rare words count in a cumulative sum, too."
+    return torch.float64 if device.type in ("cpu", "cuda") else torch.float32
+
+
 def gap_log_probs(
     model: Any,  # anything that maps input_ids and attention_mask to `.logits`, (B, L, V)
     ids_BL: Tensor,
@@ -220,12 +223,10 @@ def gap_log_probs(
             f"the vocabulary has {vocabulary.size} ids, the model scores only "
             f"{logits_NV.shape[1]}: take the tokenizer it was trained with"
         )
-    # Double precision where there is such: rare words have their place in a cumulative sum.
-    exact = torch.float64 if ids_BL.device.type in ("cpu", "cuda") else torch.float32
     barred_V = vocabulary.is_special_V.copy()
     if end_token_id is not None:
         barred_V[end_token_id] = False
-    logits_NV = logits_NV[:, : vocabulary.size].to(exact)
+    logits_NV = logits_NV[:, : vocabulary.size].to(exact_dtype(ids_BL.device))
     barred = torch.from_numpy(barred_V).to(ids_BL.device)
     return logits_NV.masked_fill(barred, -math.inf).log_softmax(-1)
 
@@ -237,16 +238,16 @@ def guided_scores(
     open_BL: Tensor,
     given_BL: Tensor,  # bool: words that were given, which guidance hides for its second question
     vocabulary: Vocabulary,
-    rule: SamplingConfig,
+    config: SamplingConfig,
     end_token_id: int | None = None,
 ) -> Tensor:  # (N, V) log-probabilities, nats
     "Ask a model, and with guidance ask it again without what is given (Ho and Salimans 2021)."
     score = lambda ids: gap_log_probs(model, ids, attention_mask, open_BL, vocabulary, end_token_id)
     logp_NV = score(ids_BL)
-    if not rule.guidance:
+    if not config.guidance:
         return logp_NV
     blind_NV = score(ids_BL.masked_fill(given_BL, vocabulary.mask_token_id))
-    mixed_NV = (1 + rule.guidance) * logp_NV - rule.guidance * blind_NV
+    mixed_NV = (1 + config.guidance) * logp_NV - config.guidance * blind_NV
     return mixed_NV.masked_fill(logp_NV.isneginf(), -math.inf).log_softmax(-1)
 
 # %% ../../nbs/model/12_sampling.ipynb #e7bfd4e8
@@ -302,8 +303,8 @@ class Unmasker:
         self.given_BL = ~self.gaps_BL & ~self.special_V[input_ids]
         self.schedules_B = [schedule_steps(n, config) for n in self.gaps_BL.sum(1).tolist()]
         self.numbers = list(range(len(input_ids)) if prompt_numbers is None else prompt_numbers)
-        exact = torch.float64 if input_ids.device.type in ("cpu", "cuda") else torch.float32
-        self.confidence_BL = torch.full_like(input_ids, math.nan, dtype=exact)
+        dtype = exact_dtype(input_ids.device)
+        self.confidence_BL = torch.full_like(input_ids, math.nan, dtype=dtype)
 
     def draw(self, step: int, purpose: int) -> Tensor:  # (B, L), uniform in [0, 1)
         "Random numbers that depend on seed, step, prompt and position alone."

@@ -441,5 +441,3 @@ def test_the_curvature_of_a_recomputed_model_is_that_of_the_model(mode, options)
     want = curvature(model)
     checkpoint_activations(model, mode, **options)
     assert all(torch.equal(got, one) for got, one in zip(curvature(model), want))
-
-

@@ -118,5 +118,3 @@ def test_a_model_of_the_library_writes_text_without_special_tokens_and_stays_in_
         tokenizer.all_special_ids
     )
     assert model.training
-
-

@@ -93,5 +93,3 @@ def test_one_pair_that_is_turned_cannot_be_slowed_down_by_ntk():
     with pytest.raises(ValueError, match="how='ntk'.*rotary_dim=2 .*yarn"):
         context_config(config, 600, "ntk")
     assert context_config(config, 600, "linear").rope_scaling
-
-

@@ -254,7 +254,9 @@ def test_a_post_norm_stream_may_be_as_precise_as_the_products():
         sums = types[in_fp32, autocast] = []
         for name, norm in model.named_modules():
             if "post_" in name:
-                norm.register_forward_pre_hook(lambda _, args, sums=sums: sums.append(args[0].dtype))
+                norm.register_forward_pre_hook(
+                    lambda _, args, sums=sums: sums.append(args[0].dtype)
+                )
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             logits[in_fp32, autocast] = model(ids).logits.float()
     # The embedding is in float32, so it enters the first sum.

@@ -170,12 +170,12 @@ def test_the_likelihood_of_a_writing_is_the_chain_rule_in_its_order():
 
 
 @pytest.mark.parametrize("options, said", [
-    (dict(prompts="the cat"), "prompts must be a list"), (dict(prompts=[]), "prompts must be a list"),
-    (dict(prompts=[3]), "prompts must be strings"), (dict(mode="infil"), "did you mean 'infill'"),
-    (dict(mode="infill"), "no gap"), (dict(max_new_tokens=0), "max_new_tokens must be"),
+    (dict(prompts="the cat"), "prompts"), (dict(prompts=[]), "prompts"),
+    (dict(prompts=[3]), "prompts"), (dict(mode="infil"), "did you mean 'infill'"),
+    (dict(mode="infill"), "no gap"), (dict(max_new_tokens=0), "max_new_tokens"),
     (dict(max_new_tokens=60), "max_position_embeddings"), (dict(sampler="none"), "sampler='none'"),
-    (dict(temprature=1), "did you mean 'temperature'"), (dict(rewrite_share=0), "rewrite_share must be"),
-    (dict(prompts=[""], mode="rewrite"), "no words to rewrite"), (dict(batch_size=0), "batch_size must be"),
+    (dict(temprature=1), "did you mean 'temperature'"), (dict(rewrite_share=0), "rewrite_share"),
+    (dict(prompts=[""], mode="rewrite"), "no words to rewrite"), (dict(batch_size=0), "batch_size"),
     (dict(block_size=2, num_steps=3, max_new_tokens=12), "num_steps=3"),
 ])  # fmt: skip
 def test_what_cannot_be_written_is_refused(options, said):
@@ -189,5 +189,3 @@ def test_a_tokenizer_without_a_token_that_rows_are_made_of_is_refused(kind, monk
     setattr(other, f"{kind}_token", None)
     with pytest.raises(ValueError, match=f"no {kind} token"):
         generate(MODEL, other, ["the cat"])
-
-

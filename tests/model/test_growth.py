@@ -357,5 +357,3 @@ def test_other_names_of_labels_are_refused_where_a_head_has_them(name, have, wan
     assert getattr(grow(model.encoder, doubled({}, **{name: want})).config, name) == want
     unnamed = lively(shape(), BertLabForSequenceClassification)
     assert getattr(grow(unnamed, doubled({}, **{name: want})).config, name) == want
-
-

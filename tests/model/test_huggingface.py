@@ -975,5 +975,3 @@ def test_a_damaged_directory_runs_nothing_and_is_named_in_one_line(wrong, tmp_pa
         from_huggingface(place)
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 600
     assert not (place / "was run").exists()
-
-

@@ -314,5 +314,3 @@ def test_xavier_takes_the_fans_of_each_map_that_a_matrix_holds_and_the_others_ta
         assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2]) == (
             name != "xavier"
         )
-
-

@@ -319,5 +319,3 @@ def test_a_model_without_memory_is_refused(model):
         ghost = nn.Linear(2, 2)
     with pytest.raises(ValueError, match="device meta.*to_empty"):
         load_state_dict(ghost, nn.Linear(2, 2).state_dict())
-
-

@@ -295,14 +295,14 @@ def test_late_ends_let_the_words_come_first():
 
 
 @pytest.mark.parametrize("changes, said", [
-    (dict(sampler="confidense"), "did you mean 'confidence'"), (dict(num_steps=0), "num_steps must be"),
-    (dict(num_steps=True), "num_steps must be"), (dict(temperature=-1), "temperature"),
+    (dict(sampler="confidense"), "did you mean 'confidence'"), (dict(num_steps=0), "num_steps"),
+    (dict(num_steps=True), "num_steps"), (dict(temperature=-1), "temperature"),
     (dict(temperature=None), "temperature"), (dict(guidance="1"), "guidance"), (dict(top_p="1"), "top_p"),
     (dict(remask=None), "remask"),
     (dict(temperature=float("nan")), "temperature"), (dict(top_p=0), "top_p"),
-    (dict(repetition_penalty=0.5), "repetition_penalty must be"), (dict(guidance=-1), "guidance"),
-    (dict(block_size=0), "block_size must be"), (dict(remask=1.1), "remask must be"),
-    (dict(schedule="sine"), "schedule='sine' is unknown"), (dict(seed=-1), "seed must be"),
+    (dict(repetition_penalty=0.5), "repetition_penalty"), (dict(guidance=-1), "guidance"),
+    (dict(block_size=0), "block_size"), (dict(remask=1.1), "remask"),
+    (dict(schedule="sine"), "schedule='sine' is unknown"), (dict(seed=-1), "seed"),
 ])  # fmt: skip
 def test_a_rule_that_cannot_be_is_refused(changes, said):
     with pytest.raises(ValueError, match=said):

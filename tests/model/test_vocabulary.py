@@ -370,5 +370,3 @@ def test_a_transplanted_model_reads_as_far_as_it_did():
         moved = transplant_vocabulary(model, old, new)
         assert moved.tokenizer.model_max_length == after and new.model_max_length == theirs
     assert len(moved.tokenizer(" ".join(HOME), truncation=True).input_ids) == 32
-
-
