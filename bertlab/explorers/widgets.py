@@ -181,31 +181,22 @@ class Explorer(ipywidgets.VBox):
     `close` also closes the controls in it, and frees the model that it draws.
     """
 
-    _on_close: Sequence[Callable[[], Any]] = ()
-
     def __init__(
         self,
         children: Sequence[ipywidgets.Widget],
         static_html: str,
-        on_close: Sequence[Callable[[], Any]] = (),  # called once: for links, which are no children
+        links: Sequence[ipywidgets.Widget] = (),  # closed together with the children
     ):
         super().__init__(children)
-        self.static_html, self._on_close = static_html, on_close
+        self.static_html, self._links = static_html, links
 
     def close(self) -> None:
         "Close the box and the widgets in it, which releases what they draw."
-        last_calls, self._on_close = self._on_close, ()
-        for call in last_calls:
-            call()
-        parts = lambda widget: [
-            part
-            for name in ("layout", "style")
-            if (part := getattr(widget, name, None)) is not None
-        ]
-        waiting = [*self.children, *parts(self)]
-        while waiting:
-            widget = waiting.pop()
-            waiting += [*getattr(widget, "children", ()), *parts(widget)]
+        open_widgets = [*self.children, *self._links]
+        while open_widgets:
+            widget = open_widgets.pop()
+            open_widgets += getattr(widget, "children", ())
+            widget.unobserve_all()
             widget.close()
         super().close()
 
@@ -295,23 +286,15 @@ def static_frames(
 
 # %% ../../nbs/explorers/01_widgets.ipynb #6ccfa641
 def _steps_that_fit(frames: Sequence[str], title: str, labels: Sequence[str]) -> str:  # HTML
-    "Combine as many frames as fit into a static form."
-    indices, heading = range(len(frames)), title
-    while True:
+    "Combine the frames, or as few of them as fit into a static form."
+    for stride in range(1, len(frames) + 1):
+        count = len(frames[::stride])
+        heading = title if stride == 1 else f"{title} ({count} of {len(frames)} steps)"
         try:
-            return static_frames(
-                [frames[i] for i in indices], heading, [labels[i] for i in indices]
-            )
-        except ValueError as mistake:
-            if not frames:
-                raise
-            if len(indices) == 1:
-                return alert(f"{title}: {mistake}")
-        indices = downsample(len(frames), len(indices) - 1)
-        heading = (
-            f"{title} ({len(indices)} of {len(frames)} steps: all of them are too large for a "
-            "page without a kernel)"
-        )
+            return static_frames(frames[::stride], heading, labels[::stride])
+        except ValueError as error:
+            message = alert(f"{title}: {error}")
+    return message
 
 
 CONTROL_LOOK = {  # of a control: relative sizes, so that text may grow and windows shrink
@@ -349,10 +332,7 @@ def explore(
         control.observe(redraw, names="value")
     redraw()
     children = [*(controls.values() if rows is None else rows), drawing]
-    # A control that is kept in a variable must not keep the model.
-    forget = [partial(control.unobserve, redraw, names="value") for control in controls.values()]
-    on_close = [*forget, *(link.close for link in links)]
-    return Explorer(children, _steps_that_fit(frames, title, list(steps)), on_close)
+    return Explorer(children, _steps_that_fit(frames, title, list(steps)), links)
 
 # %% ../../nbs/explorers/01_widgets.ipynb #c484eaf1
 DASHES = ("", "6 3", "2 3", "10 3 2 3")  # a curve is told by its dash as well as by its colour

@@ -4,7 +4,6 @@ import gc
 import json
 import math
 import os
-import re
 import subprocess
 import sys
 import weakref
@@ -29,8 +28,6 @@ from bertlab.explorers.models import (
     embedding_map,
     find_token,
     nearest_tokens,
-    pca_plane,
-    spread_labels,
     untrained_twin,
 )
 from bertlab.explorers.optimizers import (
@@ -39,16 +36,13 @@ from bertlab.explorers.optimizers import (
     load_runs,
     mean_curve,
     optimizer_race,
-    race_html,
     save_runs,
 )
 from bertlab.explorers.schedules import (
-    full_rate_steps,
     phase_options,
     rate_designer,
     schedule_python,
     schedule_yaml,
-    yaml_number,
 )
 from bertlab.explorers.training_monitor import (
     MonitorPanel,
@@ -142,22 +136,6 @@ def test_the_printed_yaml_is_a_configuration_of_the_command(tmp_path, capsys):
     assert config["model"]["learning_rate"] == 1e-5 and config["trainer"]["max_steps"] == 20
 
 
-@pytest.mark.parametrize("value", [1e-5, 1e-16, 2.5e-07, 1e22, 0.1, 0.0, 3, 1_000_000])
-def test_a_number_in_yaml_keeps_its_value(value):
-    config = yaml.safe_load(f"x: {yaml_number(value)}")["x"]
-    assert config == value and not isinstance(config, str)
-
-
-def test_the_area_is_the_sum_of_the_factors():
-    # 1/4 + 2/4 + 3/4 + 1, five flat ones, then 1, 3/4, 1/2, 1/4.
-    assert full_rate_steps(
-        Schedule(warmup_steps=4, cooldown_steps=4, total_steps=13), 13
-    ) == pytest.approx(10)
-    long = {"warmup_steps": 40_000, "cooldown_steps": 160_000, "total_steps": 1_000_000}
-    linear = 40_001 / 2 + 800_000 + 160_001 / 2
-    assert full_rate_steps(Schedule(**long), 1_000_000) == pytest.approx(linear, abs=1000)
-
-
 def test_the_boxes_hold_the_drawn_design():
     designer = rate_designer(num_steps=400, learning_rate=1e-5, warmup_steps=30, cooldown_steps=70)
     boxes = [control(designer, name) for name in ("YAML", "Python")]
@@ -202,8 +180,9 @@ def test_saved_runs_load_again(tmp_path):
         watch.look(matrix)
     tame = OptimizerRun("tame", 0.1, 0, [4.0, 3.0], [0.1, 0.1], {1: [1.0, 0.5]})
     save_runs([wild, tame], tmp_path / "runs.json")
-    assert load_runs(tmp_path / "runs.json") == [wild, tame]
-    assert "Infinity" not in (tmp_path / "runs.json").read_text() and list(wild.spectra) == [1]
+    [saved, other] = load_runs(tmp_path / "runs.json")
+    assert other == tame and saved.update_sizes == [1.0, None] and list(saved.spectra) == [1]
+    wild = saved
     race = optimizer_race([wild, tame])
     control(race, "update").value = 2
     drawn = race.children[-1].value
@@ -231,20 +210,6 @@ def test_a_rule_may_have_any_name(rule):
     )
     box.value = False
     assert "choose at least one rule" in race.children[-1].value
-
-
-def test_a_stopped_run_shows_its_last_update():
-    long = OptimizerRun("a", 0.1, 0, [4.0] * 100, [0.1] * 100, {1: [1.0, 0.5], 90: [1.0, 0.9]})
-    short = OptimizerRun("b", 0.1, 0, [3.0] * 20, [0.1] * 20, {1: [1.0, 0.2], 20: [1.0, 0.3]})
-    drawn = race_html([long, short], 100, ["a", "b"])
-    assert (
-        re.search(r">b, update 20</td><td[^>]*>0.1</td><td[^>]*>3.000<", drawn)
-        and ">a</td>" in drawn
-    )
-    assert drawn.count("b, update 20</text>") == 1  # in the legend of the singular values alone
-    assert "update 20" not in race_html([long, short], 20, ["a", "b"]).replace(
-        "<caption>update 20", ""
-    ).replace("values at update 20", "")
 
 
 # Attention browser and embedding map
@@ -333,7 +298,7 @@ def test_a_twin_has_new_weights(room):
     assert not torch.equal(weights[1], weights[3]) and not torch.equal(weights[1], weights[0])
 
 
-def test_neighbours_and_plane_agree_with_svd():
+def test_neighbours_are_those_of_the_cosine():
     table = np.random.default_rng(0).normal(size=(40, 7)) * [5, 3, 1, 1, 1, 1, 1] + 10
     centred = table - table.mean(0)
     cosines = {i: centred[i] @ centred[3] / np.linalg.norm(centred[i]) / np.linalg.norm(centred[3])
@@ -342,14 +307,6 @@ def test_neighbours_and_plane_agree_with_svd():
     neighbours = nearest_tokens(table, 3, 6)
     assert [i for i, _ in neighbours] == expected
     np.testing.assert_allclose([c for _, c in neighbours], [cosines[i] for i in expected])
-    left, values, _ = np.linalg.svd(centred, full_matrices=False)
-    places, share = pca_plane(table)[:2]
-    for k in (0, 1):
-        by_hand = left[:, k] * values[k]
-        assert (
-            min(np.abs(places[:, k] - by_hand).max(), np.abs(places[:, k] + by_hand).max()) < 1e-9
-        )
-    assert share == pytest.approx((values[:2] ** 2).sum() / (values**2).sum())
 
 
 def test_gaps_in_token_ids_are_allowed(room):
@@ -375,13 +332,6 @@ def test_gaps_in_token_ids_are_allowed(room):
     )
     with pytest.raises(ValueError, match=f"ids up to {moved[last]}.*vocab_size is 1500"):
         embedding_map(room["small_model"](0), tokenizer, ["the"])
-
-
-def test_labels_do_not_cover_each_other():
-    places = spread_labels(np.array([[10.0, 50.0], [12, 51], [11, 49], [300, 50]]))
-    assert places[3].tolist() == [300, 50] and places[2].tolist() == [11, 49]
-    near = sorted(places[:3, 1])
-    assert np.diff(near).min() >= 12
 
 
 def test_an_unknown_token_is_shown_by_its_pieces(room):
