@@ -13,7 +13,7 @@ _os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 # for example `bertlab.data.packing.best_fit_decreasing`. `__init__.pyi` is written from this list by `make sync`,
 # so that editors and type checkers know the names too.
 _FACE = {
-    # core: whole files and honest devices
+    # core: files, durations, names, devices and plots
     "core.devices": "Device describe_device find_devices",
     "core.durations": "Duration",
     "core.files": "atomic_write",
@@ -36,7 +36,7 @@ _FACE = {
     "data.plain_models": "PlainModelCollator",
     "data.tokenizer_measures": "compare_tokenizers",
     "data.tokenize": "tokenize_dataset",
-    # model: from ids to a loss, one document at a time
+    # model: from token ids to a loss, one document at a time
     "model.config": """
         BertLabConfig bert_base bert_large bert_tiny modernbert_base modernbert_large modernbert_tiny neobert
         roberta_base""",
@@ -56,12 +56,12 @@ _FACE = {
     "model.context": "extend_context",
     "model.sampling": "SamplingConfig",
     "model.generation": "generate",
-    # optim: what moves which weight, and when
+    # optim: how each weight is updated, and when
     "optim.schedulers": "InverseSqrtScheduler Schedule get_scheduler",
     "optim.budgets": "BatchSizeWarmup TimeBudgetLR",
     "optim.groups": "parameter_groups",
     "optim.optimizers": "get_optimizer",
-    # train: a loop that survives being killed
+    # train: a training loop that survives interruptions
     "train.steps": "TrainingModule",
     "train.modules": "PretrainingModule",
     "train.history": "History",
@@ -81,7 +81,7 @@ _FACE = {
     "train.averages": "EMA",
     "train.estimate": "estimate_memory",
     "train.export": "OnnxModel",
-    # finetuning: a checkpoint, a task, an honest number
+    # finetuning: from a checkpoint and labels to a score with its baselines
     "finetuning.data": "FinetuningDataModule",
     "finetuning.module": "FinetuningModule",
     "finetuning.runs": "finetune finetune_seeds",
@@ -94,7 +94,7 @@ _FACE = {
     "embeddings.pairs": "EmbeddingDataModule",
     "embeddings.module": "EmbeddingModule",
     "embeddings.search": "TextIndex",
-    # explorers: see it, move it
+    # explorers: interactive views of data, models and runs
     "explorers.widgets": "mask_dial",
     "explorers.packing": "document_mask_viewer packing_visualiser",
     "explorers.schedules": "design_schedule rate_designer",
@@ -104,7 +104,7 @@ _FACE = {
     "explorers.stepper": "stepper",
     "explorers.profiling": "profile_step",
     "explorers.text_map": "text_map",
-    # cli: the same without Python
+    # cli: every command as a plain function
     "cli.demo": "Recipe load_recipe run_demo",
 }
 _CHAPTERS = ("core", "data", "model", "optim", "train", "finetuning", "embeddings", "explorers", "cli")

@@ -17,19 +17,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 SETUP_MARK = "# setup"
-# The chapters in reading order: folders of nbs/ and of bertlab/, the titles of their sections, and what each teaches.
+# The chapters in reading order: folders of nbs/ and bertlab/, section titles, and what each teaches.
 CHAPTERS = {
-    "core": ("Core", "whole files and honest devices"),
+    "core": ("Core", "files, durations, names, devices and plots"),
     "data": ("Data", "from a text on disk to a masked batch"),
-    "model": ("Model", "from ids to a loss, one document at a time"),
-    "optim": ("Optimization", "what moves which weight, and when"),
-    "train": ("Training", "a loop that survives being killed"),
-    "finetuning": ("Fine-tuning", "a checkpoint, a task, an honest number"),
+    "model": ("Model", "from token ids to a loss, one document at a time"),
+    "optim": ("Optimization", "how each weight is updated, and when"),
+    "train": ("Training", "a training loop that survives interruptions"),
+    "finetuning": ("Fine-tuning", "from a checkpoint and labels to a score with its baselines"),
     "embeddings": ("Embeddings", "one text, one vector, and search"),
-    "explorers": ("Explorers", "see it, move it"),
-    "cli": ("Command line", "the same without Python"),
+    "explorers": ("Explorers", "interactive views of data, models and runs"),
+    "cli": ("Command line", "every command as a plain function"),
 }
-# With the package that the pages of the course share; it is not part of the public names.
+# With the package of the course, which has no public names.
 PACKAGES = {**CHAPTERS, "course": ("Course", "checks of puzzles and exercises")}
 # Folders of nbs/ that teach, in the order of the sidebar, and the titles of their sections.
 LESSONS = {"course": "Course", "walkthroughs": "Walkthroughs"}

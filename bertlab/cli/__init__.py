@@ -1,4 +1,4 @@
-"The same without Python."
+"Every command as a plain function."
 
 # Written by scripts/sync.py from the notebooks' names.
 from .. import _lazy_parts

@@ -1,4 +1,4 @@
-"Whole files and honest devices."
+"Files, durations, names, devices and plots."
 
 # Written by scripts/sync.py from the notebooks' names.
 from .. import _lazy_parts

@@ -1,4 +1,4 @@
-"See it, move it."
+"Interactive views of data, models and runs."
 
 # Written by scripts/sync.py from the notebooks' names.
 from .. import _lazy_parts

@@ -308,7 +308,7 @@ def explore(
     draw: Callable[..., str],  # values of the controls -> HTML; `ValueError` for nonsense
     steps: Mapping[str, Mapping[str, Any]],  # of the static form: label -> what is turned
     title: str,  # of the static form: what the reader sees, in a line
-    rows: Sequence[ipywidgets.Widget] | None = None,  # how they stand; None: one below the other
+    rows: Sequence[ipywidgets.Widget] | None = None,  # layout; None: one below the other
     links: Sequence[ipywidgets.Widget] = (),  # of `jslink` between them: closed with the explorer
 ) -> Explorer:  # its last child shows the drawing
     """Redraw whenever a control changes, and draw the static form in the same way.

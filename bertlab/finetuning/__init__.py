@@ -1,4 +1,4 @@
-"A checkpoint, a task, an honest number."
+"From a checkpoint and labels to a score with its baselines."
 
 # Written by scripts/sync.py from the notebooks' names.
 from .. import _lazy_parts

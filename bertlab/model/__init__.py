@@ -1,4 +1,4 @@
-"From ids to a loss, one document at a time."
+"From token ids to a loss, one document at a time."
 
 # Written by scripts/sync.py from the notebooks' names.
 from .. import _lazy_parts

@@ -1,4 +1,4 @@
-"What moves which weight, and when."
+"How each weight is updated, and when."
 
 # Written by scripts/sync.py from the notebooks' names.
 from .. import _lazy_parts

@@ -1,4 +1,4 @@
-"A loop that survives being killed."
+"A training loop that survives interruptions."
 
 # Written by scripts/sync.py from the notebooks' names.
 from .. import _lazy_parts
