@@ -95,12 +95,10 @@ from .train.parallel import get_strategy as get_strategy
 from .train.checkpoints import TrainingCheckpoint as TrainingCheckpoint
 from .train.checkpoints import latest_checkpoint as latest_checkpoint
 from .train.model_directories import ModelDirectories as ModelDirectories
-from .train.stopping import BatchSizeScheduler as BatchSizeScheduler
-from .train.stopping import LossBound as LossBound
+from .train.batch_size import BatchSizeScheduler as BatchSizeScheduler
 from .train.stopping import NonFiniteGuard as NonFiniteGuard
 from .train.stopping import SpikeGuard as SpikeGuard
 from .train.stopping import TimeLimit as TimeLimit
-from .train.stopping import TokenLimit as TokenLimit
 from .train.monitors import MemoryMonitor as MemoryMonitor
 from .train.monitors import Throughput as Throughput
 from .train.histograms import WeightHistograms as WeightHistograms

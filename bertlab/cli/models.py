@@ -41,6 +41,7 @@ from ..train.parallel import FullyShardedStrategy, apply_launcher, get_strategy
 from ..train.parallel import num_processes, resolve_batch_tokens
 from ..train.run import MODEL, TOKENIZER, build_objects, check_beginning, complete_config
 from ..train.run import reporting_unknown_options, resolve_config, run_guards, run_limits
+from ..train.stopping import TimeLimit
 from ..train.run import run_monitors, trainer_options
 from ..train.trainer import make_trainer
 
@@ -207,21 +208,23 @@ def distill(
     choices = PretrainRunConfig(**{**config["run"], "output": output})
     if rank_zero_only.rank == 0:
         check_run_directory(output, resume, overwrite)
-    plan, limits = load_stages(stages), run_limits(choices)
+    plan = load_stages(stages)
     if overwrite:
         check_beginning(output, list(_beginnings(plan)), "--output")
     plan = [
         _split_stage(_launched_stage(stage, number), choices)
         for number, stage in enumerate(plan, 1)
     ]
-    for limit in limits if resume else ():
-        limit.count_from(*spent_in_stages(plan, output))
 
     def watchers(module: PretrainingModule, place: Path, history: History) -> list[Callback]:
         if module.missing_keys and rank_zero_only.rank == 0:
             print_line(f"{place.name}: {module.describe_missing_keys()}")
         own = replace(choices, output=str(place))
         averages = [] if own.ema_decay is None else [EMA(own.ema_decay)]
+        limits = run_limits(own)
+        for limit in limits:
+            if isinstance(limit, TimeLimit):
+                limit.count_from(spent_in_stages(plan, output)[1])
         return [
             *get_progress(own.progress, history),
             *run_guards(own),

@@ -15,6 +15,7 @@ __getattr__, __dir__ = _lazy_parts(__name__, (
     "checkpoints",
     "model_directories",
     "stopping",
+    "batch_size",
     "monitors",
     "histograms",
     "previews",

@@ -11,6 +11,7 @@ from . import xla as xla
 from . import checkpoints as checkpoints
 from . import model_directories as model_directories
 from . import stopping as stopping
+from . import batch_size as batch_size
 from . import monitors as monitors
 from . import histograms as histograms
 from . import previews as previews

@@ -58,14 +58,8 @@ from bertlab.optim.budgets import BatchSizeWarmup
 from bertlab.train.histograms import WeightHistograms
 from bertlab.train.monitors import MemoryMonitor, Throughput, get_progress
 from bertlab.train.previews import FillMaskPreview
-from bertlab.train.stopping import (
-    BatchSizeScheduler,
-    LossBound,
-    NonFiniteGuard,
-    SpikeGuard,
-    TimeLimit,
-    TokenLimit,
-)
+from bertlab.train.batch_size import BatchSizeScheduler
+from bertlab.train.stopping import NonFiniteGuard, SpikeGuard, TimeLimit
 from bertlab.train.trainer import make_trainer
 
 WORDS = [f"w{i}" for i in range(80)]
@@ -437,7 +431,7 @@ def test_a_file_with_code_in_it_is_refused_unless_it_is_trusted(folder):
 def test_a_checkpoint_of_a_run_with_every_callback_holds_only_what_safe_loading_takes(tmp_path):
     tokenizer, history = word_tokenizer(WORDS), History()
     watching = [history, *get_progress("plain", history), NonFiniteGuard(), SpikeGuard(), TimeLimit("1h"),
-                TokenLimit("1B"), LossBound(below=0.1), Throughput(2), MemoryMonitor(2),
+                Throughput(2), MemoryMonitor(2),
                 WeightHistograms(["*.weight"], 2), FillMaskPreview(["w1 [MASK] w2"], tokenizer, 2),
                 ModelDirectories(tmp_path / "models", tokenizer, 4),
                 TrainingCheckpoint(tmp_path / "checkpoints", every_n_steps=4)]  # fmt: skip

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
+from stop_at import StopAt
 
 from bertlab.data.module import PretrainingDataModule
 from bertlab.data.tokenizers import train_tokenizer
@@ -25,7 +26,6 @@ from bertlab.train.evaluators import build_evaluator
 from bertlab.train.history import Clock, History
 from bertlab.train.monitors import Throughput
 from bertlab.train.modules import PretrainingModule
-from bertlab.train.stopping import TokenLimit
 from bertlab.train.trainer import make_trainer
 
 TEXTS = [f"the {noun} {verb} the {other} ." for noun in ("cat", "dog", "cow") for verb in ("sees", "hears", "likes")
@@ -90,7 +90,7 @@ def test_asking_changes_no_loss_of_the_run(tokenizer, tmp_path):
     assert steps == {"a": [0, 2, 4, 6], "b": [0, 3, 6], "c": [1, 2, 3, 4, 5, 6]}
 
 
-@pytest.mark.parametrize("early", [{"more": [TokenLimit(300)]}, {"max_epochs": 2}])
+@pytest.mark.parametrize("early", [{"more": [StopAt(3)]}, {"max_epochs": 2}])
 def test_a_run_that_ends_before_its_last_number_is_asked_once_at_its_end(
     tokenizer, tmp_path, early
 ):

@@ -14,6 +14,7 @@ from lightning.pytorch.callbacks import Callback
 from test_training import CONFIG, Texts, equal, train, word_tokenizer
 from torch.utils.data import DataLoader
 from ranks import run_on_ranks
+from stop_at import StopAt
 
 from bertlab.train.checkpoints import RunCheckpoint, rng_state
 from bertlab.train.history import History
@@ -27,7 +28,6 @@ from bertlab.train.previews import (
     peek,
 )
 from bertlab.train.monitors import inspecting
-from bertlab.train.stopping import TokenLimit
 from bertlab.train.trainer import make_trainer, seed_everything
 
 RNG = np.random.default_rng(0)
@@ -99,7 +99,7 @@ def test_a_preview_looks_once_at_the_end_of_a_run_that_a_limit_ends(tmp_path):
         path,
     ):  # a resume has no step left, and its checkpoint is older than the look
         looks.append(FillMaskPreview([ONE], TOKENIZER, 40))
-        stops = [TokenLimit(1), looks[-1], RunCheckpoint(path, every_n_steps=1)]
+        stops = [StopAt(1), looks[-1], RunCheckpoint(path, every_n_steps=1)]
         train(Texts(), 30, stops, kept)
         assert [entry["step"] for entry in looks[-1].rows] == [0, 1]
 

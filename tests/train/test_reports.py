@@ -14,7 +14,7 @@ from bertlab.train import reports
 from bertlab.train.checkpoints import TrainingInterrupted
 from bertlab.train.history import History
 from bertlab.data.module import PretrainingDataModule
-from bertlab.train.stopping import NonFiniteGuard, SpikeGuard, TokenLimit
+from bertlab.train.stopping import NonFiniteGuard, SpikeGuard
 from bertlab.train.modules import PretrainingModule
 from bertlab.train.reports import (
     RunReport, cost_facts, data_facts, environment, final_metrics, is_finished, markdown_table, parameter_counts,
@@ -215,13 +215,6 @@ def test_a_run_that_breaks_off_still_leaves_its_report_and_says_why(tmp_path, er
     text = (tmp_path / "report.md").read_text()
     assert "Ended after step 2" in text and words in text and "secret" not in text
     assert words in json.loads((tmp_path / "metrics.json").read_text())["stopped"]
-
-
-def test_the_reason_of_a_limit_comes_before_the_last_step(tmp_path):
-    trainer, _, _ = run(tmp_path, TokenLimit(60))
-    assert "tokens are seen" in stop_reason(trainer)
-    trainer, _, _ = run(tmp_path)
-    assert stop_reason(trainer) == "its last step was reached"
 
 
 class Asks(Callback):

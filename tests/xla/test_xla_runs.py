@@ -48,7 +48,7 @@ def words(tmp_path_factory) -> list[str]:
         "trainer": {"max_steps": 32, "precision": "32-true", "callbacks": [{"class_path": f"{__name__}.Watched"}]},
         "run": {"vocab_size": 60, "val_every_steps": 8, "checkpoint_every_steps": 8, "progress": "none",
                 "measure_every_steps": 8, "preview_sentences": ["the cat sat on a [MASK]"], "preview_every_steps": 8,
-                "histograms": ["*.qkv.weight"], "time_limit": "1h", "token_limit": "1M", "loss_above": 100},
+                "histograms": ["*.qkv.weight"], "time_limit": "1h", "stop_above": 100},
     }  # fmt: skip
     (folder / "tiny.yaml").write_text(yaml.safe_dump(config))
     return ["--config", str(folder / "tiny.yaml")]
