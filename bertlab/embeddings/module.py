@@ -9,7 +9,6 @@ __all__ = ['ranks_of', 'RetrievalRanks', 'EmbeddingModule']
 import math
 import os
 from collections.abc import Mapping
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +18,15 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..core.names import look_up
+from ..core.names import check_choice, check_range
 from ..data.rows import IGNORE_INDEX
 from ..data.tokenizers import check_same_vocabulary, load_tokenizer
 from .bi_encoder import BiEncoder, read_st_config, max_text_length
 from .gradcache import all_gather, all_gather_with_grad, rank_and_world_size
 from .losses import ContrastiveLoss, DistillationLoss, EmbeddedTexts
 from .pooling import POOLINGS
-from ..model.adapters import adapter_overrides, add_adapter, freeze_weights, make_peft_config
-from ..model.adapters import save_adapter
+from ..model.adapters import adapter_overrides, add_adapter, freeze_weights, layer_depths
+from ..model.adapters import make_peft_config, save_adapter
 from ..model.config import BertLabConfig
 from ..model.encoder import BertLabModel
 from ..model.huggingface import has_adapter, load_model, saved_as
@@ -103,6 +102,45 @@ class RetrievalRanks:
         }
 
 # %% ../../nbs/embeddings/06_module.ipynb #fe92efcb
+_OBJECTS = "optimizer_class", "optimizer_kwargs", "schedule", "scheduler_kwargs"
+
+
+def _check_options(options: Mapping[str, Any]) -> None:
+    "Raise `ValueError` for arguments of `EmbeddingModule` that do not fit."
+    low, high = (0.005, 1) if options["learn_temperature"] else (0.001, 10)
+    check_range("temperature", options["temperature"], low, high)
+    check_range("layer_decay", options["layer_decay"], 0, 1, exclude_low=True)
+    weights = [options["contrastive_weight"]]
+    weights += [options["distillation_weight"]] * bool(options["distillation"])
+    if min(weights) < 0 or not any(weights):
+        raise ValueError(
+            f"contrastive_weight={weights[0]} and distillation_weight="
+            f"{options['distillation_weight']} must be 0 or more, and a loss that is used above 0"
+        )
+    if options["gradcache_rows"] and options["gradient_checkpointing"]:
+        raise ValueError(
+            f"gradcache_rows={options['gradcache_rows']} recomputes activations; leave out "
+            "gradient_checkpointing"
+        )
+    if options["pooling"] is not None:
+        check_choice("pooling", options["pooling"], POOLINGS)
+    if options["adapter"] is not None:
+        make_peft_config(options["adapter"])
+    recompute = bool(options["gradcache_rows"]) or options["gradient_checkpointing"]
+    check_recomputing(recompute, options["compile_model"], options["optimizer_class"])
+
+
+def _find_tokenizer(source: Any, tokenizer: Any) -> Any:  # None: neither is given
+    "Load the tokenizer of a model, or check that another one fits it. Raises `ValueError`."
+    is_model_tokenizer = tokenizer is None or str(tokenizer) == str(source)
+    tokenizer = source if is_model_tokenizer else tokenizer
+    if isinstance(tokenizer, (str, os.PathLike)):
+        tokenizer = load_tokenizer(tokenizer)
+    if source is not None:
+        check_tokenizer_matches(source, tokenizer, tokenizer if is_model_tokenizer else None)
+    return tokenizer
+
+
 class EmbeddingModule(TrainingModule):
     "Train a bi-encoder on pairs by a contrastive loss, from any encoder or from random weights."
 
@@ -152,46 +190,18 @@ class EmbeddingModule(TrainingModule):
         freeze: int | str | list[str] | None = None,
     ):
         super().__init__()
-        low, high = (0.005, 1) if learn_temperature else (0.001, 10)
-        if not low <= temperature <= high:
-            raise ValueError(f"temperature must be from {low} to {high}, got {temperature}")
-        if not 0 < layer_decay <= 1:
-            raise ValueError(f"layer_decay must be above 0 and at most 1, got {layer_decay}")
-        weights = (contrastive_weight, distillation_weight if distillation else 0)
-        if min(contrastive_weight, distillation_weight) < 0 or not any(weights):
-            raise ValueError(
-                f"contrastive_weight={contrastive_weight} and distillation_weight="
-                f"{distillation_weight} must be 0 or more, and a loss that is used above 0"
-            )
-        if gradcache_rows and gradient_checkpointing:
-            raise ValueError(
-                "gradcache_rows recomputes activations; leave out gradient_checkpointing"
-            )
-        if pooling is not None:
-            look_up(pooling, POOLINGS, "pooling")
-        if adapter is not None:
-            make_peft_config(adapter)
-        recompute = bool(gradcache_rows) or gradient_checkpointing
-        check_recomputing(recompute, compile_model, optimizer_class)
+        self.save_hyperparameters(ignore=["pretrained_tokenizer_name_or_path"])
+        # Lightning drops what cannot be pickled, such as a notebook's class.
+        objects = optimizer_class, optimizer_kwargs, schedule, scheduler_kwargs
+        self._objects = dict(zip(_OBJECTS, objects))
+        self.hparams.update(self._objects)  # a subclass may pass other objects
+        _check_options(self.hparams)
         dims = tuple(matryoshka_dims or ())
         self.loss = ContrastiveLoss(symmetric, false_negative_margin, dims)
         self.distill = None if distillation is None else DistillationLoss(distillation)
-        self.save_hyperparameters(ignore=["pretrained_tokenizer_name_or_path"])
-        self._objects = {  # Lightning drops what cannot be pickled, such as a notebook's class
-            "optimizer_class": optimizer_class,
-            "optimizer_kwargs": optimizer_kwargs,
-            "schedule": schedule,
-            "scheduler_kwargs": scheduler_kwargs,
-        }
-        self.hparams.update(self._objects)  # a subclass may pass other objects
-        source, tokenizer = pretrained_model_name_or_path, pretrained_tokenizer_name_or_path
-        is_model_tokenizer = tokenizer is None or str(tokenizer) == str(source)
-        tokenizer = source if is_model_tokenizer else tokenizer
-        if isinstance(tokenizer, (str, os.PathLike)):
-            tokenizer = load_tokenizer(tokenizer)
-        self.tokenizer = tokenizer
-        if source is not None:
-            check_tokenizer_matches(source, tokenizer, tokenizer if is_model_tokenizer else None)
+        self.tokenizer = _find_tokenizer(
+            pretrained_model_name_or_path, pretrained_tokenizer_name_or_path
+        )
         start = torch.tensor(math.log(temperature))
         self.log_temperature = nn.Parameter(start) if learn_temperature else None
         self._distilled: Tensor | None = None  # distillation loss of the last batch
@@ -350,16 +360,15 @@ class EmbeddingModule(TrainingModule):
 
     def layerwise_rates(self) -> dict[str, dict[str, float]]:
         "Return overrides that lower the learning rate layer by layer (Howard and Ruder 2018)."
-        h, num_layers = self.hparams, self.model.encoder.config.num_hidden_layers
+        h, encoder = self.hparams, self.model.encoder
         if h.layer_decay == 1:
             return {}
-        depths = {"*embeddings.*": num_layers}
-        depths |= {f"*blocks.{i}.*": num_layers - 1 - i for i in range(num_layers)}
-        names = [name for name, weight in self.named_parameters() if weight.requires_grad]
-        return {  # a pattern of frozen weights alone would be an error
-            glob: {"lr": h.learning_rate * h.layer_decay**depth}
-            for glob, depth in depths.items()
-            if any(fnmatchcase(name, glob) for name in names)
+        num_layers = encoder.config.num_hidden_layers
+        depths = {f"model.encoder.{name}": depth for name, depth in layer_depths(encoder).items()}
+        return {  # an override of a frozen weight would be an error
+            name: {"lr": h.learning_rate * h.layer_decay ** (num_layers - depths[name])}
+            for name, weight in self.named_parameters()
+            if weight.requires_grad and depths.get(name, num_layers) < num_layers
         }
 
     def _optimizer_settings(self) -> AttributeDict:

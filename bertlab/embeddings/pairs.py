@@ -12,7 +12,7 @@ import json
 import math
 import os
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -24,7 +24,7 @@ import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch.utils.data import DataLoader, Dataset
 
-from ..core.names import did_you_mean
+from ..core.names import check_range, look_up
 from ..data.loaders import EpochBatches, filled_batches, ignore_parent_signals
 from ..data.readers import TABLES, check_format, error_policy, kind_of, parse_json
 from ..data.readers import resolve_column
@@ -58,15 +58,14 @@ class PairDataset:
     @classmethod
     def from_rows(cls, rows: Iterable[Pair], notes: Mapping[str, int] = {}) -> "PairDataset":
         "Build a dataset from pairs that all have scores, or none. Raises `ValueError` otherwise."
-        columns = zip(*rows)
-        queries, positives, negatives, scores = [list(c) for c in columns] or ([], [], [], [])
-        if (num_missing := scores.count(None)) not in (0, len(scores)):
+        columns = [list(column) for column in zip(*rows)] or [[], [], [], []]
+        num_missing = columns[3].count(None)
+        if num_missing not in (0, len(columns[3])):
             raise ValueError(
-                f"pair {scores.index(None) + 1} and {num_missing - 1} others have no scores; give "
-                "scores for all pairs, or for none"
+                f"pair {columns[3].index(None) + 1} and {num_missing - 1} others have no scores; "
+                "give scores for all pairs, or for none"
             )
-        return cls(queries, positives, negatives, None if num_missing else scores or None,
-                   Counter(notes))  # fmt: skip
+        return cls(*columns[:3], None if num_missing else columns[3] or None, Counter(notes))
 
     def __len__(self) -> int:
         return len(self.queries)
@@ -92,86 +91,67 @@ def find_columns(
     numbered: Sequence[str] | None = None,  # the columns that numbers refer to; None: `columns`
 ) -> dict[str, list[str]]:  # role: names
     "Find the columns of pairs. Raises `ValueError` for a missing one."
-    numbered, resolved = columns if numbered is None else numbered, {}
+    resolved = {}
     for role, usual in COLUMN_NAMES.items():
         names = requested.get(role)
         if names is None:
-            resolved[role] = [name for name in usual if name in columns][:1]
-        else:
-            names = names if isinstance(names, (list, tuple)) else [names]
-            resolved[role] = [
-                resolve_column(
-                    name,
-                    numbered if re.fullmatch(r"-?\d+", str(name)) else columns,
-                    f"{role}_column",
-                )
-                for name in names
-            ]
-        if not resolved[role] and role in ("query", "positive"):
-            raise ValueError(
-                f"no column holds the {role}; give {role}_column, one of "
-                f"{', '.join(map(repr, columns))}{did_you_mean(role, map(str, columns))}"
-            )
+            names = [name for name in usual if name in columns][:1]
+        names = names if isinstance(names, (list, tuple)) else [names]
+        if not names and role in ("query", "positive"):
+            raise ValueError(f"no column holds the {role}; {role}_column is one of {list(columns)}")
+        is_number = lambda name: re.fullmatch(r"-?\d+", str(name))
+        available = lambda name: (numbered or columns) if is_number(name) else columns
+        resolved[role] = [resolve_column(n, available(n), f"{role}_column") for n in names]
     return resolved
 
 # %% ../../nbs/embeddings/05_pairs.ipynb #5pair002
-def _check_text(value: Any, column: str, where: str) -> str:
-    if not isinstance(value, str) or not value.strip():
-        problem = "is empty" if value is None or isinstance(value, str) else "is not text"
-        raise ValueError(f"{where}: the column {column!r} {problem}: it holds {str(value)[:40]!r}")
-    return value
+_TEXTS, _NUMBERS = r"""\s*\[\s*(["'\]]|null)""", r"\s*\["  # beginnings of lists
 
 
-def _as_list(value: Any) -> list:
+def _as_list(value: Any, begin: str, where: str) -> list:
+    if isinstance(value, str) and re.match(begin, value):
+        value = parse_json(value, f"{where}: the list {value[:40]!r}")
     if isinstance(value, (list, tuple, np.ndarray)):
         return list(value)
     return [] if value is None or value == "" else [value]
 
 
-def _parse_texts(value: Any, where: str) -> list:
-    if not isinstance(value, str) or not value.lstrip().startswith("["):
-        return _as_list(value)
-    if re.match(r"""\s*\[\s*["']""", value):  # a list of strings; anything else is an error
-        return parse_json(value, f"{where}: the list {value[:40]!r}")
+def _check_text(value: Any, column: str, where: str) -> str:
+    if not isinstance(value, str) or not value.strip():
+        raise ValueError(f"{where}: the column {column!r} needs text, got {str(value)[:40]!r}")
+    return value
+
+
+def _check_score(value: Any, column: str, where: str) -> float:
     try:
-        parsed = json.loads(value)
-    except (ValueError, RecursionError):
-        return [value]
-    is_reference = parsed and all(isinstance(item, (int, float)) for item in parsed)  # [2019]
-    return [value] if is_reference else parsed
-
-
-def _parse_scores(value: Any, column: str, where: str) -> list[float]:
-    if isinstance(value, str) and value.lstrip().startswith("["):
-        value = parse_json(value, where)
-    scores = []
-    for item in _as_list(value):
-        try:
-            scores.append(float(item))
-        except (TypeError, ValueError):
-            scores.append(math.nan)
-        if not math.isfinite(scores[-1]):
-            raise ValueError(
-                f"{where}: the column {column!r} holds {str(item)[:40]!r}; a score must be a "
-                "finite number"
-            )
-    return scores
+        score = float(value)
+    except (TypeError, ValueError):
+        score = math.nan
+    if not math.isfinite(score):
+        raise ValueError(f"{where}: the column {column!r} needs finite numbers, got {value!r:.40}")
+    return score
 
 
 def read_pair(row: Mapping, columns: Mapping[str, list[str]], where: str) -> Pair:
     "Read the pair of a row. Raises `ValueError` with its location."
     query, positive = (
-        _check_text(row.get(columns[role][0]), columns[role][0], where)
+        _check_text(row.get(name), name, where)
         for role in ("query", "positive")
+        for name in columns[role]
     )
-    negatives = [
-        _check_text(text, name, where)
-        for name in columns["negative"]
-        for text in _parse_texts(row.get(name), where)
-    ]
+    negatives, scores = (
+        [
+            check(value, name, where)
+            for name in columns[role]
+            for value in _as_list(row.get(name), begin, where)
+        ]
+        for role, check, begin in (
+            ("negative", _check_text, _TEXTS),
+            ("scores", _check_score, _NUMBERS),
+        )
+    )
     if not columns["scores"]:
         return query, positive, negatives, None
-    scores = _parse_scores(row.get(columns["scores"][0]), columns["scores"][0], where)
     if len(scores) != 1 + len(negatives):
         raise ValueError(
             f"{where}: {len(scores)} scores for a positive and {len(negatives)} negatives; give "
@@ -197,30 +177,35 @@ def group_texts(
     return {text: numbers.setdefault(root(text), len(numbers)) for text in pairs.texts()}
 
 
-def _filter_negatives(row: Pair, keep: Callable[[str], bool]) -> Pair:
-    "Drop negatives with their scores."
-    query, positive, negatives, scores = row
-    kept = [n for n, text in enumerate(negatives) if keep(text)]
-    scores = scores and [scores[0], *(scores[1 + n] for n in kept)]
-    return query, positive, [negatives[n] for n in kept], scores
+def _drop_negatives(
+    rows: Iterable[Pair],
+    is_good: Callable[[str, str], bool],  # of query and negative
+    note: str,
+    notes: Mapping[str, int],
+) -> PairDataset:
+    "Leave negatives out with their scores, and count them."
+    filtered, notes = [], Counter(notes)
+    for query, positive, negatives, scores in rows:
+        good = [n for n, text in enumerate(negatives) if is_good(query, text)]
+        scores = scores and [scores[0], *(scores[1 + n] for n in good)]
+        filtered.append((query, positive, [negatives[n] for n in good], scores))
+        notes[note] += len(negatives) - len(good)
+    return PairDataset.from_rows(filtered, +notes)
 
 
 def clean_pairs(pairs: PairDataset) -> PairDataset:
     "Drop repeated pairs, pairs of a text with itself, and negatives of the query's own group."
-    groups, rows, seen, notes = group_texts(pairs), [], set(), Counter(pairs.notes)
+    groups, rows, notes = group_texts(pairs), {}, Counter(pairs.notes)
     for row in pairs.rows():
-        query, positive, negatives, _ = row
-        if (query, positive) in seen:
+        if row[:2] in rows:
             notes["repeated pairs, left out"] += 1
-        elif query == positive:
+        elif row[0] == row[1]:
             notes["pairs of a text with itself, left out"] += 1
         else:
-            rows.append(_filter_negatives(row, lambda text: groups[text] != groups[query]))
-            notes["negatives that answer their query, left out"] += len(negatives) - len(
-                rows[-1][2]
-            )
-        seen.add((query, positive))
-    return PairDataset.from_rows(rows, +notes)
+            rows[row[:2]] = row
+    is_good = lambda query, text: groups[text] != groups[query]
+    note = "negatives that answer their query, left out"
+    return _drop_negatives(rows.values(), is_good, note, notes)
 
 # %% ../../nbs/embeddings/05_pairs.ipynb #063b1775
 def _table_rows(
@@ -232,6 +217,9 @@ def _table_rows(
     on_error: Any,
     notes: Counter,
 ) -> Iterator[tuple[Any, str, Mapping]]:  # file, location, row
+    if isinstance(source, (list, tuple)) and all(isinstance(row, Mapping) for row in source):
+        yield from ((None, f"row {n}", row) for n, row in enumerate(source))
+        return
     for name in expand_sources(source):
         path = Path(name).expanduser()
         if not is_local(name):
@@ -241,29 +229,20 @@ def _table_rows(
         refuse_hub_options(name, split, config_name, False)
         for file in directory_files(path, notes, file_format) if path.is_dir() else [path]:
             suffix = f".{file_format}" if file_format else kind_of(file)
-            if suffix not in TABLES:
-                raise ValueError(f"{file} must be a table of pairs: {', '.join(TABLES)}")
+            reader = look_up(suffix, TABLES, f"{file}: the kind of table")
             options = {} if header or suffix not in (".csv", ".tsv") else {"header": False}
-            for where, row in TABLES[suffix](file, on_error, **options):
+            for where, row in reader(file, on_error, **options):
                 yield file, f"{file} {where}", row
 
 
-class _Labels:
-    "Look for a label column: not all rows of such a table are pairs of similar texts."
-
-    def __init__(self, is_active: bool):  # unless the user has chosen columns
-        self.is_active, self.values = is_active, {}
-
-    def add(self, row: Mapping, used: Sequence[str]) -> None:
-        for name in row if self.is_active else ():
-            if str(name).lower() in LABELS and name not in used:
-                self.values.setdefault(name, set()).add(str(row[name]))
-                if len(self.values[name]) > 1:
-                    raise ValueError(
-                        f"the column {name!r} labels pairs as similar or not, and every pair is "
-                        "trained as similar: remove the other rows, then give query_column and "
-                        "positive_column"
-                    )
+def _check_labels(values: Mapping[str, set]) -> None:
+    "Raise `ValueError` for a column of judgments: not all rows are pairs of similar texts."
+    for name, labels in values.items():
+        if len(labels) > 1:
+            raise ValueError(
+                f"the column {name!r} labels pairs as similar or not, and every pair is trained as "
+                "similar: remove the other rows, then give query_column and positive_column"
+            )
 
 
 def read_pairs(
@@ -284,31 +263,30 @@ def read_pairs(
     Column numbers refer to the first row of a file. Raises `ValueError` with the location of a bad
     row, and if no pair is left.
     """
-    requested = {"query": query_column, "positive": positive_column,
-                 "negative": negative_column, "scores": scores_column}  # fmt: skip
+    requested = dict(
+        zip(COLUMN_NAMES, (query_column, positive_column, negative_column, scores_column))
+    )
     check_format(file_format)
-    notes: Counter = Counter()
+    notes, pairs, columns, first_rows, labels = Counter(), [], {}, {}, defaultdict(set)
     handle_error = error_policy(on_error, notes)
-    if isinstance(source, (list, tuple)) and all(isinstance(row, Mapping) for row in source):
-        rows, source = ((None, f"row {n}", row) for n, row in enumerate(source)), "(rows)"
-    else:
-        rows = _table_rows(source, split, config_name, file_format, header, handle_error, notes)
-    labels = _Labels(query_column is None and positive_column is None)
-    pairs, columns, first_rows = [], {}, {}  # JSON rows may have different keys
+    rows = _table_rows(source, split, config_name, file_format, header, handle_error, notes)
     for file, where, row in rows:
         first = first_rows.setdefault(file, tuple(row))
-        if (key := (first, tuple(row))) not in columns:
+        if (key := (first, tuple(row))) not in columns:  # JSON rows may have different keys
             columns[key] = find_columns(list(row), requested, first)
-        labels.add(row, columns[key]["scores"])
+        for name in row:
+            if str(name).lower() in LABELS and name not in columns[key]["scores"]:
+                labels[name].add(str(row[name]))
         try:
             pairs.append(read_pair(row, columns[key], where))
         except ValueError as error:
             handle_error(error)
+    if query_column is None and positive_column is None:  # else the user has looked at the rows
+        _check_labels(labels)
     cleaned = clean_pairs(PairDataset.from_rows(pairs, notes))
     if not len(cleaned):
         raise ValueError(
-            f"source {source} has no pair of two different texts in {len(pairs)} rows; choose "
-            "other columns"
+            f"source={str(source)[:200]} has no pair of two different texts in {len(pairs)} rows"
         )
     return cleaned
 
@@ -326,27 +304,21 @@ def hold_out_pairs(
     group_P = np.array([groups[query] for query in pairs.queries], np.int64)
     sizes, held_out = np.bincount(group_P), set()
     target, num_held_out = max(1, round(fraction * len(pairs))), 0
-    for group in np.random.default_rng(seed).permutation(np.unique(group_P)):
-        if num_held_out >= target:
-            break
-        if num_held_out + sizes[group] <= max(target, len(pairs) // 2):
-            held_out.add(int(group))
+    for group in np.random.default_rng(seed).permutation(np.unique(group_P)).tolist():
+        fits = num_held_out + sizes[group] <= max(target, len(pairs) // 2)
+        if num_held_out < target and fits:
+            held_out.add(group)
             num_held_out += sizes[group]
     if num_held_out in (0, len(pairs)):
         raise ValueError(
             f"{len(pairs)} pairs in {len(sizes)} groups of connected texts are too few to hold "
             "some out; add pairs, or a validation set"
         )
-    is_held_out_P = np.isin(group_P, [*held_out])
-    train, validation = (
-        pairs.select(np.flatnonzero(mask)) for mask in (~is_held_out_P, is_held_out_P)
-    )
-    rows = [
-        _filter_negatives(row, lambda text: groups[text] not in held_out) for row in train.rows()
-    ]
-    count = lambda rows: sum(len(negatives) for _, _, negatives, _ in rows)
-    dropped = {"negatives of held-out pairs, left out": count(train.rows()) - count(rows)}
-    return PairDataset.from_rows(rows, +(train.notes + Counter(dropped))), validation
+    mask_P = np.isin(group_P, [*held_out])
+    train, validation = (pairs.select(np.flatnonzero(mask)) for mask in (~mask_P, mask_P))
+    is_good = lambda query, text: groups[text] not in held_out
+    note = "negatives of held-out pairs, left out"
+    return _drop_negatives(train.rows(), is_good, note, train.notes), validation
 
 # %% ../../nbs/embeddings/05_pairs.ipynb #56b0735d
 class TokenizedPairs(Dataset):
@@ -368,18 +340,15 @@ class TokenizedPairs(Dataset):
         numbers = {text: n for n, text in enumerate(texts)}
         self.ids = [np.asarray(ids, np.int32) for ids in encode(texts)]
         self.groups = np.array([groups[text] for text in texts])
-        self.pairs_P2 = np.array(
-            [[numbers[q], numbers[p]] for q, p in zip(pairs.queries, pairs.positives)]
-        )
-        self.negatives = [
-            [numbers[text] for text in negatives[: self.num_negatives]]
-            for negatives in pairs.negatives
+        self.pairs = [  # text numbers of query, positive and negatives
+            [numbers[text] for text in (query, positive, *negatives[: self.num_negatives])]
+            for query, positive, negatives, _ in pairs.rows()
         ]
         self.scores, self.shuffle, self.seed = pairs.scores, shuffle, seed
         self._epoch_order: tuple[int | None, Any] = None, None
 
     def __len__(self) -> int:
-        return len(self.pairs_P2)
+        return len(self.pairs)
 
     def order(self, epoch: int) -> np.ndarray:
         "Return the order of an epoch, a function of seed and epoch."
@@ -393,21 +362,16 @@ class TokenizedPairs(Dataset):
             if self._epoch_order[0] != epoch:
                 self._epoch_order = epoch, self.order(epoch)
             key = int(self._epoch_order[1][position])
-        is_padding = key < 0  # fills the last batch of a validation split
-        query, positive = self.pairs_P2[max(key, 0)]
-        negatives = [] if is_padding else self.negatives[key]
-        num_missing = self.num_negatives - len(negatives)
-        numbers = [query, positive, *negatives, *[query] * num_missing]
-        groups = [*self.groups[numbers[: 2 + len(negatives)]], *[-1] * num_missing]
-        groups = [-1] * len(groups) if is_padding else groups
+        members = self.pairs[key] if key >= 0 else []  # -1 fills the last batch of a split
+        num_blank = 2 + self.num_negatives - len(members)
         row = {
-            "ids": [self.ids[n][:1] if g < 0 else self.ids[n] for n, g in zip(numbers, groups)],
-            "groups": groups,
-            "numbers": [-1 if g < 0 else n for n, g in zip(numbers, groups)],
+            "ids": [self.ids[n] for n in members] + [self.ids[0][:1]] * num_blank,
+            "groups": [int(self.groups[n]) for n in members] + [-1] * num_blank,
+            "numbers": members + [-1] * num_blank,
         }
         if self.scores is not None:
-            scores = [] if is_padding else self.scores[key][: 1 + self.num_negatives]
-            row["scores"] = [*scores, *[-torch.inf] * (1 + self.num_negatives - len(scores))]
+            scores = self.scores[key][: max(0, len(members) - 1)] if members else []
+            row["scores"] = [*scores, *[-math.inf] * (1 + self.num_negatives - len(scores))]
         return row
 
 
@@ -427,7 +391,7 @@ class PairCollator:
         packed = pack_for_encoder(ids, self.row_length, self.pad_token_id, self.packing)
         batch = {name: torch.from_numpy(value) for name, value in packed.items()}
         for name, key in (("groups", "groups"), ("text_numbers", "numbers")):
-            batch[name] = torch.tensor([int(rows[p][key][c]) for p, c in order])
+            batch[name] = torch.tensor([rows[p][key][c] for p, c in order])
         targets = torch.arange(num_pairs)
         batch["labels"] = torch.where(batch["groups"][:num_pairs] < 0, IGNORE_INDEX, targets)
         if "scores" in rows[0]:
@@ -469,19 +433,12 @@ class EmbeddingDataModule(L.LightningDataModule):
         seed: int = 0,  # of order and held-out pairs
     ):
         super().__init__()
-        for name, value, minimum in (
-            ("max_sequence_length", max_sequence_length, 3),
-            ("train_batch_size", train_batch_size, 2),
-            ("val_batch_size", val_batch_size, 2),
-            ("num_negatives", num_negatives, 0),
-            ("row_length", row_length, max_sequence_length),
-        ):
-            if value is not None and value < minimum:
-                raise ValueError(f"{name} must be {minimum} or more, got {value}")
-        if not 0 <= validation_fraction < 1:
-            raise ValueError(
-                f"validation_fraction must be 0 or more and below 1, got {validation_fraction}"
-            )
+        check_range("max_sequence_length", max_sequence_length, 3)
+        check_range("train_batch_size", train_batch_size, 2)
+        check_range("val_batch_size", val_batch_size, 2)
+        check_range("num_negatives", num_negatives, 0)
+        check_range("row_length", row_length, max_sequence_length)
+        check_range("validation_fraction", validation_fraction, 0, 1, exclude_high=True)
         self.tokenizer = pretrained_tokenizer_name_or_path
         self.source, self.val_source = dataset_name_or_path, validation_name_or_path
         self.splits, self.config_name = (train_split, val_split), dataset_config_name
@@ -498,15 +455,15 @@ class EmbeddingDataModule(L.LightningDataModule):
         self.num_cut = 0  # different texts longer than max_sequence_length
         self.batches: EpochBatches | None = None
 
+    def _read(self, source: Any, **options: Any) -> PairDataset:
+        if isinstance(source, PairDataset):
+            return source
+        return read_pairs(source, *self.columns, **self.reading, **options)
+
     def set_datasets(self, train: Any, val: Any = None) -> None:
         "Use pairs instead of a name: a `PairDataset`, or a list of dicts."
-        self.pairs = {
-            split: pairs
-            if isinstance(pairs, PairDataset)
-            else read_pairs(pairs, *self.columns, **self.reading)
-            for split, pairs in (("train", train), ("validation", val))
-            if pairs is not None
-        }
+        pairs = {"train": train, "validation": val}
+        self.pairs = {s: self._read(source) for s, source in pairs.items() if source is not None}
         self.datasets = {}
 
     def read(self) -> None:
@@ -516,14 +473,11 @@ class EmbeddingDataModule(L.LightningDataModule):
                 raise ValueError(
                     "give dataset_name_or_path, a table of pairs, or call set_datasets"
                 )
-            options = {"config_name": self.config_name, **self.reading}
-            read = lambda source, split: read_pairs(source, *self.columns, split=split, **options)
-            train_split, val_split = self.splits
-            self.pairs = {"train": read(self.source, train_split)}
+            options, (train_split, val_split) = {"config_name": self.config_name}, self.splits
+            self.pairs = {"train": self._read(self.source, split=train_split, **options)}
             if self.val_source is not None or val_split is not None:
-                self.pairs["validation"] = read(
-                    self.val_source or self.source, val_split or "train"
-                )
+                source, split = self.val_source or self.source, val_split or "train"
+                self.pairs["validation"] = self._read(source, split=split, **options)
         if "validation" not in self.pairs and self.fraction:
             train, validation = hold_out_pairs(self.pairs["train"], self.fraction, self.seed)
             self.pairs = {"train": train, "validation": validation}
@@ -538,25 +492,17 @@ class EmbeddingDataModule(L.LightningDataModule):
             return
         self.read()
         self.tokenizer = resolve_tokenizer([self.tokenizer])
-        self.datasets = {
-            split: TokenizedPairs(
-                pairs,
-                self._encode,
-                self.num_negatives,
-                self.shuffle_train and split == "train",
-                self.seed,
-            )
-            for split, pairs in self.pairs.items()
-        }
+        for split, pairs in self.pairs.items():
+            shuffle = self.shuffle_train and split == "train"
+            options = self._encode, self.num_negatives, shuffle, self.seed
+            self.datasets[split] = TokenizedPairs(pairs, *options)
         self.collator = PairCollator(self.tokenizer.pad_token_id, self.row_length, self.packing)
 
     def fit_rows(self, model: Any) -> None:  # a `BiEncoder`
         "Adapt rows to a model: its positions, and whether it packs. Raises `ValueError`."
         positions = model.encoder.config.max_position_embeddings
-        lengths = {
-            "max_sequence_length": self.max_sequence_length,
-            "row_length": self.requested_row_length or 0,
-        }
+        lengths = {"max_sequence_length": self.max_sequence_length}
+        lengths["row_length"] = self.requested_row_length or 0
         for name, value in lengths.items():
             if value > positions:
                 raise ValueError(
@@ -631,15 +577,13 @@ class EmbeddingDataModule(L.LightningDataModule):
         lines = []
         for split, rows in self.datasets.items():
             lengths = np.array([*map(len, rows.ids)])
-            num_groups = len(np.unique(rows.groups[rows.pairs_P2[:, 0]]))
+            num_groups = len({rows.groups[members[0]] for members in rows.pairs})
             lines.append(
                 f"{split}: {len(rows):,} pairs in {num_groups:,} groups, {len(lengths):,} texts of "
                 f"{lengths.mean():.0f} tokens on average, {rows.num_negatives} negatives a pair"
             )
         lines += [f"  {count:,} {note}" for note, count in self.pairs["train"].notes.items()]
         if self.num_cut:
-            lines.append(
-                f"  {self.num_cut:,} texts are cut at max_sequence_length="
-                f"{self.max_sequence_length} tokens"
-            )
+            limit = f"max_sequence_length={self.max_sequence_length}"
+            lines.append(f"  {self.num_cut:,} texts are cut at {limit} tokens")
         return "\n".join(lines)

@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-import time
 
 import numpy as np
 import pytest
@@ -12,7 +11,6 @@ from embedding_cases import WORDS, small_config, small_tokenizer
 from torch.nn import functional as F
 
 from bertlab.data.tokenizers import load_tokenizer
-from bertlab.data.vocabularies import tokenizer_state, with_tokenizer_state
 from bertlab.embeddings.bi_encoder import (
     BiEncoder,
     find_similarity,
@@ -128,52 +126,6 @@ def test_what_sentence_transformers_wrote_is_read(tmp_path):
     assert np.abs(again.encode(draw_texts(9)) - model.encode(draw_texts(9))).max() < 1e-6
 
 
-def test_modules_that_we_do_not_have_are_refused(tmp_path):
-    make_model().save(tmp_path)
-    modules = json.loads((tmp_path / "modules.json").read_text())
-    modules.append(
-        {"idx": 3, "name": "3", "path": "3_Dense", "type": "sentence_transformers.models.Dense"}
-    )
-    (tmp_path / "modules.json").write_text(json.dumps(modules))
-    with pytest.raises(ValueError, match="Dense"):
-        read_st_config(tmp_path)
-    config = {
-        "word_embedding_dimension": 32,
-        "pooling_mode_max_tokens": True,
-        "pooling_mode_mean_tokens": False,
-    }
-    (tmp_path / "modules.json").write_text(json.dumps(modules[:3]))
-    (tmp_path / "1_Pooling/config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match="max_tokens"):
-        read_st_config(tmp_path)
-
-
-@pytest.mark.parametrize("name, content", [
-    ("modules.json", {"a": 1}), ("modules.json", [{"path": ""}]), ("modules.json", ["models.Transformer"]),
-    ("modules.json", [{"type": "models.Transformer"}]), ("1_Pooling/config.json", []), ("sentence_bert_config.json", [512]),
-    ("config_sentence_transformers.json", {"prompts": ["a"]}), ("config_sentence_transformers.json", {"prompts": {"query": 1}}),
-    ("1_Pooling/config.json", {"pooling_mode": ["mean"]}), ("sentence_bert_config.json", {"max_seq_length": "512"}),
-])  # fmt: skip
-def test_a_damaged_file_of_a_directory_is_named(tmp_path, name, content):
-    make_model().save(tmp_path)
-    (tmp_path / name).write_text(json.dumps(content))
-    with pytest.raises(ValueError, match="pools by" if "pooling_mode" in content else name):
-        read_st_config(tmp_path)
-
-
-@pytest.mark.parametrize(
-    "options, word",
-    [
-        ({"pooling": "max"}, "pooling"),
-        ({"max_sequence_length": 2}, "max_sequence_length"),
-        ({"max_sequence_length": 10**6}, "max_position_embeddings"),
-    ],
-)
-def test_a_model_that_cannot_be_is_refused(options, word):
-    with pytest.raises(ValueError, match=word):
-        make_model(**options)
-
-
 def test_a_chosen_length_replaces_the_tokenizers(tmp_path):
     encoder = lambda length: BertLabModel(
         BertLabConfig(**{**small_config(), "max_position_embeddings": length})
@@ -181,42 +133,6 @@ def test_a_chosen_length_replaces_the_tokenizers(tmp_path):
     tokenizer = load_tokenizer(BiEncoder(encoder(16), small_tokenizer()).save(tmp_path / "short"))
     place = BiEncoder(encoder(64), tokenizer, max_sequence_length=16).save(tmp_path / "long")
     assert load_tokenizer(place).model_max_length == BiEncoder.load(place).max_sequence_length == 16
-
-
-def test_texts_that_are_none_are_refused():
-    model = make_model()
-    with pytest.raises(ValueError, match="one string"):
-        model.encode("a text")
-    with pytest.raises(ValueError, match=r"texts\[1\]"):
-        model.encode(["a", None])
-    with pytest.raises(ValueError, match="truncate_dim"):
-        model.encode(["a"], truncate_dim=33)
-    assert model.encode([]).shape == (0, 32)
-    assert np.isfinite(model.encode([""])).all()
-
-
-def test_many_texts_are_cut_into_tokens_in_their_order():
-    model, texts = make_model(max_sequence_length=8), draw_texts(2100)
-    ids = model.tokenize(texts)
-    assert len(ids) == 2100 and all(
-        ids[n] == model.tokenize([texts[n]])[0] for n in (0, 1999, 2000, 2099)
-    )
-
-
-def test_ids_beyond_the_vocabulary_are_refused():
-    state = tokenizer_state(small_tokenizer())
-    state["model"]["vocab"] = {
-        piece: id + 3 * (id >= 8) for piece, id in state["model"]["vocab"].items()
-    }
-    gapped, encoder = (
-        with_tokenizer_state(small_tokenizer(), state),
-        BertLabModel(BertLabConfig(**small_config())),
-    )
-    with pytest.raises(
-        ValueError,
-        match=f"ids up to {len(gapped) + 2} and the model's vocab_size is {len(gapped)}",
-    ):
-        BiEncoder(encoder, gapped)
 
 
 def test_packed_rows_are_no_longer_than_the_encoders_positions():
@@ -231,33 +147,54 @@ def test_packed_rows_are_no_longer_than_the_encoders_positions():
     assert np.abs(model.encode(texts) - one_by_one).max() < 1e-5
 
 
+DENSE = [
+    {"path": "", "type": "m.Transformer"},
+    {"path": "1_Pooling", "type": "m.Pooling"},
+    {"path": "3_Dense", "type": "m.Dense"},
+]
+
+
+@pytest.mark.parametrize("name, content, words", [
+    ("modules.json", DENSE, "Dense"), ("modules.json", {"a": 1}, "modules.json"), ("modules.json", [{"path": ""}], "modules.json"),
+    ("1_Pooling/config.json", {"pooling_mode_max_tokens": True}, "max_tokens"), ("1_Pooling/config.json", [], "1_Pooling/config.json"),
+    ("sentence_bert_config.json", {"max_seq_length": "512"}, "max_seq_length"),
+    ("config_sentence_transformers.json", {"prompts": ["a"]}, "config_sentence_transformers.json"),
+])  # fmt: skip
+def test_directories_that_bertlab_cannot_read_are_refused(tmp_path, name, content, words):
+    make_model().save(tmp_path)
+    (tmp_path / name).write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=words):
+        read_st_config(tmp_path)
+
+
+@pytest.mark.parametrize("options, words", [
+    ({"pooling": "max"}, "'max'"), ({"max_sequence_length": 2}, "max_sequence_length.*2"), ({"max_sequence_length": 10**6}, "1000000"),
+])  # fmt: skip
+def test_wrong_options_of_a_model_are_named(options, words):
+    with pytest.raises(ValueError, match=words):
+        make_model(**options)
+
+
+@pytest.mark.parametrize(
+    "texts, options, words",
+    [("a text", {}, "texts"), (["a", None], {}, "texts"), (["a"], {"truncate_dim": 33}, "33")],
+)
+def test_wrong_texts_are_refused(texts, options, words):
+    with pytest.raises(ValueError, match=words):
+        make_model().encode(texts, **options)
+
+
+def test_no_texts_and_an_empty_text_are_encoded():
+    model = make_model()
+    assert model.encode([]).shape == (0, 32) and np.isfinite(model.encode([""])).all()
+
+
 @pytest.fixture
 def two_threads():
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     yield
     torch.set_num_threads(before)
-
-
-@pytest.mark.parametrize("count", [0, 1, 7])
-def test_each_batch_is_worked_on_once_by_threads_of_one_core(two_threads, count):
-    seen = []
-    map_threads(lambda batch: seen.append((batch, torch.get_num_threads())), range(count))
-    assert sorted(batch for batch, _ in seen) == list(range(count))
-    assert {threads for _, threads in seen} <= ({1} if count > 1 else {2})
-    assert torch.get_num_threads() == 2
-
-
-def test_an_error_in_a_batch_is_raised_and_ends_the_rest(two_threads):
-    seen = []
-
-    def work(batch):
-        seen.append(batch)
-        raise RuntimeError("batch 0") if batch == 0 else time.sleep(0.01)
-
-    with pytest.raises(RuntimeError, match="batch 0"):
-        map_threads(work, range(1000))
-    assert len(seen) < 1000 and torch.get_num_threads() == 2
 
 
 def test_batches_on_their_own_cores_have_the_vectors_of_one_thread(two_threads):
@@ -325,16 +262,6 @@ def test_similarity_equals_sentence_transformers(tmp_path, name, normalize):
     ) == (name or "cosine")
 
 
-def test_other_similarities_are_refused():
-    made = lambda name, normalize: make_model(
-        normalize=normalize, st_config={"similarity_fn_name": name}
-    )  # noqa: E731
-    assert find_similarity(made("euclidean", True)) == "cosine"
-    for name, normalize in (("euclidean", False), ("manhattan", True), ("maxsim", True)):
-        with pytest.raises(ValueError, match=f"{name}.*cosine and dot"):
-            find_similarity(made(name, normalize))
-
-
 @pytest.mark.parametrize("prompts", [
     {"query": "find alpha: ", "document": "beta gamma: ", "passage": "no"}, {"query": "find alpha: "}, {"query": None, "other": "no"}, {},
 ])  # fmt: skip
@@ -366,36 +293,6 @@ def test_prompts_equal_sentence_transformers(tmp_path, prompts):
 )
 def test_the_document_prompt_has_three_names(prompts, expected):
     assert make_model(st_config={"prompts": prompts}).document_prompt == expected
-
-
-def test_a_model_that_pools_without_its_prompts_is_refused(tmp_path):
-    place = with_st_config(make_model().save(tmp_path / "model"), prompts={"query": "find: "})
-    config = json.loads((place / "1_Pooling/config.json").read_text())
-    (place / "1_Pooling/config.json").write_text(json.dumps({**config, "include_prompt": False}))
-    with pytest.raises(ValueError, match="include_prompt"):
-        BiEncoder.load(place)
-    BiEncoder.load(with_st_config(place, prompts={"query": ""}))
-
-
-def test_do_lower_case_needs_an_uncased_tokenizer(tmp_path):
-    place = make_model("bert").save(tmp_path / "model")
-    (place / "sentence_bert_config.json").write_text(
-        json.dumps({"max_seq_length": 32, "do_lower_case": True})
-    )
-    assert BiEncoder.load(place).tokenize(["Alpha"]) == BiEncoder.load(place).tokenize(["alpha"])
-    path = place / "tokenizer_config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "do_lower_case": False}))
-    with pytest.raises(ValueError, match="do_lower_case"):
-        BiEncoder.load(place)
-
-
-def test_prompts_of_one_model_are_not_those_of_another():
-    first, second = make_model(), make_model()
-    first.st_config["prompts"]["query"] = "query: "
-    assert (
-        "query" not in second.st_config["prompts"]
-        and "query" not in make_model().st_config["prompts"]
-    )
 
 
 @pytest.mark.parametrize("name", ["deberta-v2", "mpnet", "albert", "distilbert"])

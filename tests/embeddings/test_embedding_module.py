@@ -36,7 +36,6 @@ from bertlab.train.checkpoints import (
     run_fingerprint,
 )
 from bertlab.train.history import History
-from bertlab.train.stopping import NonFiniteGuard
 from bertlab.train.trainer import make_trainer, seed_everything
 
 
@@ -47,11 +46,6 @@ def test_training_finds_the_documents_of_held_out_queries():
     held = len(data.pairs["validation"])
     assert found["val_recall_10"] > 3 * 10 / held and found["val_loss"] < math.log(16)
     assert 0 <= found["val_mean_cosine"] < 0.7 and 0 < found["val_mrr"] <= 1
-
-
-def test_weights_in_16_bits_are_warned_of_where_they_are_trained():
-    with pytest.warns(UserWarning, match="bfloat16.*precision='bf16-mixed'"):
-        make_trainer(1, "bf16-true", accelerator="cpu").fit(small_module(), small_data())
 
 
 def test_ranks_are_those_of_counting_by_hand():
@@ -83,29 +77,6 @@ def test_ties_are_seen_through_the_rounding_of_products(width):
         ranks_of(EmbeddedTexts(q, torch.arange(200)), EmbeddedTexts(d, torch.arange(200))).tolist()
         == [2] * 200
     )
-
-
-def test_vectors_that_are_no_numbers_find_nothing():
-    broken = EmbeddedTexts(torch.full((5, 3), torch.nan), torch.arange(5))
-    assert ranks_of(broken, broken).tolist() == [5] * 5
-
-
-def test_an_answer_of_several_queries_is_one_rival():
-    q, d = (
-        torch.tensor([[1.0, 0.0]] * 4),
-        torch.tensor([[0.8, 0.6], [1.0, 0.1], [1.0, 0.1], [1.0, 0.1]]),
-    )
-    queries, documents = (
-        EmbeddedTexts(q, torch.tensor([0, 1, 1, 1])),
-        EmbeddedTexts(d, torch.tensor([0, 1, 1, 1])),
-    )
-    assert ranks_of(queries, documents).tolist() == [4, 1, 1, 1]
-    assert ranks_of(queries, documents, numbers_N=torch.tensor([7, 3, 3, 3])).tolist() == [
-        2,
-        1,
-        1,
-        1,
-    ]
 
 
 def test_ranks_of_a_split_are_those_among_its_different_answers():
@@ -196,30 +167,6 @@ def test_what_makes_the_loss_is_part_of_the_run():
             )
 
 
-def test_a_schedule_with_a_function_resumes(
-    tmp_path,
-):
-    def run(steps, checkpoint=None):
-        module = small_module(
-            schedule="torch.optim.lr_scheduler.LambdaLR",
-            scheduler_kwargs={"lr_lambda": lambda step: 1 / (1 + step)},
-        )
-        trainer = make_trainer(
-            steps, "32-true", accelerator="cpu", callbacks=[TrainingCheckpoint(tmp_path, 2)]
-        )
-        trainer.fit(module, small_data(), ckpt_path=checkpoint)
-        return trainer.optimizers[0].param_groups[0]["lr"]
-
-    run(2)
-    assert (
-        torch.load(latest_checkpoint(tmp_path), weights_only=True)["hyper_parameters"][
-            "scheduler_kwargs"
-        ]
-        == {}
-    )
-    assert run(4, latest_checkpoint(tmp_path)) == pytest.approx(3e-3 / 5)
-
-
 def test_layer_decay_lowers_rates_layer_by_layer():
     module, data = (
         small_module(layer_decay=0.5, learning_rate=0.08, learn_temperature=True),
@@ -245,11 +192,6 @@ def test_layer_decay_lowers_rates_layer_by_layer():
     assert logged == 0.08, "not that of the layer whose group comes first"
 
 
-def test_a_decay_among_the_optimizer_s_options_is_refused():
-    with pytest.raises(ValueError, match="optimizer_kwargs has weight_decay=0.1"):
-        fit(small_module(optimizer_kwargs={"weight_decay": 0.1}), small_data(), 1)
-
-
 def test_the_learnt_temperature_moves_and_stays_within_its_bounds():
     module = small_module(learn_temperature=True, learning_rate=0.05)
     fit(module, small_data(draw_pairs(64)), 5)
@@ -257,7 +199,7 @@ def test_the_learnt_temperature_moves_and_stays_within_its_bounds():
     with torch.no_grad():
         module.log_temperature.fill_(-100)
     assert module.temperature().item() == pytest.approx(0.005)
-    with pytest.raises(ValueError, match="temperature must be from 0.005 to 1, got 2.0"):
+    with pytest.raises(ValueError, match="temperature=2.0"):
         small_module(learn_temperature=True, temperature=2.0)
 
 
@@ -297,42 +239,6 @@ def test_distillation_of_a_pair_ignores_padding(kind):
     grads = [p.grad for p in module.parameters() if p.grad is not None]
     assert all(torch.isfinite(grad).all() for grad in grads) and any(
         grad.abs().max() > 0 for grad in grads
-    )
-
-
-def test_autocast_does_not_round_scores():
-    module, made = (
-        small_module(distillation="kl", temperature=0.05),
-        torch.Generator().manual_seed(0),
-    )
-    q = F.normalize(torch.randn(2, 64, generator=made), dim=1)
-    texts = torch.cat(
-        [q, q.repeat_interleave(3, 0)]
-    )  # positives, then three negatives of each, all close
-    close = F.normalize(texts + 0.02 * torch.randn(8, 64, generator=made), dim=1)
-    queries, documents = EmbeddedTexts(q, torch.arange(2)), EmbeddedTexts(close, torch.arange(8))
-    batch = {
-        "labels": torch.arange(2),
-        "teacher_scores": torch.tensor([[0.812, 0.809, 0.806, 0.803]] * 2),
-    }
-    found = []
-    for on in (False, True):
-        with torch.autocast("cpu", torch.bfloat16, enabled=on):
-            module.score_pairs(queries, documents, batch)
-            found.append(module.auxiliary_losses()["distillation"][1].item())
-    assert found[1] == pytest.approx(found[0], rel=1e-5)
-
-
-def test_a_gradient_that_is_not_finite_is_skipped_by_the_guard():
-    module, data = small_module(), small_data()
-    before = weights_of(module)
-    with torch.no_grad():
-        module.model.encoder.embeddings.tokens.weight[7:].fill_(float("inf"))
-    spoiled = weights_of(module)
-    fit(module, data, 1, callbacks=[NonFiniteGuard()])
-    after = weights_of(module)
-    assert (
-        torch.equal(after.nan_to_num(0.5), spoiled.nan_to_num(0.5)) and before.shape == after.shape
     )
 
 
@@ -413,19 +319,6 @@ def test_a_run_with_an_adapter_goes_on_bit_by_bit(base, tmp_path):
                      small_data(draw_pairs(64, seed=1)), 6)  # fmt: skip
 
 
-def test_frozen_blocks_do_not_change():
-    module = small_module(freeze=1)
-    before = {n: p.detach().clone() for n, p in module.named_parameters()}
-    fit(module, small_data(), 2)
-    moved = {n for n, p in module.named_parameters() if not torch.equal(p, before[n])}
-    assert moved and not any("blocks.0." in name or "embeddings" in name for name in moved)
-    pytest.importorskip("peft", reason="needs peft")
-    with pytest.raises(
-        ValueError, match="adapter='lora' freezes the encoder, whose weights are random"
-    ):
-        fit(small_module(adapter="lora"), small_data(), 1)
-
-
 def test_layer_decay_works_with_frozen_layers(base):
     def rates(module):
         trainer = fit(module, small_data(), 1)
@@ -467,16 +360,6 @@ def test_a_saved_module_loads_again(tmp_path):
     )
 
 
-def test_another_tokenizer_is_refused(tmp_path):
-    small_module().save(tmp_path / "first")
-    other = train_tokenizer(["seven six five four three two one black white"] * 3, 60)
-    with pytest.raises(
-        ValueError, match="first was trained with another tokenizer: id .*transplant"
-    ):
-        EmbeddingModule(str(tmp_path / "first"), other)
-    EmbeddingModule(str(tmp_path / "first"), small_tokenizer())
-
-
 @pytest.mark.parametrize("built_first", [True, False])
 def test_rows_fit_an_encoder_of_few_positions(built_first):
     short = EmbeddingModule(model_config_kwargs={**small_config(), "max_position_embeddings": 32},
@@ -494,25 +377,6 @@ def test_rows_fit_an_encoder_of_few_positions(built_first):
     long.set_datasets(draw_pairs())
     with pytest.raises(ValueError, match="max_sequence_length"):
         fit(short, long, 1)
-
-
-def test_a_checkpoint_brings_norm_and_length_back(tmp_path):
-    from bertlab.embeddings.bi_encoder import BiEncoder
-
-    first = small_module().model
-    BiEncoder(first.encoder, first.tokenizer, normalize=False, max_sequence_length=20).save(
-        tmp_path / "first"
-    )
-    module = EmbeddingModule(str(tmp_path / "first"))
-    trainer = fit(module, small_data(), 1)
-    trainer.save_checkpoint(tmp_path / "x.ckpt")
-    again = EmbeddingModule.load_from_checkpoint(
-        tmp_path / "x.ckpt", pretrained_tokenizer_name_or_path=small_tokenizer()
-    )
-    assert (again.model.normalize, again.model.max_sequence_length) == (False, 20)
-    assert np.allclose(
-        again.model.encode(["alpha beta"]), module.model.encode(["alpha beta"]), atol=1e-6
-    )
 
 
 def test_short_pairs_do_not_shorten_the_model(tmp_path):
@@ -541,41 +405,6 @@ def test_short_pairs_do_not_shorten_the_model(tmp_path):
     fresh = small_module()  # which has learnt nothing of longer texts
     fit(fresh, small_data(), 1)
     assert fresh.model.max_sequence_length == 16
-
-
-def say_length(place, length, tokenizer_length=None):
-    "What a directory says of its length: RoBERTas count two positions too many, sentence-transformers 6 asks the tokenizer."
-    (place / "sentence_bert_config.json").write_text(
-        json.dumps({} if length is None else {"max_seq_length": length})
-    )
-    path = place / "tokenizer_config.json"
-    said = json.loads(path.read_text())
-    path.write_text(
-        json.dumps({**said, "model_max_length": tokenizer_length or said["model_max_length"]})
-    )
-
-
-@pytest.mark.parametrize(
-    "said, of_tokenizer, reads",
-    [(514, None, 512), (None, 24, 24), (None, 10**30, 512), (None, 10, 16)],
-)
-def test_configured_lengths_are_kept(tmp_path, said, of_tokenizer, reads):
-    first = small_module(
-        model_config_kwargs={**small_config(), "max_position_embeddings": 512}
-    ).model
-    place = BiEncoder(first.encoder, first.tokenizer).save(tmp_path / "first")
-    say_length(place, said, of_tokenizer)
-    assert BiEncoder.load(place).max_sequence_length == min(reads, of_tokenizer or reads)
-    module = EmbeddingModule(str(place))
-    module.build_model()
-    trainer = fit(module, small_data(), 1)  # of pairs that are cut at 16
-    assert BiEncoder.load(module.save(tmp_path / "trained")).max_sequence_length == reads
-    trainer.save_checkpoint(tmp_path / "x.ckpt")
-    again = EmbeddingModule(str(place))
-    make_trainer(2, "32-true", accelerator="cpu").fit(
-        again, small_data(), ckpt_path=tmp_path / "x.ckpt", weights_only=True
-    )
-    assert again.model.max_sequence_length == reads
 
 
 def test_a_checkpoint_brings_prompts_and_the_comparison_back(tmp_path):

@@ -139,16 +139,6 @@ def test_a_stopped_run_needs_the_same_texts(tmp_path):
     ]
 
 
-def test_a_new_index_leaves_a_user_s_own_files(tmp_path):
-    model, docs = make_model(), documents(30)
-    encode_corpus(model, lambda: docs[:10], tmp_path / "index")
-    (tmp_path / "index/notes.txt").write_text("mine")
-    assert encode_corpus(model, lambda: docs, tmp_path / "index", overwrite=True) == 30
-    assert (tmp_path / "index/notes.txt").read_text() == "mine" and len(
-        TextIndex.open(tmp_path / "index")
-    ) == 30
-
-
 def test_an_index_finds_its_own_texts_and_refuses_another_model(tmp_path):
     model, docs = make_model(), documents(30)
     encode_corpus(model, lambda: docs, tmp_path / "index", truncate_dim=16)
@@ -160,32 +150,6 @@ def test_an_index_finds_its_own_texts_and_refuses_another_model(tmp_path):
         index.check_model(make_model("bert"))
     with pytest.raises(ValueError, match="not an index"):
         TextIndex.open(tmp_path)
-
-
-def test_an_index_names_the_reading_that_a_model_of_its_own_lacks(tmp_path):
-    docs = documents(10)
-    encode_corpus(
-        make_model(pooling="cls", max_sequence_length=8), lambda: docs, tmp_path / "index"
-    )
-    index, model = TextIndex.open(tmp_path / "index"), make_model()
-    with pytest.raises(ValueError, match="pooling='cls', and the model has 'mean'"):
-        index.check_model(model)
-    index.prepare_model(model)
-    index.check_model(model)
-    assert np.allclose(model.encode([d.text for d in docs]), index.vectors_ND, atol=1e-6)
-    other = make_model("bert")
-    index.prepare_model(other)
-    with pytest.raises(ValueError, match="another model"):
-        index.check_model(other)
-
-
-def test_an_index_that_does_not_say_its_model_is_refused(tmp_path):
-    encode_corpus(make_model(), documents, tmp_path / "index")
-    store = json.loads((tmp_path / "index/store.json").read_text())
-    for broken in ({k: v for k, v in store.items() if k != "model"}, {**store, "model": None}, []):
-        (tmp_path / "index/store.json").write_text(json.dumps(broken))
-        with pytest.raises(ValueError, match="store.json"):
-            TextIndex.open(tmp_path / "index")
 
 
 PROMPTS = {"query": "alpha beta: ", "document": "gamma delta: "}
@@ -238,25 +202,6 @@ def test_the_prompt_of_an_index_is_an_option(tmp_path, side, before):
     assert np.allclose(
         [hit.score for hit in hits], [expected[hit.number] @ asked for hit in hits], atol=1e-5
     )
-
-
-def test_another_prompt_is_another_encoding(tmp_path):
-    def stop(count):
-        if count:
-            raise KeyboardInterrupt
-
-    model, docs = make_model(st_config={"prompts": PROMPTS}), documents(20)
-    with pytest.raises(KeyboardInterrupt):
-        encode_corpus(
-            model, lambda: docs, tmp_path / "v.npy", part_size=5, progress=stop, prompt="query"
-        )
-    with pytest.raises(
-        ValueError, match="another document_prompt .'alpha beta: ', not 'gamma delta: '"
-    ):
-        encode_corpus(model, lambda: docs, tmp_path / "v.npy", part_size=5)
-    with pytest.raises(ValueError, match="prompt='nobody' is unknown.*document, query, none"):
-        encode_corpus(model, lambda: docs, tmp_path / "v.npy", part_size=5, prompt="nobody")
-    assert encode_corpus(model, lambda: docs, tmp_path / "v.npy", part_size=5, prompt="query") == 20
 
 
 @pytest.mark.parametrize("name", ["cosine", "dot"])
@@ -317,33 +262,6 @@ def test_a_fingerprint_knows_what_the_tokenizer_makes_of_a_text(tmp_path):
         )
 
 
-def test_a_home_directory_may_be_said_shortly(tmp_path, monkeypatch):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    model = make_model()
-    encode_corpus(model, documents, "~/index")
-    assert (tmp_path / "index/store.json").exists() and len(TextIndex.open("~/index")) == 50
-    with pytest.raises(ValueError, match="exists already"):
-        encode_corpus(model, documents, "~/index")
-
-
-def test_malformed_rows_can_be_skipped(tmp_path):
-    (tmp_path / "a.jsonl").write_text('{"text": "one"}\n{"text": \n{"text": "two"}\n')
-    notes = Counter()
-    read = source_documents([str(tmp_path / "a.jsonl")], on_error="skip", notes=notes)
-    assert (
-        [d.text for d in read()] == ["one", "two"]
-        and sum(notes.values()) == 1
-        and "malformed" in [*notes][0]
-    )
-    with pytest.raises(ValueError, match="line 2"):
-        list(source_documents([str(tmp_path / "a.jsonl")])())
-    (tmp_path / "b.csv").write_text("one,x\ntwo,y\n")
-    assert [d.text for d in source_documents([str(tmp_path / "b.csv")], "1", header=False)()] == [
-        "one",
-        "two",
-    ]
-
-
 def test_an_index_appears_complete_or_not_at_all(tmp_path, monkeypatch):
     import bertlab.embeddings.search as module
 
@@ -394,37 +312,6 @@ def test_blank_texts_are_zeros_or_left_out(tmp_path, output):
         ]
     else:
         assert [TextIndex.open(tmp_path / output).read(n)[1] for n in (0, 6)] == ["a:2", "a:9"]
-
-
-@pytest.mark.parametrize("texts", [[], [Document(" ", "a:1")]])
-@pytest.mark.parametrize("output", ["v.npy", "v.parquet"])
-def test_a_source_without_any_text_is_an_error(tmp_path, texts, output):
-    with pytest.raises(ValueError, match="no text"):
-        encode_corpus(make_model(), lambda: texts, tmp_path / output, truncate_dim=4)
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("output", ["v.npy", "index"])
-def test_a_stopped_run_counts_all_blank_texts(tmp_path, output):
-    model, notes = make_model(), Counter()
-    encode_corpus(
-        model, lambda: SOME, tmp_path / ("whole.npy" if output == "v.npy" else "whole"), part_size=2
-    )
-    for stop in (2, 4, 6):
-
-        def watch(count, stop=stop):
-            if count >= stop:
-                raise Stop
-
-        with pytest.raises(Stop):
-            encode_corpus(model, lambda: SOME, tmp_path / output, part_size=2, progress=watch)
-    assert encode_corpus(model, lambda: SOME, tmp_path / output, part_size=2, notes=notes) == 7
-    assert sum(notes.values()) == 3
-    if output == "v.npy":
-        one, two = (np.load(tmp_path / name) for name in ("v.npy", "whole.npy"))
-    else:
-        one, two = (TextIndex.open(tmp_path / name).vectors_ND for name in ("index", "whole"))
-    assert one.shape == two.shape and np.abs(one - two).max() < 2e-6
 
 
 def test_an_output_that_cannot_be_is_refused_before_any_work(tmp_path):

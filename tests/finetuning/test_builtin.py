@@ -30,10 +30,8 @@ from bertlab.finetuning.builtin import (
     divide_rows,
     load_builtin_dataset,
     module_of,
-    place_group,
     question_rows,
     row_text,
-    thin_out,
 )
 from bertlab.finetuning.builtin import (
     ask_about,
@@ -74,11 +72,6 @@ def test_a_function_has_path_defaults_and_documentation():
     assert (function.source, function.name, function.doc) == ("m:A.f", "f", "Say.")
     assert function.parameters == (("x", None), ("y", "(1, 2)"), ("key", "None"), ("must", None))
     assert function.code.startswith("    def f(") and function.names == {"A", "f"}
-
-
-def test_form_feeds_do_not_shift_the_code_of_a_function():
-    code = "x = 1\n\x0c\ndef f():\n    return 'f'\n"
-    assert parsed(code).code == "def f():\n    return 'f'\n"
 
 
 def kinds_of(code: str) -> list[tuple[str, str]]:
@@ -188,13 +181,6 @@ def test_twins_of_training_rows_are_left_out():
     assert dropped["half or more is in a training row"] == 40 - len(splits["train"])
 
 
-def test_a_new_module_moves_no_other_and_a_seed_moves_many():
-    places = [place_group(f"m{n}") for n in range(300)]
-    assert places == [place_group(f"m{n}") for n in range(300)]
-    moved = sum(place != place_group(f"m{n}", 1) for n, place in enumerate(places))
-    assert moved > 90 and set(places) == set(SHARES)
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_no_group_and_no_text_is_in_two_splits(name):
     task, group = small(name), BUILTIN_DATASETS[name].group_of
@@ -268,22 +254,6 @@ def test_answers_are_in_place_and_none_is_too_frequent():
     assert texts.most_common(1)[0][1] < 0.35 * len(rows)
 
 
-def test_thinning_counts_against_the_other_answers():
-    row = lambda n, text: {"question": str(n), "context": "", "kind": "k",
-                           "answers": {"text": [text] if text else []}}  # fmt: skip
-    rows = (
-        [row(n, "None") for n in range(100)]
-        + [row(100 + n, "") for n in range(40)]
-        + [row(999, "x")] * 1
-    )
-    kept = Counter(tuple(r["answers"]["text"]) for r in thin_out(rows, 0.5))
-    assert kept == {
-        ("None",): 20,
-        (): 40,
-        ("x",): 1,
-    }  # 41 others halved; 101 halved is more than there are
-
-
 @pytest.mark.parametrize(
     "wrong, words",
     [
@@ -294,11 +264,6 @@ def test_thinning_counts_against_the_other_answers():
 def test_wrong_names_are_refused(wrong, words):
     with pytest.raises(ValueError, match=words):
         load_builtin_dataset(**wrong)
-
-
-def test_a_dataset_describes_itself():
-    text = small("docstring-area").describe()
-    assert "PSF" in text and "windows" in text and "train 250" in text
 
 
 # Scores and baselines

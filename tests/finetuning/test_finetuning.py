@@ -1,6 +1,5 @@
 "Fine-tuning end to end: what is trained, what is scored, and what is refused before anything is."
 
-import copy
 import functools
 import os
 import warnings
@@ -506,15 +505,6 @@ def test_weighted_losses_are_torchs():
     )
 
 
-def test_balanced_weights_come_from_the_training_rows():
-    rows = [{"text": "the saw", "label": "tool"}] * 30 + [
-        {"text": "the fig", "label": "fruit"}
-    ] * 10
-    module = module_for(class_weights="balanced")
-    fit(module, data_for(train=rows), 1)
-    assert module.class_weights_C.tolist() == [3.0, 1.0]  # fruit, tool; only their ratio counts
-
-
 @pytest.mark.parametrize("kind", ["class", "tags"])
 def test_class_weights_are_not_in_the_loss_of_a_split(kind):
     rows = [texts_of(n, seed, kind) for seed, n in enumerate((48, 19, 11))]
@@ -535,24 +525,6 @@ def test_class_weights_are_not_in_the_loss_of_a_split(kind):
             )
         )
     assert found[0][:2] == found[1][:2] and found[0][2] != pytest.approx(found[1][2])
-
-
-def test_numbers_are_scored_in_float32_under_bfloat16():
-    rows = [texts_of(n, seed, "number") for seed, n in enumerate((96, 64, 5))]
-    rows = [
-        [{**row, "label": row["label"] + 2000} for row in split] for split in rows
-    ]  # here bfloat16 counts by eights
-    module, data = module_for(learning_rate=0.0), data_for(train=rows[0], val=rows[1], test=rows[2])
-    module.settle(data.setup() or data)
-    module.configure_model()
-    torch.nn.init.constant_(module.model.task_head.classifier.bias, 2000.0)
-    trainer = fit(module, data, 1, precision="bf16-mixed")
-    predicted = torch.cat([batch["logits"] for batch in predict(module, data.val_dataloader())])
-    truth = torch.tensor([row["label"] for row in rows[1]])
-    metric = module.task.metric(data.rows["validation"])
-    scores = metric(predicted[:, 0].float(), truth)
-    for name, value in scores.items():
-        assert logged(trainer)[f"val_{name}"] == pytest.approx(value.item(), abs=0.03)
 
 
 # --- checkpoints ----------------------------------------------------------------------------------
@@ -753,28 +725,3 @@ def test_predictions_are_of_the_averages_that_were_validated():
     assert all(
         torch.equal(value, module.model.state_dict()[name]) for name, value in before.items()
     )
-
-
-def test_added_tokens_need_spare_rows_of_the_model(tmp_path):
-    from bertlab.model.heads import BertLabForMaskedLM
-    from bertlab.model.huggingface import save_model
-    from bertlab.model.config import BertLabConfig
-
-    known, more = tokenizer(), copy.deepcopy(tokenizer())
-    more.add_tokens(["<entity>"])
-    shape = {**CONFIG, "vocab_size": len(known) + 8}
-    save_model(BertLabForMaskedLM(BertLabConfig(**shape)), known, tmp_path / "spare")
-    save_model(
-        BertLabForMaskedLM(BertLabConfig(**{**shape, "vocab_size": len(known)})),
-        known,
-        tmp_path / "full",
-    )
-    data = FinetuningDataModule("classification", more, max_sequence_length=32, train_batch_size=8)
-    data.set_datasets(
-        [{**row, "text": "<entity> " + row["text"]} for row in texts_of(24)], texts_of(8, 1)
-    )
-    module = FinetuningModule("classification", str(tmp_path / "spare"), learning_rate=3e-3)
-    fit(module, data, 2)
-    assert module.model.encoder.embeddings.tokens.num_embeddings == len(known) + 8
-    with pytest.raises(ValueError, match="vocab_size"):
-        fit(FinetuningModule("classification", str(tmp_path / "full")), data, 2)

@@ -296,18 +296,6 @@ def test_rows_that_nothing_is_learned_from_are_refused(train, val, words):
         given_rows(rows_of(train), val, bad_rows="skip")
 
 
-def test_row_numbers_go_on_beyond_a_thousand():
-    rows = rows_of(1203)
-    rows[1201]["text"] = ""
-    with pytest.raises(ValueError, match="train row 1201"):
-        given_rows(rows, rows[:2])
-
-
-def test_a_fraction_of_0_holds_nothing_out():
-    data = given_rows(rows_of(8), validation_fraction=0)
-    assert list(data.rows) == ["train"] and len(data.rows["train"]) == 8 and data.note == ""
-
-
 # --- batches --------------------------------------------------------------------------------------
 
 
@@ -387,16 +375,6 @@ def test_a_stopped_run_continues_with_the_next_batch(stop, num_workers):
     before, again = first(loader, stop), data.train_dataloader()
     again.load_state_dict(again.state_dict() | {"delivered": stop})
     assert all(map(torch.equal, whole, before + first(again, 16 - stop)))
-
-
-def test_fixed_shapes_are_fixed():
-    data = given_rows(rows_of(24), rows_of(3), fixed_shapes=True)
-    shapes = {
-        tuple(batch["input_ids"].shape)
-        for loader in (data.train_dataloader(), data.val_dataloader())
-        for batch in loader
-    }
-    assert shapes == {(4, 64)}
 
 
 def question(i: int, context: str) -> dict:
@@ -502,16 +480,6 @@ def test_a_column_is_named_or_counted_from_1(column, tmp_path):
     assert data.id2label == {0: "adj", 1: "aux", 2: "noun", 3: "num"}
 
 
-def test_conll2003_has_its_words_first_and_its_tags_last(tmp_path):
-    sentences = [f"text N B-NP O\nnumber N I-NP B-X\n{i} N I-NP I-X" for i in range(10)]
-    data = tagger(save(tmp_path / "all.txt", "\n\n".join(["-DOCSTART- -X- O O", *sentences])))
-    assert data.id2label == {0: "B-X", 1: "I-X", 2: "O"}
-    assert tagger(str(tmp_path / "all.txt"), label_column="chunk").id2label == {
-        0: "B-NP",
-        1: "I-NP",
-    }
-
-
 def test_words_of_a_table_are_between_spaces_or_in_lists(tmp_path):
     plain = "text,label\n" + "text is good,N V A\n" * 2 + "bad is text,A V N\n" * 2
     lists = (
@@ -554,20 +522,6 @@ def test_files_by_split_and_a_format_by_name(tmp_path):
     assert data.label2id == {"0": 0, "1": 1} and data.rows["validation"][0]["text"] == "two is good"
     with pytest.raises(ValueError, match="file_format.*conllu"):
         module(source=train, file_format="xml")
-
-
-def test_codes_of_a_table_keep_their_zeros_and_amounts_do_not(tmp_path):
-    path = save(
-        tmp_path / "train.csv",
-        "text,label\n"
-        + "".join(f"text {i} is good,{('007', '7', '0101')[i % 3]}\n" for i in range(12)),
-    )
-    data = module(source=path)
-    data.setup()
-    assert data.label2id == {"007": 0, "0101": 1, "7": 2}
-    amounts = module(source=path, **REGRESSION)
-    amounts.setup()
-    assert {row["label"] for split in amounts.rows.values() for row in split} == {7, 101}
 
 
 STARS = ["one", "two", "three", "four", "five"]
@@ -622,17 +576,6 @@ def test_multi_hot_lists_and_lists_of_ids_get_names():
 # --- lists in tables --------------------------------------------------------------------------------
 
 
-def test_lists_that_pandas_wrote_are_the_same_lists(tmp_path):
-    import pandas
-
-    rows = [{"text": ["text", "isn't", f"{i}"], "label": ["O", "B", "I"]} for i in range(12)]
-    pandas.DataFrame(rows).to_csv(tmp_path / "train.csv", index=False)
-    data = tagger(tmp_path / "train.csv")
-    texts = sorted(row["text"] for split in data.rows.values() for row in split)
-    assert texts == sorted(row["text"] for row in rows)
-    assert data.id2label == {0: "B", 1: "I", 2: "O"}
-
-
 def test_words_in_brackets_are_no_list(tmp_path):
     texts = ["[1] see", "[ sic ]", "[1] see [2]", "so"]
     lines = "".join(f"{text},{' '.join('O' * len(text.split()))}\n" for text in texts * 3)
@@ -670,31 +613,6 @@ def test_a_bad_line_is_named_even_if_it_is_held_out(tmp_path):
     assert sum(map(len, data.rows.values())) == 12 and "a.csv line 14" in data.describe()
 
 
-def test_lines_that_cannot_be_read_are_counted_with_the_others(tmp_path):
-    text = conllu(*TAGGED).replace("good", "go\tod", 1)
-    with pytest.raises(ValueError, match="train.conllu line 3 has 11 columns"):
-        tagger(save(tmp_path / "train.conllu", text))
-    data = tagger(str(tmp_path / "train.conllu"), bad_rows="skip")
-    assert sum(map(len, data.rows.values())) == 11 and "train: 1 rows left out" in data.describe()
-
-
-def test_a_skipped_row_keeps_its_neighbours_examples(tmp_path):
-    rows = [
-        *FINE["question_answering"][:2],
-        {**FINE["question_answering"][2], "question": ""},
-        *FINE["question_answering"][3:],
-    ]
-    data = given_rows(
-        rows, rows, task="question_answering", bad_rows="skip", collator_kwargs={"doc_stride": 4}
-    )
-    for row in data.datasets["validation"].rows:
-        example = data.rows["validation"][int(row["example_index"])]
-        assert (
-            tokenizer()(example["question"], example["context"])["input_ids"]
-            == row["input_ids"].tolist()
-        )
-
-
 # --- packing --------------------------------------------------------------------------------------
 
 
@@ -726,21 +644,6 @@ def test_packed_rows_hold_each_sentence_once_with_its_labels():
     assert len(packed.datasets["validation"]) == 3, (
         "predictions are by sentence, and so are these rows"
     )
-
-
-def test_packing_counts_the_labels_that_were_cut():
-    rows = [{"text": ["good"] * n, "label": ["A"] * n} for n in (5, 30, 3, 40)]
-    data = given_rows(
-        rows,
-        rows[:1],
-        task="token_classification",
-        packing=True,
-        max_sequence_length=16,
-        train_batch_size=1,
-    )
-    assert sum(int(row["num_dropped_labels"]) for row in data.datasets["train"].rows) == (
-        30 - 14
-    ) + (40 - 14)
 
 
 # --- answers as text ------------------------------------------------------------------------------
@@ -867,20 +770,6 @@ def test_scored_rows_are_part_of_the_resume_identity():
     options = {"task": "question_answering", "collator_kwargs": {"doc_stride": 4}}
     one, two = (given_rows(asked, [row], **options).resume_identity() for row in asked)
     assert differing(one, two) == {"validation rows"}, "a second right answer is in the texts alone"
-
-
-def pair_rows(n):
-    return [
-        {"a": f"text number {i // 2}", "b": f"text {i}", "label": "ab"[i % 2]} for i in range(n)
-    ]
-
-
-def test_neither_text_of_a_pair_is_in_two_splits():
-    data = given_rows(pair_rows(40), text_column=["a", "b"], validation_fraction=0.2)
-    sides = [
-        {t for row in data.rows[s] for t in (row["text"], row["text_pair"])} for s in data.rows
-    ]
-    assert len(data.rows["validation"]) == 8 and set.isdisjoint(*sides)
 
 
 @pytest.mark.parametrize("row, message", [

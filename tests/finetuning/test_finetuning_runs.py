@@ -13,10 +13,7 @@ from bertlab.data.tokenizers import load_tokenizer
 from bertlab.finetuning import runs
 from bertlab.finetuning.data import FinetuningDataModule
 from bertlab.finetuning.module import FinetuningModule
-from bertlab.finetuning.predictions import load_predictor
 from bertlab.finetuning.runs import (
-    FinetuningResult,
-    ScoreLines,
     SeedResults,
     prepare,
     finetune,
@@ -24,8 +21,6 @@ from bertlab.finetuning.runs import (
 )
 from bertlab.finetuning.models import load_task_model
 from bertlab.train.checkpoints import TrainingCheckpoint, TrainingInterrupted, latest_checkpoint
-from bertlab.optim.budgets import TimeBudgetLR
-from bertlab.train.stopping import NonFiniteGuard, TimeLimit
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 PLAIN = {"precision": "32-true", "accelerator": "cpu"}
@@ -52,13 +47,6 @@ def test_a_run_without_gains_stops_early(tmp_path):
     assert run.stopped_early and len(run.record.validation) == 3 and run.best_step == 6
     full = finetune(module_for(learning_rate=0.0), data, tmp_path / "full", num_epochs=3, **PLAIN)
     assert not full.stopped_early and len(full.record.validation) == 3
-
-
-def test_validations_within_an_epoch_are_counted_in_steps(tmp_path):
-    run = finetune(
-        module_for(), data_for(), tmp_path, num_epochs=2, validations_per_epoch=2, **PLAIN
-    )
-    assert [point["step"] for point in run.record.validation] == [3, 6, 9, 12]
 
 
 class StopAfter(Callback):
@@ -95,21 +83,6 @@ def test_a_run_whose_patience_was_spent_takes_no_step_when_it_goes_on(tmp_path, 
     assert latest_checkpoint(series.directory).name == "step-00000012.ckpt"
 
 
-def test_a_run_does_not_go_on_under_another_monitor(tmp_path):
-    "Lightning would forget which weights were best so far."
-    finetune(
-        module_for(),
-        data_for(),
-        tmp_path,
-        num_epochs=1,
-        callbacks=[TrainingCheckpoint(tmp_path / "checkpoints")],
-        **PLAIN,
-    )
-    with pytest.raises(ValueError, match="val_accuracy.*val_loss"):
-        finetune(module_for(), data_for(), tmp_path, num_epochs=2, monitor="val_loss", checkpoint=latest_checkpoint(tmp_path / "checkpoints"),
-                 callbacks=[TrainingCheckpoint(tmp_path / "checkpoints")], **PLAIN)  # fmt: skip
-
-
 def test_averaged_weights_are_the_ones_that_are_kept(tmp_path):
     "SPlus validates on an average of its weights: that average must be what a run ends with."
     module, data = module_for(optimizer_class="splus", learning_rate=0.05), data_for()
@@ -125,38 +98,6 @@ def test_a_finished_run_is_saved_for_pipelines(tmp_path):
     assert fresh == []
     for key, weight in weights(run.module).items():
         assert torch.equal(loaded.state_dict()[key], weight), key
-
-
-@pytest.mark.parametrize(
-    "shape", [{"norm": "rms"}, {"attention_positions": "alibi"}, {"num_key_value_heads": 1}]
-)
-def test_a_model_that_no_other_library_has_is_written_in_our_own_class_and_said_so_before(
-    shape, tmp_path
-):
-    module, data = (
-        FinetuningModule("classification", model_config_kwargs={**CONFIG, **shape}),
-        data_for(),
-    )
-    prepare(module, data)
-    module.configure_model()
-    assert "written as BertLabForSequenceClassification" in module.describe()
-    run = finetune(module, data, tmp_path / "run", num_epochs=1, limit_train_batches=2, **PLAIN)
-    predictor = load_predictor(run.save_predictor(tmp_path / "model"))
-    texts = [row["text"] for row in data.rows["test"].rows]
-    logits = torch.cat([batch["logits"] for batch in predict(module, data.test_dataloader())])
-    said = [
-        predictor.task.labels.names.index(row["predicted_label"])
-        for row in predictor.predict(texts).rows
-    ]
-    assert said == logits.argmax(-1).tolist()
-
-
-def test_a_saved_tokenizer_reads_as_much_as_the_model(tmp_path):
-    run = finetune(
-        module_for(), data_for(), tmp_path / "run", num_epochs=1, limit_train_batches=1, **PLAIN
-    )
-    made = load_tokenizer(run.save_predictor(tmp_path / "model"))
-    assert made.model_max_length == run.module.config.max_position_embeddings
 
 
 def test_seeds_differ_in_head_and_order_but_not_in_what_is_held_out(tmp_path):
@@ -200,49 +141,6 @@ def test_mean_and_deviation_are_those_of_the_sample():
     assert results.table(baselines).splitlines()[1].endswith("0.250")
 
 
-def test_a_single_seed_has_no_deviation_and_its_table_no_nan():
-    one = SeedResults((0,), ({"f1": 0.5},))
-    assert (
-        one.deviation() == {}
-        and "nan" not in one.table()
-        and one.table().split() == ["metric", "seed", "0", "f1", "0.500"]
-    )
-
-
-def test_scores_and_seconds_are_said_after_each_validation(tmp_path):
-    said = []
-    finetune(
-        module_for(),
-        data_for(),
-        tmp_path,
-        num_epochs=2,
-        callbacks=[ScoreLines(said.append)],
-        **PLAIN,
-    )
-    assert [line.split(":")[0] for line in said] == ["epoch 1, step 6", "epoch 2, step 12"]
-    assert all("val_accuracy 0." in line or "val_accuracy 1." in line for line in said) and all(
-        line.endswith(" s") for line in said
-    )
-
-
-@pytest.mark.parametrize(
-    "monitor, values",
-    [("val_spearman", [math.nan, 0.9, 0.95, math.nan]), ("val_loss", [math.nan, 0.3, 0.2])],
-)
-def test_a_seed_with_an_undefined_metric_is_not_the_best(tmp_path, monkeypatch, monitor, values):
-    scores = iter(values)
-    monkeypatch.setattr(runs, "finetune", lambda module, data, *args, **options: FinetuningResult(
-        module, {monitor: next(scores)}, None, 0, False, data))  # fmt: skip
-    results = finetune_seeds(
-        {"task": "classification", "model_config_kwargs": CONFIG},
-        data_for(),
-        tmp_path,
-        range(len(values)),
-        monitor=monitor,
-    )
-    assert results.best_seed == 2 and results.best.metrics[monitor] == values[2]
-
-
 class Burst(FinetuningModule):
     "Its third step has an infinite loss, and a gradient of NaN."
 
@@ -264,18 +162,6 @@ def test_a_step_that_is_not_finite_is_left_out_of_a_run(tmp_path):
         and not run.stopped_early
         and run.record.column("step")[-1] == 12
     )
-
-
-def test_a_guard_of_ones_own_is_the_only_one(tmp_path):
-    own, seen = NonFiniteGuard(max_in_a_row=1), []
-
-    class Look(Callback):
-        def on_fit_start(self, trainer, pl_module):
-            seen.extend(one for one in trainer.callbacks if isinstance(one, NonFiniteGuard))
-
-    module = Burst("classification", model_config_kwargs=CONFIG)
-    run = finetune(module, data_for(), tmp_path, num_epochs=2, callbacks=[own, Look()], **PLAIN)
-    assert seen == [own] and own.num_skipped == 1 and run.stopped_early
 
 
 def test_a_ruined_model_has_no_score_and_is_not_the_best(tmp_path):
@@ -306,13 +192,6 @@ def test_a_ruined_model_has_no_score_and_is_not_the_best(tmp_path):
 def test_seeds_must_differ(tmp_path, seeds):
     with pytest.raises(ValueError, match="seeds"):
         finetune_seeds({"task": "classification"}, data_for(), tmp_path, seeds)
-
-
-def test_wrong_labels_are_refused_before_anything_is_written(tmp_path):
-    module = FinetuningModule("classification", model_config_kwargs=CONFIG, num_labels=5)
-    with pytest.raises(ValueError, match="num_labels=5"):
-        finetune(module, data_for(), tmp_path / "run")
-    assert not (tmp_path / "run").exists()
 
 
 def test_the_best_weights_of_a_run_that_was_moved_stay_the_best(tmp_path):

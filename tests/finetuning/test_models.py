@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,9 +15,9 @@ from bertlab.model.huggingface import save_model
 from bertlab.data.tokenizers import train_tokenizer
 from bertlab.model.heads import BertLabForMaskedLM
 from bertlab.model.task_heads import BertLabForSequenceClassification, BertLabForTokenClassification
-from bertlab.finetuning.models import finetuning_groups, layerwise_rates, load_task_model
+from bertlab.finetuning.models import layerwise_rates, load_task_model
 from bertlab.finetuning.models import reinit_top_layers, save_predictor
-from bertlab.model.adapters import freeze_weights, layer_depths
+from bertlab.model.adapters import freeze_weights
 from bertlab.finetuning.task import LabelNames, get_task
 
 WORDS = "apple pear plum fig saw hammer drill file the is in here where what oslo rome"
@@ -157,12 +156,6 @@ def test_options_reach_the_model(pretrained):
         assert model.config.classifier_pooling == "cls"
 
 
-def test_a_half_precision_checkpoint_is_trained_in_float32(tmp_path):
-    BertLabForMaskedLM(TINY).to(torch.bfloat16).save_pretrained(tmp_path)
-    model, *_ = load_task_model(TASK, tmp_path)
-    assert {p.dtype for p in model.parameters()} == {torch.float32}
-
-
 def test_an_encoder_with_holes_is_refused(tmp_path):
     from safetensors.torch import load_file, save_file
 
@@ -175,14 +168,6 @@ def test_an_encoder_with_holes_is_refused(tmp_path):
         match="encoder.blocks.1.attention.qkv.weight",
     ):
         load_task_model(TASK, tmp_path)
-
-
-@pytest.mark.parametrize("name, kwargs, said", [
-    ("/nowhere/model", None, "cannot be loaded"), (None, None, "give either"), ("some", {}, "give either"),
-])  # fmt: skip
-def test_a_source_that_is_none_is_refused(name, kwargs, said):
-    with pytest.raises(ValueError, match=said):
-        load_task_model(TASK, name, None, kwargs)
 
 
 # --- labels ---------------------------------------------------------------------------------------
@@ -203,28 +188,6 @@ def test_rates_fall_by_one_factor_a_layer_and_end_at_the_heads(rate, decay, num_
     assert len(rates) == num_layers + 2 and rates[-1] == rate
     for low, high in zip(rates, rates[1:]):
         assert low == pytest.approx(high * decay)
-
-
-def test_every_weight_is_in_one_group_with_the_rate_of_its_depth():
-    model = fresh_model()
-    hparams = SimpleNamespace(
-        optimizer_class="adamw", learning_rate=1.0, layer_decay=0.5, weight_decay=0.1
-    )
-    groups, names = finetuning_groups(model, hparams), {p: n for n, p in model.named_parameters()}
-    found = {names[p]: group.get("lr", 1.0) for group in groups for p in group["params"]}
-    assert sum(len(group["params"]) for group in groups) == len(names) == len(found)
-    assert found == {n: 0.5 ** (4 - depth) for n, depth in layer_depths(model).items()}
-    assert "lr" not in groups[0]
-
-
-def test_frozen_layers_have_no_group():
-    model = fresh_model()
-    freeze_weights(model, 2, "freeze_layers")
-    hparams = SimpleNamespace(
-        optimizer_class="adamw", learning_rate=1.0, layer_decay=0.5, weight_decay=0.0
-    )
-    groups = finetuning_groups(model, hparams)
-    assert {group["lr"] for group in groups if "lr" in group} == {0.5}
 
 
 @pytest.mark.parametrize("how_many, moving", [
@@ -263,17 +226,6 @@ def test_reinit_begins_the_top_anew_and_leaves_the_rest(tmp_path):
     for key, width in widths.items():
         assert model.state_dict()[key].std() == pytest.approx(width.item(), rel=0.15), key
     assert reinit_top_layers(model, 0) == []
-
-
-def test_reinit_narrows_what_deepnorm_narrows_though_transformers_marks_it_as_loaded(tmp_path):
-    config = BertLabConfig(**{**TINY.to_diff_dict(), "norm": "deep", "norm_position": "post"})
-    shaken(BertLabForMaskedLM(config)).save_pretrained(tmp_path)
-    model, fresh = BertLabForMaskedLM.from_pretrained(tmp_path), BertLabForMaskedLM(config)
-    reinit_top_layers(model, 1)
-    narrow, expected = (
-        one.encoder.blocks[2].attention.out_proj.weight.std().item() for one in (model, fresh)
-    )
-    assert narrow == pytest.approx(expected, rel=0.2)
 
 
 # --- saved ----------------------------------------------------------------------------------------
@@ -345,14 +297,3 @@ def test_pipelines_load_what_was_saved_where_bertlab_is_not(tmp_path):
         pair = TOKENIZER("where", "in oslo", return_tensors="pt")["input_ids"]
         ours = models["question_answering"](pair).start_logits[0]
         torch.testing.assert_close(torch.tensor(found["answers"]), ours, atol=1e-4, rtol=1e-3)
-
-
-def test_what_no_other_library_has_is_written_in_our_class(tmp_path):
-    config = BertLabConfig(
-        **{**TINY.to_diff_dict(), "norm": "dynamic_tanh", "classifier_pooling": "mean"}
-    )
-    place = save_predictor(BertLabForSequenceClassification(config), tmp_path / "own", TOKENIZER)
-    assert (
-        type(BertLabForSequenceClassification.from_pretrained(place).encoder.final_norm).__name__
-        == "DynamicTanh"
-    )

@@ -11,7 +11,7 @@ import pytest
 import torch
 from sklearn.calibration import calibration_curve
 from test_finetuning import asked, data_for, module_for, predict, tagged, texts_of, tokenizer
-from transformers import DistilBertConfig, DistilBertForSequenceClassification, pipeline
+from transformers import pipeline
 
 from bertlab.finetuning.evaluation import Calibration, classification_table
 from bertlab.finetuning.predictions import (
@@ -20,7 +20,6 @@ from bertlab.finetuning.predictions import (
     load_predictor,
     predict_file,
     read_input,
-    write_predictions,
 )
 from bertlab.finetuning.runs import finetune
 
@@ -138,21 +137,6 @@ def test_several_labels_and_numbers_are_predicted_and_evaluated(tmp_path, kind):
     assert evaluate(run.module, data, "test").numbers
 
 
-def test_a_family_that_bertlab_cannot_convert_works(tmp_path):
-    torch.manual_seed(0)
-    config = DistilBertConfig(vocab_size=120, dim=32, n_layers=1, n_heads=2, hidden_dim=48,
-                              max_position_embeddings=40, id2label={0: "a", 1: "b", 2: "c"}, num_labels=3)  # fmt: skip
-    model = DistilBertForSequenceClassification(config).eval()
-    model.save_pretrained(tmp_path)
-    tokenizer().save_pretrained(tmp_path)
-    row = load_predictor(tmp_path).predict(["the fig is here"]).rows[0]
-    with torch.no_grad():
-        inputs = tokenizer()("the fig is here", return_tensors="pt")
-        shares = model(inputs["input_ids"], inputs["attention_mask"]).logits.softmax(-1)[0]
-    assert row["predicted_label"] == "abc"[shares.argmax()]
-    assert row["probability"] == pytest.approx(shares.max().item(), abs=1e-5)
-
-
 # --- what is remembered and refused ---------------------------------------------------------------
 
 
@@ -247,13 +231,6 @@ def test_standard_input_is_known_by_its_first_lines(monkeypatch):
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
         table = read_input("-")
         assert (table.file_format, [row["text"] for row in table]) == (file_format, rows)
-
-
-def test_a_failed_write_leaves_the_old_file(tmp_path):
-    (tmp_path / "a.jsonl").write_text("old")
-    with pytest.raises(UnicodeEncodeError):
-        write_predictions([{"text": "half a character: \ud83d"}], tmp_path / "a.jsonl")
-    assert (tmp_path / "a.jsonl").read_text() == "old"
 
 
 def test_mistakes_are_found_before_the_model_runs(trained, tmp_path):

@@ -13,12 +13,12 @@ import torch
 from ranks import run_on_ranks
 from transformers import BertConfig, BertForMaskedLM
 
-from bertlab.data.supervised import SpanClassificationCollator, fit_offsets, read_spans
+from bertlab.data.supervised import SpanClassificationCollator, read_spans
 from bertlab.data.tokenizers import train_tokenizer
 from bertlab.finetuning.baselines import compute_baselines
 from bertlab.finetuning.data import FinetuningDataModule
 from bertlab.finetuning.module import FinetuningModule
-from bertlab.finetuning.predictions import evaluate, load_predictor, predict_file
+from bertlab.finetuning.predictions import evaluate, load_predictor
 from bertlab.finetuning.runs import finetune
 from bertlab.finetuning.spans import (
     find_known,
@@ -236,17 +236,6 @@ def test_offsets_are_exact_in_every_script(text, marked):
     assert encoded["num_moved_labels"] == 0, [text[a:b] for a, b, _ in back]
 
 
-def test_letters_keep_their_accents_and_leave_spaces():
-    text = "e\u0301 x\u0302\u0303 "
-    assert fit_offsets(text, [(0, 1), (2, 4), (3, 6), (6, 7), (-1, -1)]).tolist() == [
-        [0, 2],
-        [3, 6],
-        [3, 6],
-        [7, 7],
-        [-1, -1],
-    ]
-
-
 def test_a_span_within_a_token_is_widened_and_counted():
     collator = SpanClassificationCollator.from_tokenizer(tokenizer(), max_sequence_length=32)
     one = collator.encode([{"text": "the museum", "spans": [{"start": 5, "end": 9, "label": 0}]}])[
@@ -301,42 +290,6 @@ def test_a_span_that_no_window_holds_is_refused_with_what_to_raise():
     )
     enough.setup()
     assert enough.label2id == {"LOC": 0, "LONG": 1, "ORG": 2}
-
-
-def test_labels_that_training_does_not_know_are_refused():
-    with pytest.raises(ValueError, match="validation row 0.*'CITY'"):
-        data_for(val=[text_of("the", ("CITY", "rome"))]).setup()
-    with pytest.raises(ValueError, match="no row to train on has a label"):
-        data_for(train=[text_of("the rome")] * 3, val=[text_of("rome")]).setup()
-    with pytest.raises(ValueError, match="doc_stride=14"):
-        data_for(collator_kwargs={"doc_stride": 14}).setup()
-    with pytest.raises(ValueError, match="class_weights"):
-        fit(module_for(class_weights=[1.0, 2.0]), data_for(), 1)
-
-
-def test_rows_of_ids_bring_their_own_spans():
-    collator = SpanClassificationCollator.from_tokenizer(
-        tokenizer(), max_sequence_length=16, num_labels=2, max_spans=2
-    )
-    ids = tokenizer()("the bank of rome")["input_ids"]
-    batch = collator(
-        [{"input_ids": ids, "spans": [[1, 2, 0], [2, 2, 1]]}, {"input_ids": ids[:3], "spans": []}]
-    )
-    assert batch["labels"].tolist() == [[[1, 2, 0], [2, 2, 1]], [[-100] * 3] * 2] and batch[
-        "input_ids"
-    ].shape == (2, 16)
-    assert batch["special_tokens_mask"][1].tolist() == [1, 0, 0] + [1] * 13
-    for spans, words in (([[1, 2, 5]], "label 5"), ([[1, 1, 0]] * 3, "max_spans=2")):
-        with pytest.raises(ValueError, match=f"row 0.*{words}"):
-            collator([{"input_ids": ids, "spans": spans}])
-
-
-def test_shapes_are_fixed_where_they_are_asked_to_be():
-    data = data_for(rows_of(12, filler=4), fixed_shapes=True, collator_kwargs={"doc_stride": 6})
-    data.setup()
-    shapes = [{name: tuple(value.shape) for name, value in batch.items()}
-              for loader in (data.train_dataloader(), data.val_dataloader()) for batch in loader]  # fmt: skip
-    assert all(one == shapes[0] for one in shapes) and shapes[0]["input_ids"] == (8, 16)
 
 
 def test_a_column_that_datasets_keeps_is_read_with_its_names(tmp_path):
@@ -466,15 +419,6 @@ def test_counts_are_those_of_sets():
     assert f1 == pytest.approx(2 * len(predicted & true) / (len(predicted) + len(true)))
 
 
-def test_blank_rows_and_places_outside_the_text_say_nothing():
-    scores, offsets = (
-        torch.ones(2, 1, 3, 3),
-        torch.tensor([[[-1, -1], [0, 4], [4, 4]]]).expand(2, -1, -1),
-    )
-    found, _ = find_spans(scores, offsets, torch.tensor([-1, 6]))
-    assert found.tolist() == [[6, 0, 4, 0]]
-
-
 # --- trained, saved, asked ------------------------------------------------------------------------
 
 
@@ -483,17 +427,6 @@ def test_a_dozen_rows_with_nested_spans_are_learned_by_heart():
     values = logged(fit(module, data, 80))
     assert module.monitor == "val_span_f1"
     assert values["val_span_f1"] == values["val_span_recall"] == values["val_span_f1_macro"] == 1.0
-
-
-def test_accumulating_over_batches_equals_the_one_big_batch():
-    runs = []
-    for size, window in ((8, 1), (2, 4)):
-        data = data_for(rows_of(40, filler=3), train_batch_size=size, shuffle_train=False)
-        module = module_for(optimizer_class="sgd")
-        fit(module, data, 3, accumulate_grad_batches=window)
-        runs.append(weights(module))
-    for key in runs[0]:
-        torch.testing.assert_close(runs[1][key], runs[0][key], atol=1e-6, rtol=1e-4)
 
 
 def process(folder):
@@ -547,25 +480,6 @@ def test_the_evaluation_agrees_with_the_metrics(trained, tmp_path):
     assert [row["label"] for row in numbers["table"]] == ["LOC", "ORG", "all spans"]
     assert numbers["num_overlapping"] == 18 and numbers["num_alone"] == 9
     assert "72 spans in" in data.describe() and "LOC: 48 (67%)" in data.describe()
-
-
-def test_a_file_of_lines_comes_back_with_spans(trained, tmp_path):
-    predictor = load_predictor(trained[2])
-    rows = [*rows_of(2, 3), {"text": " "}, {"text": "東京 🙂 rome"}]
-    (tmp_path / "in.jsonl").write_text(
-        "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-    )
-    for ending in ("jsonl", "csv", "parquet"):
-        told, found = predict_file(predictor, tmp_path / "in.jsonl", tmp_path / f"out.{ending}")
-    again = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
-    assert again == told and found.num_blank == 1 and again[2]["predicted_spans"] == []
-    assert [{k: v for k, v in row.items() if k != "predicted_spans"} for row in again] == rows
-    assert all(
-        set(span) == {"start", "end", "text", "label", "score"}
-        for row in again
-        for span in row["predicted_spans"]
-    )
-    assert sum(len(row["predicted_spans"]) for row in again) > 2
 
 
 def test_a_dictionary_knows_what_is_always_the_same():
