@@ -3,17 +3,14 @@
     python benchmarks/speedrun.py race [RECIPE.yaml] [--track laptop] [--seeds 0 1 2] [--output DIR] [--quick]
     python benchmarks/speedrun.py score DIRECTORY [--track ten-minutes]
 
-A track fixes the text, the tokenizer, the hidden tokens and the clock. A recipe is a YAML file with what differs from
-the settings of the first `bertlab demo`. `race` trains a recipe once for each seed and writes log.json; started again
-with the same --output, it continues with the seeds that are not finished. `score` scores a model, however it was
-trained. --quick races two steps of one seed on a part of the text.
+A track fixes the text, the tokenizer, the hidden tokens and the time limit. A recipe is a YAML file with changes to the
+settings of the first `bertlab demo`. `race` continues with the seeds that are not finished.
 """
 
 import argparse
 import copy
 import hashlib
 import json
-import math
 import os
 import statistics
 from collections.abc import Mapping, Sequence
@@ -27,7 +24,6 @@ from torch.nn import functional as F
 
 from bertlab.cli.demo import FIRST_RECIPE, demo_config
 from bertlab.cli.models import find_model_directory
-from bertlab.core.devices import find_accelerator
 from bertlab.train.reports import environment
 from bertlab.train.run import Run, pretraining_on
 from bertlab.core.devices import find_accelerator
@@ -49,12 +45,9 @@ class Track:
     "What all recipes of a race share."
 
     name: str
-    accelerator: str = "cpu"
-    # Nats per hidden token with the track's tokenizer; None: the lowest wins.
+    # Nats per hidden token with the tokenizer of the track; None: the lowest loss wins.
     target: float | None = None
     seconds: float | None = None  # limit of training
-    source: str | None = None  # hub dataset; None: the embedded corpus
-    config_name: str | None = None
     validation_fraction: float = 0.1  # of the characters
     vocab_size: int = 4096
     max_sequence_length: int = 128
@@ -62,8 +55,8 @@ class Track:
     max_documents: int | None = None
 
     def text(self) -> Corpus:
-        names = ("config_name", "validation_fraction", "max_documents")
-        return load_corpus(self.source, **{name: getattr(self, name) for name in names})
+        options = {name: getattr(self, name) for name in ("validation_fraction", "max_documents")}
+        return load_corpus(None, **options)
 
     def in_time(self, seconds: float) -> bool:
         "Whether training fits the limit; the last step may finish."
@@ -73,10 +66,8 @@ class Track:
 TRACKS = {
     "laptop": Track("laptop", target=4.25),
     "ten-minutes": Track("ten-minutes", seconds=600.0),
-    "gpu-hour": Track("gpu-hour", "cuda", None, 3600.0, "Salesforce/wikitext", "wikitext-103-raw-v1",
-                      0.01, 32_768, 512),
-}  # fmt: skip
-
+}
+# Options of a configuration that a recipe cannot change.
 OF_THE_TRACK = {
     "data": {"train_dataset_name_or_path", "val_dataset_name_or_path", "train_split", "val_split", "file_format",
              "text_column", "streaming", "pretrained_tokenizer_name_or_path", "val_batch_size"},
@@ -100,10 +91,6 @@ def load_recipe(path: str | os.PathLike) -> dict[str, dict[str, Any]]:
     return recipe
 
 
-def recipe_sha256(recipe: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()
-
-
 def race_config(
     track: Track, recipe: Mapping[str, Any], output: str | os.PathLike, seed: int
 ) -> dict[str, Any]:
@@ -119,7 +106,7 @@ def race_config(
             config[section][name] = {**default, **value} if merge else value
     config["run"] |= {"output": str(output), "models": False, "report": False, "validate_first": False,
                       "val_every_steps": config["trainer"]["max_steps"], "time_limit": track.seconds}  # fmt: skip
-    config["trainer"] |= {"accelerator": track.accelerator, "devices": 1}
+    config["trainer"] |= {"accelerator": "cpu", "devices": 1}
     return config
 
 
@@ -127,12 +114,8 @@ class Judge:
     "Held-out rows with their hidden tokens: the same for every recipe with the same tokenizer."
 
     def __init__(self, track: Track, corpus: Corpus, tokenizer: Any):
-        masking = {
-            "mlm_probability": track.mlm_probability,
-            "selection": "exact",
-            "min_labels_per_document": 1,
-            "seed": 0,
-        }
+        masking = {"mlm_probability": track.mlm_probability, "selection": "exact",
+                   "min_labels_per_document": 1, "seed": 0}  # fmt: skip
         self.data = PretrainingDataModule(corpus, tokenizer, max_sequence_length=track.max_sequence_length,
                                           val_batch_size=16, collator_kwargs=masking)  # fmt: skip
         self.data.setup("validate")
@@ -171,24 +154,18 @@ class Attempt:
 
     seed: int
     validation_loss: float  # nats per hidden token
-    validation_accuracy: float
     bits_per_byte: float
     train_seconds: float
     steps: int
     tokens: int  # without padding
-    curve: list[tuple[int, float, float]] = field(repr=False)  # step, seconds, training loss
+    curve: list[tuple[int, float]] = field(repr=False)  # step, seconds
 
 
 def run_seed(
     track: Track, recipe: Mapping[str, Any], output: str | os.PathLike, seed: int, corpus: Corpus
 ) -> tuple[Attempt, str]:  # and the hash of the hidden tokens
     "Train one seed, save the model, and let the judge score it. Continues what is in `output`."
-    record = {
-        "corpus": corpus.name,
-        "corpus_sha256": corpus.sha256,
-        "track": track.name,
-        **environment(find_accelerator(track.accelerator)),
-    }
+    record = {"corpus": corpus.name, "corpus_sha256": corpus.sha256, **environment("cpu")}
     run = Run(
         race_config(track, recipe, output, seed), pretraining_on(corpus),
         resume=(Path(output) / "run.yaml").exists(), notes={"command": "speedrun", "record": record},
@@ -198,14 +175,15 @@ def run_seed(
     run.fit()
     with run.module.evaluation_weights():
         save_model(run.module.model, run.tokenizer, output)
-    judge, rows = Judge(track, corpus, run.tokenizer), run.history.rows
+    judge = Judge(track, corpus, run.tokenizer)
     run.trainer.limit_val_batches = 1.0
     metrics = run.trainer.validate(run.module, judge.data, verbose=False)[0]
     tokens, seconds = run.history.totals()
-    curve = [(int(r["step"]), round(r["seconds"], 3), round(r["train_loss"], 4)) for r in rows]
     (Path(output) / "metrics.json").write_text(json.dumps({"train_seconds": seconds}))
-    return Attempt(seed, metrics["val_loss"], metrics["val_accuracy"], metrics["val_bits_per_byte"], seconds, curve[-1][0],
-                   tokens, curve), judge.sha256()  # fmt: skip
+    curve = [(int(row["step"]), round(row["seconds"], 3)) for row in run.history.rows]
+    attempt = Attempt(seed, metrics["val_loss"], metrics["val_bits_per_byte"], seconds,
+                      curve[-1][0], tokens, curve)  # fmt: skip
+    return attempt, judge.sha256()
 
 
 def race(
@@ -218,32 +196,22 @@ def race(
     output, corpus = Path(output), track.text()
     judge = Judge(track, corpus, train_tokenizer(corpus.train_texts, track.vocab_size))
     target = {"nats": track.target, "hidden_sha256": judge.sha256()}
-    log = {"track": track.name, "recipe_sha256": recipe_sha256(recipe), "recipe": recipe, "text": corpus.name,
-           "text_sha256": corpus.sha256, "target": target, "attempts": []}  # fmt: skip
+    log = {"track": track.name, "recipe": recipe, "text_sha256": corpus.sha256, "target": target,
+           "machine": environment("cpu"), "attempts": []}  # fmt: skip
     for seed in seeds:
-        done = output / f"seed-{seed}" / "attempt.json"
-        if not done.exists():
-            attempt, hidden = run_seed(track, recipe, done.parent, seed, corpus)
-            attempt.curve = attempt.curve[:: -(-len(attempt.curve) // 200)]
-            machine = {
-                **environment(find_accelerator(track.accelerator)),
-                "threads": torch.get_num_threads(),
-            }
-            done.write_text(json.dumps({"key": log["recipe_sha256"] + corpus.sha256, "attempt": asdict(attempt),
-                                        "hidden_sha256": hidden, "machine": machine}))  # fmt: skip
-        saved = load_json(done)
-        if saved["key"] != log["recipe_sha256"] + corpus.sha256:
-            raise ValueError(f"{done} is of another recipe or text: choose another --output")
-        log |= {name: saved[name] for name in ("hidden_sha256", "machine")}
-        log["attempts"].append(saved["attempt"])
+        path = output / f"seed-{seed}" / "attempt.json"
+        if not path.exists():
+            attempt, hidden_sha256 = run_seed(track, recipe, path.parent, seed, corpus)
+            path.write_text(json.dumps(asdict(attempt) | {"hidden_sha256": hidden_sha256}))
+        log["attempts"].append(load_json(path))
     (output / "log.json").write_text(json.dumps(log, indent=1) + "\n")
     return log
 
 
 def arrived(log: Mapping[str, Any], attempt: Mapping[str, Any]) -> bool:
-    "Whether a seed reached the target, if there is one."
-    limit = log["target"]["nats"]
-    return attempt["validation_loss"] <= (math.inf if limit is None else limit)
+    "Return whether a seed reached the target, if there is one."
+    target = log["target"]["nats"]
+    return target is None or attempt["validation_loss"] <= target
 
 
 def summarize(log: Mapping[str, Any]) -> dict[str, Any]:
@@ -254,7 +222,7 @@ def summarize(log: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def format_race(log: Mapping[str, Any]) -> str:
-    "A log as a table."
+    "Return a log as a table."
     lines = ["seed   steps  seconds  nats   bits per byte  arrived"]
     lines += [f"{a['seed']:<4} {a['steps']:>7,} {a['train_seconds']:>8.1f}  {a['validation_loss']:.3f}"
               f"  {a['bits_per_byte']:<13.4f}  {'yes' if arrived(log, a) else 'no'}" for a in log["attempts"]]  # fmt: skip
@@ -293,23 +261,16 @@ class ModelScore:
 
 
 def train_seconds_of(directory: Path, corpus: Corpus) -> float | None:  # None: unknown
-    "How long a run trained. Raises `ValueError` if it trained on another text."
-    run = next(
-        (path for path in (directory, *directory.parents[:2]) if (path / "run.yaml").is_file()),
-        None,
-    )
+    "Return the training time of a run. Raises `ValueError` if it trained on another text."
+    run = next((p for p in (directory, *directory.parents[:2]) if (p / "run.yaml").is_file()), None)
     if run is None:
         return None
-    text = load_yaml(run / "run.yaml").get("record", {}).get("corpus_sha256")
-    if text != corpus.sha256:
+    if load_yaml(run / "run.yaml").get("record", {}).get("corpus_sha256") != corpus.sha256:
         raise ValueError(
-            f"{directory} was trained on another text, which may contain the held-out documents"
+            f"{directory} was trained on another text, which may contain held-out documents"
         )
-    return (
-        load_json(run / "metrics.json")["train_seconds"]
-        if (run / "metrics.json").is_file()
-        else None
-    )
+    metrics = run / "metrics.json"
+    return load_json(metrics)["train_seconds"] if metrics.is_file() else None
 
 
 def score_model(
@@ -322,7 +283,7 @@ def score_model(
     model = load_encoder(path)
     if not isinstance(model, BertLabForMaskedLM):
         raise ValueError(
-            f"directory={str(path)!r} holds a {type(model).__name__}; the judge needs a masked language model"
+            f"directory={str(path)!r} must be a masked language model, got {type(model).__name__}"
         )
     judge = Judge(track, corpus, load_tokenizer(path))
     (sums_N, counts_N, bytes_N), labels = judge.row_losses(model.eval().to(find_accelerator()))
@@ -333,11 +294,8 @@ def score_model(
 
 def format_score(score: ModelScore) -> str:
     "A score as text."
-    time = (
-        "unknown"
-        if score.seconds is None
-        else f"{score.seconds:.0f} s{'' if score.in_time else ', over the limit'}"
-    )
+    time = "unknown" if score.seconds is None else f"{score.seconds:.0f} s"
+    time += ", over the limit" if score.in_time is False else ""
     return "\n".join([f"directory  {score.directory}", f"training   {time}",
                       "loss       {:.3f} nats per hidden token ({:.3f} to {:.3f})".format(*score.nats),
                       "in bits    {:.4f} per byte ({:.4f} to {:.4f})".format(*score.bits),
@@ -362,16 +320,10 @@ def main() -> None:
     recipe = load_recipe(options.path) if options.path else {}
     if options.quick:
         schedule = {"scheduler_warmup_steps": 1, "scheduler_cooldown_steps": 1}
-        recipe = {
-            **recipe,
-            "model": {**recipe.get("model", {}), **schedule},
-            "trainer": {"max_steps": 2},
-        }
-    print(
-        format_race(
-            race(recipe, track, options.output, options.seeds[: 1 if options.quick else None])
-        )
-    )
+        model = {**recipe.get("model", {}), **schedule}
+        recipe = {**recipe, "model": model, "trainer": {"max_steps": 2}}
+    seeds = options.seeds[:1] if options.quick else options.seeds
+    print(format_race(race(recipe, track, options.output, seeds)))
 
 
 if __name__ == "__main__":
