@@ -1,6 +1,7 @@
-"What is built is what a user needs: it installs and imports where the repository is not."
+"The wheel has what a user needs: it installs and imports without the repository."
 
 import os
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -17,8 +18,8 @@ PACKAGE = ROOT / "bertlab"
 MODULES = {path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py")}
 DATA = {
     path.relative_to(PACKAGE).as_posix()
-    for kind in ("*.pyi", "py.typed", "page/*")
-    for path in PACKAGE.rglob(kind)
+    for pattern in ("*.pyi", "py.typed", "page/*", "*.md")
+    for path in PACKAGE.rglob(pattern)
 }
 
 
@@ -33,21 +34,13 @@ def run(*command, **options) -> subprocess.CompletedProcess:
 @pytest.fixture(scope="module")
 def built(tmp_path_factory) -> dict[str, Path]:
     "The wheel, made from the source distribution, made from a copy of the sources, all offline."
-    import shutil
-
     source, out = tmp_path_factory.mktemp("source") / "copy", tmp_path_factory.mktemp("dist")
-    names = ["pyproject.toml", "README.md", "LICENSE", "bertlab", "nbs", "tests", "scripts"]
     source.mkdir()
-    for name in names:
-        if (ROOT / name).is_dir():
-            shutil.copytree(
-                ROOT / name,
-                source / name,
-                ignore=shutil.ignore_patterns("__pycache__"),
-                symlinks=True,
-            )
-        else:
-            shutil.copy2(ROOT / name, source / name)
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy2(ROOT / name, source / name)
+    for name in ("bertlab", "nbs", "tests", "scripts"):
+        ignore = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / name, source / name, ignore=ignore, symlinks=True)
     run(sys.executable, "-m", "build", "--no-isolation", "--outdir", out, source)
     return {"wheel": next(out.glob("*.whl")), "sdist": next(out.glob("*.tar.gz"))}
 
@@ -58,18 +51,8 @@ def clean(built, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("clean")
     venv.create(folder, with_pip=False)
     python = folder / "bin/python"
-    run(
-        sys.executable,
-        "-m",
-        "pip",
-        "--python",
-        python,
-        "install",
-        "--quiet",
-        "--no-deps",
-        "--no-index",
-        built["wheel"],
-    )
+    install = ["install", "--quiet", "--no-deps", "--no-index", built["wheel"]]
+    run(sys.executable, "-m", "pip", "--python", python, *install)
     # Packages of this environment, but not its .pth files: those of an editable install stay unread.
     target = run(
         python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"
@@ -87,15 +70,6 @@ def test_the_wheel_holds_the_package_and_nothing_else(built):
     names = set(zipfile.ZipFile(built["wheel"]).namelist())
     package = {name for name in names if ".dist-info/" not in name}
     assert package == {f"bertlab/{name}" for name in MODULES | DATA}
-    info = {name.partition(".dist-info/")[2] for name in names - package}
-    assert info == {
-        "METADATA",
-        "WHEEL",
-        "RECORD",
-        "entry_points.txt",
-        "top_level.txt",
-        "licenses/LICENSE",
-    }
 
 
 def test_the_source_distribution_can_be_built_from(built):
@@ -124,15 +98,9 @@ for path in sorted(folder.rglob("*.py")):
 
 def test_the_installed_command_answers(clean, tmp_path):
     command = clean.parent / "bertlab"
-    assert "demo" in run(command, "--help", cwd=tmp_path, env=without_pythonpath()).stdout
+    options = {"cwd": tmp_path, "env": without_pythonpath()}
+    assert "demo" in run(command, "--help", **options).stdout
     version = run(
-        clean,
-        "-c",
-        "import bertlab; print(bertlab.__version__)",
-        cwd=tmp_path,
-        env=without_pythonpath(),
-    )
-    assert (
-        version.stdout.strip()
-        in run(command, "--version", cwd=tmp_path, env=without_pythonpath()).stdout
-    )
+        clean, "-c", "import bertlab; print(bertlab.__version__)", **options
+    ).stdout.strip()
+    assert version in run(command, "--version", **options).stdout
