@@ -16,78 +16,78 @@ from torch import Tensor
 from torch.optim import AdamW, Optimizer
 
 from ..core.devices import AMPERE, cpu_multiplies_bfloat16
+from ..core.names import check_choice
 
 # %% ../../nbs/optim/04_muon.ipynb #3c0de5aa
 QUINTIC = 3.4445, -4.7750, 2.0315  # coefficients of X, of its cube and of its fifth power
 
 
 def _product(X: Tensor) -> Callable[..., Tensor]:
-    "beta * first + alpha * second @ third, of matrices or of stacks."
+    "Choose the fused product beta * first + alpha * second @ third for matrices or batches."
     return torch.addmm if X.dim() == 2 else torch.baddbmm
 
 
-def _by_rounds(
+def _newton_schulz(
     X: Tensor,  # (m, n), or (N, m, n), of norm 1
-    rounds: int,
+    ns_steps: int,
 ) -> Tensor:  # likewise
-    "Newton and Schulz's rounds on a matrix itself (Jordan et al. 2024)."
+    "Iterate on the matrix itself (Jordan et al. 2024)."
     (a, b, c), product = QUINTIC, _product(X)
-    for _ in range(rounds):
+    for _ in range(ns_steps):
         gram = X @ X.mT  # (m, m)
         X = product(X, product(gram, gram, gram, beta=b, alpha=c), X, beta=a)
     return X
 
 # %% ../../nbs/optim/04_muon.ipynb #d04503db
-def _by_rounds_on_square(
+def _gram_newton_schulz(
     X: Tensor,  # (m, n), or (N, m, n), of norm 1
-    rounds: int,
+    ns_steps: int,
 ) -> Tensor:  # likewise
-    "The same rounds on the Gram matrix, begun anew after every five (Zhang et al. 2026)."
+    "Iterate on the Gram matrix, restarting after every five steps (Zhang et al. 2026)."
     (a, b, c), product = QUINTIC, _product(X)
-    for begun in range(0, rounds, 5):  # rounding in the square grows twelvefold a round
-        gram, whole = X @ X.mT, None  # (m, m)
-        for left in reversed(range(min(5, rounds - begun))):
+    for start in range(0, ns_steps, 5):  # rounding errors of the Gram matrix grow 12 times a step
+        gram, total = X @ X.mT, None  # (m, m)
+        for remaining in reversed(range(min(5, ns_steps - start))):
             factor = product(gram, gram, gram, beta=b, alpha=c)
             factor.diagonal(dim1=-2, dim2=-1).add_(a)
-            whole = factor if whole is None else factor @ whole
-            if left:
-                gram = factor @ (factor @ gram)  # the next round's
-        X = whole @ X
+            total = factor if total is None else factor @ total
+            if remaining:
+                gram = factor @ (factor @ gram)  # of the next step
+        X = total @ X
     return X
 
 # %% ../../nbs/optim/04_muon.ipynb #831471d8
-def _rounds_dtype(device: torch.device) -> torch.dtype:
-    "bfloat16 where the device multiplies it; elsewhere each product of it would be emulated."
-    slow = (
+def _iteration_dtype(device: torch.device) -> torch.dtype:
+    "Choose bfloat16 if the device multiplies it natively."
+    is_emulated = (
         device.type == "cpu"
         and not cpu_multiplies_bfloat16()
         or device.type == "cuda"
         and torch.cuda.get_device_capability(device) < AMPERE
     )
-    return torch.float32 if slow else torch.bfloat16
+    return torch.float32 if is_emulated else torch.bfloat16
 
 
 def orthogonalize(
     matrices: Tensor,  # (A, B), or (N, A, B)
-    rounds: int = 5,
-    dtype: torch.dtype | None = None,  # of the rounds; None: bfloat16 where the device has it
+    ns_steps: int = 5,  # Newton-Schulz iterations
+    dtype: torch.dtype | None = None,  # of the iteration; None: bfloat16 if the device has it
 ) -> Tensor:  # likewise, in that dtype
     """Bring singular values near 1 (Jordan et al. 2024, section Newton-Schulz iteration).
 
-    Five rounds bring all above a hundredth of the norm to 0.68 ... 1.21; lesser ones stay less.
-
-    In float32, where one side is over 1.5 times as long as the other, by way of the Gram matrix.
+    Five steps bring singular values above 0.01 of the norm to 0.68-1.21; smaller ones stay smaller.
+    In float32, matrices with sides of a ratio above 1.5 are iterated through the Gram matrix.
     """
-    dtype = dtype or _rounds_dtype(matrices.device)
-    tall = matrices.shape[-2] > matrices.shape[-1]
+    dtype = dtype or _iteration_dtype(matrices.device)
+    is_tall = matrices.shape[-2] > matrices.shape[-1]
     X = matrices.to(dtype)
-    X = X.mT if tall else X
+    X = X.mT if is_tall else X
     X = X / X.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)
-    wide = 2 * X.shape[-1] > 3 * X.shape[-2]
-    whole = type(X) is Tensor  # shares of a matrix on several processes have no diagonal
-    on_square = wide and whole and dtype.itemsize >= 4
-    X = (_by_rounds_on_square if on_square else _by_rounds)(X, rounds)
-    return X.mT if tall else X
+    is_wide = 2 * X.shape[-1] > 3 * X.shape[-2]
+    is_local = type(X) is Tensor  # a DTensor has no diagonal
+    uses_gram = is_wide and is_local and dtype.itemsize >= 4
+    X = (_gram_newton_schulz if uses_gram else _newton_schulz)(X, ns_steps)
+    return X.mT if is_tall else X
 
 # %% ../../nbs/optim/04_muon.ipynb #0c0ffee1
 _SIZES = {
@@ -97,33 +97,30 @@ _SIZES = {
 
 
 def _check_amounts(below: float = math.inf, **amounts: Any) -> None:  # by name
-    "Raise `ValueError` for what is no number from 0 on; a rate may be a tensor."
+    "Raise `ValueError` for anything but numbers of 0 or more; a learning rate may be a tensor."
     for name, value in amounts.items():
-        number = isinstance(value, (Real, Tensor)) and not isinstance(value, bool)
-        if not number or not 0 <= value < below:
-            most = "" if math.isinf(below) else f" and below {below:g}"
-            raise ValueError(f"{name} must be a number from 0 on{most}, got {value!r}")
+        is_number = isinstance(value, (Real, Tensor)) and not isinstance(value, bool)
+        if not is_number or not 0 <= value < below:
+            limit = "" if math.isinf(below) else f" and below {below:g}"
+            raise ValueError(f"{name}={value!r} must be a number of 0 or more{limit}")
 
 
 class BatchedMuon(Optimizer):
-    "Muon on matrices; those of one shape are orthogonalised together (Jordan et al. 2024)."
+    "Muon for matrices; those of one shape are orthogonalized together (Jordan et al. 2024)."
 
     def __init__(
         self,
         params: list[dict[str, Any]],  # groups of matrices
         lr: float = 1e-3,
-        weight_decay: float = 0.1,  # share of the rate
-        momentum: float = 0.95,  # share of the old direction
-        nesterov: bool = True,  # look ahead along it
-        ns_steps: int = 5,  # rounds of Newton and Schulz
+        weight_decay: float = 0.1,  # times the learning rate
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_steps: int = 5,  # Newton-Schulz iterations
         adjust_lr_fn: str = "original",  # or "match_rms_adamw": updates as large as AdamW's
     ):
-        if adjust_lr_fn not in _SIZES:
-            raise ValueError(
-                f"adjust_lr_fn must be one of {', '.join(_SIZES)}; got {adjust_lr_fn!r}"
-            )
+        check_choice("adjust_lr_fn", adjust_lr_fn, _SIZES)
         if isinstance(ns_steps, bool) or not isinstance(ns_steps, Integral) or ns_steps < 1:
-            raise ValueError(f"ns_steps must be a whole number from 1 on, got {ns_steps!r}")
+            raise ValueError(f"ns_steps={ns_steps!r} must be an integer of 1 or more")
         _check_amounts(lr=lr, weight_decay=weight_decay)
         _check_amounts(1, momentum=momentum)
         super().__init__(
@@ -145,77 +142,77 @@ class BatchedMuon(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            alike: dict[Any, list[Tensor]] = {}
+            batches: dict[Any, list[Tensor]] = {}
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    # Shares of a matrix that lies on several processes do not stack.
-                    whole = type(parameter.detach()) is Tensor
-                    key = (parameter.shape, parameter.device) if whole else len(alike)
-                    alike.setdefault(key, []).append(parameter)
-            for parameters in alike.values():
-                self._move(parameters, group)
+                    is_local = type(parameter.detach()) is Tensor  # shards cannot be stacked
+                    key = (parameter.shape, parameter.device) if is_local else len(batches)
+                    batches.setdefault(key, []).append(parameter)
+            for parameters in batches.values():
+                self._update(parameters, group)
         return loss
 
-    def turn(
+    def orthogonalize_updates(
         self,
-        stacked: Tensor,  # (N, A, B) directions, or (A, B) of one
-        parameters: list[Tensor],  # whose directions they are
+        updates: Tensor,  # (N, A, B), or (A, B) of one matrix
+        parameters: list[Tensor],  # to update
         group: dict[str, Any],
     ) -> Tensor:  # likewise
-        "Make moves of directions; another way of orthogonalising overrides it."
-        return orthogonalize(stacked, group["ns_steps"])
+        "Orthogonalize updates; override this for another method."
+        return orthogonalize(updates, group["ns_steps"])
 
-    def _move(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
+    def _update(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
         "Update matrices of one shape."
-        directions = []
+        updates = []
         for parameter in parameters:
             state, grad = self.state[parameter], parameter.grad
             if "momentum_buffer" not in state:
                 state["momentum_buffer"] = torch.zeros_like(grad)
-            moving = state["momentum_buffer"].lerp_(grad, 1 - group["momentum"])
-            directions.append(grad.lerp(moving, group["momentum"]) if group["nesterov"] else moving)
-        stacked = torch.stack(directions) if len(directions) > 1 else directions[0]
-        made = self.turn(stacked, parameters, group)
-        rule = group["adjust_lr_fn"] or "original"  # None in a checkpoint of torch's own Muon
-        size = group["lr"] * _SIZES[rule](*parameters[0].shape)
-        for parameter, move in zip(parameters, made if len(directions) > 1 else [made]):
-            parameter.mul_(1 - group["lr"] * group["weight_decay"]).add_(move, alpha=-size)
+            average = state["momentum_buffer"].lerp_(grad, 1 - group["momentum"])
+            updates.append(grad.lerp(average, group["momentum"]) if group["nesterov"] else average)
+        is_batch = len(updates) > 1
+        batch = torch.stack(updates) if is_batch else updates[0]
+        batch = self.orthogonalize_updates(batch, parameters, group)
+        scale = _SIZES[group["adjust_lr_fn"]]
+        size = group["lr"] * scale(*parameters[0].shape)
+        for parameter, update in zip(parameters, batch if is_batch else [batch]):
+            parameter.mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-size)
 
 # %% ../../nbs/optim/04_muon.ipynb #eb3d8494
-def _sharing(
+def _split_optimizers(
     groups: list[dict[str, Any]],
     state: dict[torch.Tensor, Any],
     options: dict[bool, dict[str, Any]],  # of Muon at True, of AdamW at False
     hidden_class: type[BatchedMuon] = BatchedMuon,
 ) -> list[Optimizer]:
-    "A Muon and an AdamW, as far as there are groups for them, that work on these very objects."
-    parts = []
-    for hidden, kind in ((True, hidden_class), (False, AdamW)):
-        mine = [group for group in groups if group["hidden"] == hidden]
-        if mine:
-            part = kind([dict(group) for group in mine], **options[hidden])
-            for group, filled in zip(mine, part.param_groups):
-                group.update(filled)  # the options that it has by default
-            part.param_groups, part.state = mine, state
-            parts.append(part)
-    return parts
+    "Build a Muon and an AdamW that share these groups and this state."
+    optimizers = []
+    for is_hidden, optimizer_class in ((True, hidden_class), (False, AdamW)):
+        members = [group for group in groups if group["hidden"] == is_hidden]
+        if members:
+            optimizer = optimizer_class([dict(group) for group in members], **options[is_hidden])
+            for group, defaults in zip(members, optimizer.param_groups):
+                group.update(defaults)
+            optimizer.param_groups, optimizer.state = members, state
+            optimizers.append(optimizer)
+    return optimizers
 
 # %% ../../nbs/optim/04_muon.ipynb #7c80be1f
 class MuonWithAdamW(Optimizer):
     "Muon on groups with `hidden=True`, AdamW on the others (Liu et al. 2025, sec. 2.2)."
 
-    split_hidden = True  # it wants groups that say what is hidden
-    hidden_class = BatchedMuon  # a subclass may have another
+    split_hidden = True  # it needs groups with `hidden`
+    hidden_class = BatchedMuon  # a subclass may use another
 
     def __init__(
         self,
         params: list[dict[str, Any]],  # groups with `hidden`, as of `parameter_groups`
-        lr: float = 1e-3,  # for both: the default adjust_lr_fn gives Muon's updates AdamW's size
-        weight_decay: float = 0.01,  # share of the rate; a group's own comes first
+        lr: float = 1e-3,  # of both: the default adjust_lr_fn gives Muon's updates AdamW's size
+        weight_decay: float = 0.01,  # times the learning rate; a group may have its own
         momentum: float = 0.95,  # Muon's
         nesterov: bool = True,  # Muon's
         ns_steps: int = 5,  # Muon's Newton-Schulz iterations
-        adjust_lr_fn: str = "match_rms_adamw",  # Muon's; "original" wants a rate of its own
+        adjust_lr_fn: str = "match_rms_adamw",  # Muon's; "original" needs another learning rate
         betas: tuple[float, float] = (0.9, 0.999),  # AdamW's
         eps: float = 1e-8,  # AdamW's
         fused: bool | None = None,  # AdamW's kernel
@@ -234,14 +231,18 @@ class MuonWithAdamW(Optimizer):
                 "parameter_groups(model, split_hidden=True) sets it"
             )
         super().add_param_group(param_group)
-        self._parts = _sharing(self.param_groups, self.state, self._options, self.hidden_class)
+        self._optimizers = _split_optimizers(
+            self.param_groups, self.state, self._options, self.hidden_class
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_options": self._options}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # of a copy, a pickle or a checkpoint
-        self._parts = _sharing(self.param_groups, self.state, self._options, self.hidden_class)
+        self._optimizers = _split_optimizers(
+            self.param_groups, self.state, self._options, self.hidden_class
+        )
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -249,6 +250,6 @@ class MuonWithAdamW(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for part in self._parts:
-            part.step()
+        for optimizer in self._optimizers:
+            optimizer.step()
         return loss

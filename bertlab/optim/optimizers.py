@@ -34,11 +34,11 @@ _OURS = {"BatchedMuon": BatchedMuon}
 def _adapt_muon(
     base: type[Optimizer], groups: list[dict[str, Any]], options: dict[str, Any]
 ) -> Adapted:
-    "Muon alone, or with AdamW where the groups say what is hidden."
-    moved = [g for g in groups if g.get("hidden", True)]
-    if any(parameter.ndim != 2 for group in moved for parameter in group["params"]):
+    "Use Muon alone, or with AdamW if the groups say which matrices are hidden."
+    matrices = [p for group in groups if group.get("hidden", True) for p in group["params"]]
+    if any(parameter.ndim != 2 for parameter in matrices):
         raise ValueError(
-            "params: muon moves matrices only; take parameter_groups(model, split_hidden=True), "
+            "params: muon updates matrices only; use parameter_groups(model, split_hidden=True), "
             "which leaves the rest to AdamW, or choose adamw for all"
         )
     return MuonWithAdamW if any("hidden" in g for g in groups) else base, options
@@ -47,34 +47,34 @@ def _adapt_muon(
 def backward_options(
     optimizer: Optimizer | None,
 ) -> dict[str, bool]:  # for `loss.backward(...)` before the optimizer's next update
-    "What an optimizer's next update needs of the backward pass; only SophiaH needs anything."
+    "Return what an optimizer's next update needs from the backward pass: SophiaH needs the graph."
     return getattr(optimizer, "backward_options", dict)()
 
 
 def forward_context(optimizer: Optimizer | None) -> AbstractContextManager[None]:
-    "Where the gradient will be differentiated again, attention by a kernel that allows it."
-    again = backward_options(optimizer).get("create_graph", False)
-    return sdpa_kernel(SDPBackend.MATH) if again else nullcontext()
+    "Use an attention kernel with a second derivative if the gradient will be differentiated."
+    create_graph = backward_options(optimizer).get("create_graph", False)
+    return sdpa_kernel(SDPBackend.MATH) if create_graph else nullcontext()
 
 
 def _adapt_sophiah(
     base: type[Optimizer], groups: list[dict[str, Any]], options: dict[str, Any]
 ) -> Adapted:
-    "SophiaH that asks for the graph of the gradient, and lets go of it once it has been used."
+    "Let SophiaH request the graph of the gradient, and release it after use."
 
     class SophiaH(base):
         def backward_options(self) -> dict[str, bool]:
-            "The graph is needed in the updates that look at the curvature."
+            "Request the graph for the updates that estimate the curvature."
             if self.param_groups[0].get("step", 0) % self.update_period:
                 return {}
-            # torch warns of gradient and graph holding each other; the method below lets go.
+            # torch warns that gradient and graph reference each other; the method below detaches.
             warnings.filterwarnings("ignore", message=r"Using backward\(\) with create_graph=True")
             return {"create_graph": True}
 
         @staticmethod
         def compute_hutchinson_hessian(param_groups, state, **options):
-            everything = [p for group in param_groups for p in group["params"]]
-            parameters = [p for p in everything if p.grad is not None]
+            parameters = [p for group in param_groups for p in group["params"]]
+            parameters = [p for p in parameters if p.grad is not None]
             if not all(p.grad.requires_grad for p in parameters):
                 raise RuntimeError(
                     "sophiah needs the graph of the gradient: call "
@@ -82,18 +82,18 @@ def _adapt_sophiah(
                 )
             base.compute_hutchinson_hessian(param_groups, state, **options)
             for parameter in parameters:
-                parameter.grad = parameter.grad.detach()  # else graph and gradient hold each other
+                parameter.grad = parameter.grad.detach()  # graph and gradient reference each other
 
     return SophiaH, options
 
 # %% ../../nbs/optim/05_optimizers.ipynb #26156cdb
-# Of GaLore's groups; the paper's rate of refresh and scale (Zhao et al. 2024, algorithm 2, sec. 5).
+# Options of GaLore's groups; interval and scale of Zhao et al. 2024, algorithm 2, sec. 5.
 GALORE_DEFAULTS = {"rank": 128, "update_proj_gap": 200, "scale": 0.25, "projection_type": "std"}
 _PROJECTED = ("std", "reverse_std", "right", "left", "full")  # "random" draws nothing: it is std
 
 
 def _check_projection(rank: Any, update_proj_gap: Any, scale: Any, projection_type: Any) -> None:
-    "Raise `ValueError` for what GaLore would notice in its first step, and without a name."
+    "Raise `ValueError` for options that GaLore rejects only in its first step."
     counts = {"rank": 1 if rank is None else rank, "update_proj_gap": update_proj_gap}
     for name, value in counts.items():
         if type(value) is not int or value < 1:
@@ -113,7 +113,7 @@ def _check_projection(rank: Any, update_proj_gap: Any, scale: Any, projection_ty
 def _adapt_galore(
     base: type[Optimizer], groups: list[dict[str, Any]], options: dict[str, Any]
 ) -> Adapted:
-    "GaLore whose saved state is tensors and numbers, so that `weights_only` loads it."
+    "Let GaLore save tensors and numbers, so that `weights_only` loads its state."
 
     class GaLore(base):
         def state_dict(self):
@@ -143,16 +143,15 @@ def _adapt_galore(
 def _adapt_lamb(
     base: type[Optimizer], groups: list[dict[str, Any]], options: dict[str, Any]
 ) -> Adapted:
-    """LAMB as published: corrected moments and decay stand in the ratio of norms, not beside it.
+    """Compute LAMB as published: the ratio of norms includes bias correction and decay.
 
-    As in the authors' code, norms are not cut, and vectors have no ratio.
+    As in the authors' code, norms are not clamped, and vectors have no ratio.
     """
 
     class Lamb(base):
         def _settings(self, group: dict[str, Any], is_vector: bool) -> dict[str, Any]:
-            # Saved groups of earlier versions have no clamp, and go on as they began: with both.
-            self.clamp = group.get("clamp", base.clamp)
-            return {**group, "adam": group["adam"] or (is_vector and "clamp" in group)}
+            self.clamp = group.get("clamp", math.inf)
+            return {**group, "adam": group["adam"] or is_vector}
 
         def _step_foreach(self, group, params, grads, grad_norm, means, squares, step_size):
             rows = list(zip(params, grads, means, squares))
@@ -172,77 +171,77 @@ def _adapt_lamb(
             super().update(p, self._settings(group, p.ndim < 2), *numbers)
 
         def step(self, closure=None):
-            asked = [group["betas"] for group in self.param_groups]
+            original_betas = [group["betas"] for group in self.param_groups]
             for group in self.param_groups:
-                if group["rectify"]:  # RAdam's step is long or short for reasons of its own
+                if group["rectify"]:  # RAdam computes its own step size
                     continue
                 mean, square = (
                     self.debias_beta(beta, group.get("step", 0) + 1) for beta in group["betas"]
                 )
-                # A sum that is no mean has nothing to correct; the ratio takes its length out.
+                # A sum of gradients needs no correction; the ratio removes its length.
                 mean = mean if group["grad_averaging"] else group["betas"][0]
                 group.update(betas=(mean, square), adam_debias=True)
             try:
                 return super().step(closure)
             finally:
-                for group, betas in zip(self.param_groups, asked):
+                for group, betas in zip(self.param_groups, original_betas):
                     group["betas"] = betas
 
-    # A rectified update leaves out a decay that is not decoupled; a fixed one must be.
-    apart = any(
+    # A rectified update omits a coupled decay, and a fixed decay must be decoupled.
+    is_decoupled = any(
         group.get(name, options.get(name))
         for group in (*groups, options)
         for name in ("rectify", "fixed_decay")
     )
-    return Lamb, {"weight_decouple": apart, "clamp": math.inf, **options}
+    return Lamb, {"weight_decouple": is_decoupled, "clamp": math.inf, **options}
 
 # %% ../../nbs/optim/05_optimizers.ipynb #841d0abb
 def _adapt_shampoo(
     base: type[Optimizer], groups: list[dict[str, Any]], options: dict[str, Any]
 ) -> Adapted:
-    "Shampoo as published. Raises `ValueError` for momentum, which its class preconditions twice."
-    for asked in (options, *groups):
-        if asked.get("momentum"):
+    "Use Shampoo as published. Raises `ValueError` for momentum, which its class computes wrongly."
+    for settings in (options, *groups):
+        if settings.get("momentum"):
             raise ValueError(
-                f"optimizer_kwargs: shampoo's momentum must be 0, got {asked['momentum']!r}: its "
-                "class mixes steps that are preconditioned with gradients that are not; take soap, "
-                "which averages gradients, or leave it out (a run that began with it keeps it)"
+                f"optimizer_kwargs: shampoo's momentum must be 0, got {settings['momentum']!r}: its "
+                "class mixes preconditioned steps with plain gradients; use soap, which averages "
+                "gradients, or leave it out"
             )
     return base, options
 
 # %% ../../nbs/optim/05_optimizers.ipynb #dceff1e7
 @dataclass(frozen=True)
 class OptimizerSpec:
-    "What is to be known of an optimizer before it is chosen. A new one is a row of `OPTIMIZERS`."
+    "The properties of an optimizer. A new optimizer is a row of `OPTIMIZERS`."
 
     class_name: str  # one of ours, or in torch.optim, or else in pytorch_optimizer
-    tpu: bool = True  # whether the whole update runs on a TPU; else a part waits for the host
+    tpu: bool = True  # whether the whole update runs on a TPU, without the host
     tpu_note: str = "element by element"
     fsdp: bool = True  # whether it works on FSDP2's shards
     fsdp_note: str = "element by element"
-    foreach: bool = True  # whether its batched kernel has a rule for shards
-    cuda_fuses: bool = True  # whether its fused kernel, where it has one, runs on CUDA
-    fuses: bool = True  # whether that kernel is taken where nobody asks
-    split_hidden: bool = False  # whether it wants hidden matrices in groups of their own
-    needs_create_graph: bool = False  # whether it differentiates the gradient: on one process alone
-    # Whether each number moves by itself, so that any part of a matrix moves as in the whole.
+    foreach: bool = True  # whether its foreach kernel supports shards
+    cuda_fuses: bool = True  # whether its fused kernel, if any, runs on CUDA
+    fuses: bool = True  # whether the fused kernel is the default
+    split_hidden: bool = False  # whether it needs hidden matrices in separate groups
+    needs_create_graph: bool = False  # whether it differentiates the gradient (single process)
+    # Whether each entry is updated independently, so that shards are updated as the full matrix.
     elementwise: bool = False
-    # Times AdamW's rate, where nobody names one; None: its rates are of another scale.
+    # The default learning rate relative to AdamW's; None: on another scale.
     rate: float | None = 1.0
-    adapt: Callable[..., Adapted] | None = None  # what its class needs besides
-    more_options: tuple[str, ...] = ()  # that the class takes without naming them
-    # Of bitsandbytes or torchao; the first that works is taken. Left out: LAMB8bit and LARS8bit,
-    # whose 8-bit updates drop the ratio of norms and so are Adam and momentum SGD.
+    adapt: Callable[..., Adapted] | None = None  # changes the class or its options
+    more_options: tuple[str, ...] = ()  # accepted besides those in the signature
+    # Classes of bitsandbytes or torchao; the first that works is used. Not LAMB8bit and LARS8bit,
+    # whose 8-bit updates omit the ratio of norms and so are Adam and momentum SGD.
     eight_bit: tuple[str, ...] = ()
-    unlike: tuple[str, ...] = ()  # options that bitsandbytes takes, and does not follow
+    unlike: tuple[str, ...] = ()  # options that bitsandbytes accepts and computes differently
 
 
-# torch 2.9 has no rule for shards of the kernel that Lion interpolates with; 2.13 has.
+# Lion's kernel, lerp, supports shards in torch 2.13, but not in 2.9.
 _LERPS_SHARDS = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
-# torch 2.9 fuses Adagrad on a CPU alone, and raises on CUDA; 2.13 fuses it on both.
+# torch 2.9 fuses Adagrad on a CPU and raises on CUDA; 2.13 fuses it on both.
 _FUSES_ADAGRAD = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
-_NORMS = "changes a norm in place that is not yet summed over the shards"
-_SHARDS = "its own whole matrices"
+_NORMS = "modifies a norm in place before it is summed over the shards"
+_SHARDS = "full matrices"
 OPTIMIZERS = {
     "adafactor": OptimizerSpec("Adafactor", False,
         "reads a norm of each parameter back to the host", False, _NORMS, rate=None),
@@ -251,12 +250,12 @@ OPTIMIZERS = {
         eight_bit=("bitsandbytes.optim.Adagrad8bit",)),
     "adam": OptimizerSpec("Adam", elementwise=True,
         eight_bit=("bitsandbytes.optim.Adam8bit", "torchao.optim.Adam8bit"),
-        unlike=("weight_decay",)),  # it decays apart from the gradient, as AdamW
+        unlike=("weight_decay",)),  # its decay is decoupled, as in AdamW
     "adamw": OptimizerSpec("AdamW", elementwise=True,
         eight_bit=("bitsandbytes.optim.AdamW8bit", "torchao.optim.AdamW8bit")),
     "galore": OptimizerSpec("GaLore", False,
         "its SVD runs on the host, every update_proj_gap updates", True,
-        "gathers whole matrices for its SVD", split_hidden=True, rate=None, adapt=_adapt_galore,
+        "gathers full matrices for its SVD", split_hidden=True, rate=None, adapt=_adapt_galore,
         more_options=tuple(GALORE_DEFAULTS)),
     "lamb": OptimizerSpec("Lamb", True, "norms and torch.where, all on the device", False, _NORMS,
         rate=None, adapt=_adapt_lamb),
@@ -266,11 +265,11 @@ OPTIMIZERS = {
     "lion": OptimizerSpec("Lion", foreach=_LERPS_SHARDS, elementwise=True, rate=0.2,
         eight_bit=("bitsandbytes.optim.Lion8bit",)),
     "muon": OptimizerSpec("BatchedMuon", True, "matrix products of fixed shapes", True,
-        "gathers whole matrices; equal within bfloat16's rounding", split_hidden=True,
+        "gathers full matrices; equal within bfloat16's rounding", split_hidden=True,
         adapt=_adapt_muon),
     "rmsprop": OptimizerSpec("RMSprop", elementwise=True,
         eight_bit=("bitsandbytes.optim.RMSprop8bit",), unlike=("momentum",)),
-    # Of a first step that is skipped, fused SGD keeps momentum that nobody wrote (torch 2.13).
+    # After a skipped first step, fused SGD reads uninitialized momentum (torch 2.13).
     "sgd": OptimizerSpec("SGD", fsdp_note="element by element, without its fused kernel",
         foreach=False, fuses=False, elementwise=True, rate=None,
         eight_bit=("bitsandbytes.optim.SGD8bit",), unlike=("dampening", "nesterov")),
@@ -280,7 +279,7 @@ OPTIMIZERS = {
         f"mixes shards with {_SHARDS}"),
     "sophiah": OptimizerSpec("SophiaH", True,
         "two backward passes, if attention has a second derivative", False,
-        "the gradient of a shard has lost its graph", needs_create_graph=True, rate=None,
+        "the gradient of a shard has no graph", needs_create_graph=True, rate=None,
         adapt=_adapt_sophiah),
     "splus": OptimizerSpec("SPlus", False, "eigenvectors on the host, every inverse_steps updates",
         False, f"multiplies shards with {_SHARDS}", rate=None),
@@ -288,40 +287,30 @@ OPTIMIZERS = {
 
 
 def optimizer_spec(optimizer: Any) -> OptimizerSpec:  # a key of OPTIMIZERS, or a user's own
-    """What is known of an optimizer; of your own, what its class says of itself.
+    """Return the properties of an optimizer.
 
-    That is `backward_options`, `elementwise` and `split_hidden`. Raises `ValueError` for no name.
+    Your own class states them in the attributes `elementwise` and `split_hidden` and the method
+    `backward_options`. Raises `ValueError` for an unknown name.
     """
-    found = resolve(optimizer, OPTIMIZERS, "optimizer_class", (Optimizer,))
-    if isinstance(found, OptimizerSpec):
-        return found
+    spec = resolve(optimizer, OPTIMIZERS, "optimizer_class", (Optimizer,))
+    if isinstance(spec, OptimizerSpec):
+        return spec
     return OptimizerSpec(
-        getattr(found, "__name__", str(found)),
-        needs_create_graph=hasattr(found, "backward_options"),
-        elementwise=getattr(found, "elementwise", False),
-        split_hidden=getattr(found, "split_hidden", False),
+        getattr(spec, "__name__", str(spec)),
+        needs_create_graph=hasattr(spec, "backward_options"),
+        elementwise=getattr(spec, "elementwise", False),
+        split_hidden=getattr(spec, "split_hidden", False),
     )
 
 
 def optimizer_table() -> str:  # one line a name
-    "Say where each optimizer comes from, and whether it runs on a TPU and under FSDP2."
+    "Show where each optimizer comes from, and whether it runs on a TPU and under FSDP2."
     rows = [("name", "from", "TPU", "FSDP2")]
-    for name, facts in OPTIMIZERS.items():
-        home = (
-            "bertlab"
-            if facts.class_name in _OURS
-            else "torch"
-            if hasattr(torch.optim, facts.class_name)
-            else "pytorch-optimizer"
-        )
-        rows.append(
-            (
-                name,
-                home,
-                f"{'yes' if facts.tpu else 'slow'}: {facts.tpu_note}",
-                f"{'yes' if facts.fsdp else 'no'}: {facts.fsdp_note}",
-            )
-        )
+    for name, spec in OPTIMIZERS.items():
+        library = "torch" if hasattr(torch.optim, spec.class_name) else "pytorch-optimizer"
+        library = "bertlab" if spec.class_name in _OURS else library
+        tpu = f"{'yes' if spec.tpu else 'slow'}: {spec.tpu_note}"
+        rows.append((name, library, tpu, f"{'yes' if spec.fsdp else 'no'}: {spec.fsdp_note}"))
     widths = [max(map(len, column)) for column in zip(*rows)]
     lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths)) for row in rows)
     return "\n".join(line.rstrip() for line in lines)
@@ -334,34 +323,35 @@ def _check_options(
     name: str,
     make: Callable[..., Optimizer],
     options: dict[str, Any],
-    more: tuple[str, ...] = (),  # options that it takes without naming them
+    more: tuple[str, ...] = (),  # options accepted besides those in the signature
 ) -> None:
-    "Raise a `ValueError` that names the first option that an optimizer does not take."
+    "Raise `ValueError` for an option that an optimizer does not have."
     parameters = inspect.signature(make).parameters.values()
-    known = [p.name for p in parameters if p.kind is not p.VAR_KEYWORD][1:]  # less its params
-    anything = any(p.kind is p.VAR_KEYWORD for p in parameters) and name not in OPTIMIZERS
+    names = [p.name for p in parameters if p.kind is not p.VAR_KEYWORD][1:]  # without params
+    names += more
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters) and name not in OPTIMIZERS
     for option in options:
-        if option not in (*known, *more) and not anything:
+        if option not in names and not takes_any:
             raise ValueError(
-                f"optimizer_kwargs: {name} has no {option!r}; it takes {', '.join((*known, *more))}"
+                f"optimizer_kwargs: {name} has no {option!r}; it takes {', '.join(names)}"
             )
 
 
 def _kernel_options(
     name: str, optimizer_class: type[Optimizer], parameters: list[torch.Tensor]
 ) -> dict[str, bool]:
-    "The fastest kernels that work here; a sharded parameter knows its `device_mesh`."
-    facts = OPTIMIZERS[name]
+    "Choose the fastest kernel that works; a sharded parameter has a `device_mesh`."
+    spec = OPTIMIZERS[name]
     if any(hasattr(parameter, "device_mesh") for parameter in parameters):
-        if not facts.fsdp:
+        if not spec.fsdp:
             raise ValueError(
-                f"optimizer {name!r} does not run under FSDP2 ({facts.fsdp_note}); take "
+                f"optimizer {name!r} does not run under FSDP2 ({spec.fsdp_note}); choose one of "
                 + ", ".join(other for other in OPTIMIZERS if OPTIMIZERS[other].fsdp)
             )
-        if not facts.foreach:
+        if not spec.foreach:
             return {"foreach": False}
-    devices = FUSED_DEVICES if facts.cuda_fuses else FUSED_DEVICES - {"cuda"}
-    has_kernel = facts.fuses and "fused" in inspect.signature(optimizer_class).parameters
+    devices = FUSED_DEVICES if spec.cuda_fuses else FUSED_DEVICES - {"cuda"}
+    has_kernel = spec.fuses and "fused" in inspect.signature(optimizer_class).parameters
     can_fuse = has_kernel and all(
         p.device.type in devices and torch.is_floating_point(p) for p in parameters
     )
@@ -369,8 +359,8 @@ def _kernel_options(
 
 # %% ../../nbs/optim/05_optimizers.ipynb #a48d484d
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    "The plain tensors in a state, however they are wrapped."
-    if hasattr(value, "__tensor_flatten__"):  # a tensor made of tensors, as torchao's states are
+    "Find the plain tensors in a state, however they are wrapped."
+    if hasattr(value, "__tensor_flatten__"):  # a tensor subclass, as in torchao's states
         value = [getattr(value, name) for name in value.__tensor_flatten__()[0]]
     if torch.is_tensor(value):
         yield value
@@ -384,16 +374,16 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 def optimizer_state_bytes(
     optimizer: Optimizer,
 ) -> int:  # bytes
-    "Memory of an optimizer's state; what several parameters share counts once."
+    "Measure the memory of an optimizer's state; shared storage counts once."
     storages = [tensor.untyped_storage() for tensor in _tensors(dict(optimizer.state))]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 # %% ../../nbs/optim/05_optimizers.ipynb #dd833bfa
-PROBE_SHAPE = (64, 128)  # 8,192 values: both libraries keep smaller tensors in full precision
+PROBE_SHAPE = (64, 128)  # both libraries keep tensors of fewer than 4,096 values in full precision
 
 
 def _probe(optimizer_class: type[Optimizer], like: torch.Tensor, options: dict[str, Any]) -> None:
-    "Take one step on the device; raise if it fails, moves nothing, or saves no memory."
+    "Take one step on the device; raise if it fails, changes nothing, or saves no memory."
     weight = torch.nn.Parameter(torch.ones(PROBE_SHAPE, device=like.device, dtype=like.dtype))
     weight.grad = torch.linspace(-1, 1, weight.numel()).view(PROBE_SHAPE).to(weight)
     optimizer = optimizer_class([weight], **{**options, "lr": 0.1})
@@ -409,9 +399,9 @@ def _eight_bit_class(
     like: torch.Tensor,
     options: dict[str, Any],
     groups: Sequence[Mapping[str, Any]] = ({},),  # whose options win
-) -> tuple[type[Optimizer] | None, str]:  # the first class that works, or the reasons against all
-    refusals = []
-    asked = {
+) -> tuple[type[Optimizer] | None, str]:  # the first class that works, or the reasons why none does
+    reasons = []
+    unsupported = {
         f"{option}={value}"
         for group in groups
         for option in optimizer_spec(name).unlike
@@ -421,29 +411,30 @@ def _eight_bit_class(
         module, _, class_name = dotted.rpartition(".")
         library = module.partition(".")[0]
         if library == "bitsandbytes" and hasattr(like, "device_mesh"):
-            refusals.append("bitsandbytes cannot work on FSDP2's shards")
+            reasons.append("bitsandbytes does not support FSDP2's shards")
             continue
         try:
             optimizer_class = getattr(import_module(module), class_name)
         except ImportError:
-            refusals.append(f'{library} is missing (pip install "bertlab[quantized]")')
+            reasons.append(f'{library} is missing (pip install "bertlab[quantized]")')
             continue
         _check_options(name, optimizer_class, options)
-        if library == "bitsandbytes" and asked:
-            refusals.append(f"bitsandbytes does not follow {name}'s {', '.join(sorted(asked))}")
+        if library == "bitsandbytes" and unsupported:
+            options_text = ", ".join(sorted(unsupported))
+            reasons.append(f"bitsandbytes does not support {name}'s {options_text}")
             continue
         try:
             _probe(optimizer_class, like, options)
-        except Exception as error:  # of a compiler, a driver, a kernel: whatever a device lacks
-            refusals.append(f"{library}: {next(iter(str(error).splitlines()), repr(error))}")
+        except Exception as error:  # of a compiler, a driver or a kernel
+            reasons.append(f"{library}: {next(iter(str(error).splitlines()), repr(error))}")
             continue
         return optimizer_class, ""
-    known = ", ".join(other for other in OPTIMIZERS if OPTIMIZERS[other].eight_bit)
-    return None, "; ".join(refusals) or f"known are {known}"
+    names = ", ".join(other for other in OPTIMIZERS if OPTIMIZERS[other].eight_bit)
+    return None, "; ".join(reasons) or f"8-bit versions exist of {names}"
 
 
 def _make_rates_tensors(optimizer: Optimizer, *_: Any) -> None:
-    "torchao takes rates as tensors only; schedules, and loading, may set plain numbers."
+    "Convert learning rates to the tensors that torchao needs; schedules set plain numbers."
     for group in optimizer.param_groups:
         if not torch.is_tensor(group["lr"]):
             group["lr"] = torch.tensor(group["lr"], dtype=torch.float32)
@@ -453,8 +444,8 @@ def _eight_bit_optimizer(
     name: str,
     groups: list[dict[str, Any]],  # each with a list of params
     options: dict[str, Any],  # lr and whatever else the 8-bit class takes
-) -> Optimizer | None:  # None, after a warning that says why, where no library can
-    "Build an optimizer with 8-bit states (Dettmers et al. 2022, sec. 2), if a probe step works."
+) -> Optimizer | None:  # None, after a warning with the reason, if no library works
+    "Build an optimizer with 8-bit states (Dettmers et al. 2022, sec. 2) if a probe step works."
     like = next(parameter for group in groups for parameter in group["params"])
     optimizer_class, reason = _eight_bit_class(name, like, options, groups)
     if optimizer_class is None:
@@ -471,18 +462,18 @@ def _eight_bit_optimizer(
 
 # %% ../../nbs/optim/05_optimizers.ipynb #2dd945c4
 def _as_groups(params: Iterable[Any]) -> list[dict[str, Any]]:
-    "Parameters, or groups of them, as groups whose members can be read twice."
+    "Convert parameters, or groups of them, to groups that can be iterated twice."
     params = list(params)
     if not params or not isinstance(params[0], dict):
         params = [{"params": params}]
     groups = [{**group, "params": list(group["params"])} for group in params]
     if not any(group["params"] for group in groups):
-        raise ValueError("params holds no parameter: was the generator already used up?")
+        raise ValueError("params has no parameter: was the generator already exhausted?")
     return groups
 
 
 def _optimizer_class(name: str) -> type[Optimizer]:
-    "The class behind a name: ours or torch's where there is one, else pytorch-optimizer's."
+    "Find the class of a name in bertlab, torch or pytorch-optimizer, in this order."
     class_name = OPTIMIZERS[name].class_name
     if class_name in _OURS:
         return _OURS[class_name]
@@ -508,16 +499,16 @@ def _build(
     make: Callable[..., Optimizer],
     groups: list[dict[str, Any]],
     options: dict[str, Any],  # of the class
-    given: dict[str, Any],  # as the user has said them
+    user_options: dict[str, Any],  # for the message
 ) -> Optimizer:
-    "Make an optimizer. Raises `ValueError`, whatever its class raises for an option."
+    "Build an optimizer. Raises `ValueError`, whatever its class raises for an option."
     try:
         return make(groups, **options)
     except ValueError:
-        raise  # it says what is wrong
+        raise
     except Exception as error:  # such as a TypeError of arithmetic, or a library's own class
         raise ValueError(
-            f"optimizer_kwargs: {name} cannot be built with {given}: "
+            f"optimizer_kwargs: {name} cannot be built with {user_options}: "
             f"{type(error).__name__}: {one_line(error)}"
         ) from error
 
@@ -532,29 +523,29 @@ def get_optimizer(
 
     Raises `ValueError`, and `ImportError` where a library is missing.
     """
-    found = resolve(optimizer_name, OPTIMIZERS, "optimizer_name", (Optimizer,))
-    # A checkpoint holds what a group says, and nobody reads NumPy's numbers from one.
+    spec = resolve(optimizer_name, OPTIMIZERS, "optimizer_name", (Optimizer,))
+    # Checkpoints contain the options of groups, and `weights_only` loads no NumPy numbers.
     groups = [_plain_numbers(group) for group in _as_groups(params)]
     options = _plain_numbers(optimizer_kwargs or {})
-    if not isinstance(found, OptimizerSpec):  # the user's own
-        name = getattr(found, "__name__", str(found))
+    if not isinstance(spec, OptimizerSpec):  # the user's own
+        name = getattr(spec, "__name__", str(spec))
         if quantized:
             raise ValueError(f"quantized=True has no 8-bit version of {name}; leave it out")
-        _check_options(name, found, options)
-        return _build(name, found, groups, options, options)
+        _check_options(name, spec, options)
+        return _build(name, spec, groups, options, options)
     if quantized and (optimizer := _eight_bit_optimizer(optimizer_name, groups, options)):
         return optimizer
-    optimizer_class, given = _optimizer_class(optimizer_name), dict(options)
-    if found.needs_create_graph and dist.is_initialized() and dist.get_world_size() > 1:
+    optimizer_class, user_options = _optimizer_class(optimizer_name), dict(options)
+    if spec.needs_create_graph and dist.is_initialized() and dist.get_world_size() > 1:
         raise ValueError(
-            f"optimizer {optimizer_name!r} measures curvature on one process "
-            "alone; set devices=1, or take another optimizer"
+            f"optimizer {optimizer_name!r} estimates curvature on a single "
+            "process; set devices=1, or choose another optimizer"
         )
-    if found.adapt is not None:
-        optimizer_class, options = found.adapt(optimizer_class, groups, options)
-    _check_options(optimizer_name, optimizer_class, given, found.more_options)
+    if spec.adapt is not None:
+        optimizer_class, options = spec.adapt(optimizer_class, groups, options)
+    _check_options(optimizer_name, optimizer_class, user_options, spec.more_options)
     parameters = [parameter for group in groups for parameter in group["params"]]
     kernels = _kernel_options(optimizer_name, optimizer_class, parameters)
     if not options.keys() & {"fused", "foreach", "differentiable"}:
         options.update(kernels)
-    return _build(optimizer_name, optimizer_class, groups, options, given)
+    return _build(optimizer_name, optimizer_class, groups, options, user_options)

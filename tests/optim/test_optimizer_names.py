@@ -1,6 +1,5 @@
 "Each of the fifteen optimizers: it lowers losses, goes on after loading, and refuses what it cannot do."
 
-import copy
 import io
 import sys
 
@@ -158,25 +157,6 @@ def test_galore_starts_from_the_papers_projection():
     assert (group["rank"], group["update_proj_gap"], group["scale"]) == (128, 200, 0.25)
 
 
-def test_a_run_that_began_with_shampoos_momentum_goes_on_with_it():
-    from pytorch_optimizer import Shampoo
-
-    weights = [nn.Parameter(torch.eye(4)) for _ in range(2)]
-    began, later = (
-        Shampoo(weights[:1], lr=0.1, momentum=0.9),
-        get_optimizer("shampoo", weights[1:], {"lr": 0.3}),
-    )
-    for step, optimizers in ((0, [began]), (1, [began, later])):
-        draw = torch.randn(4, 4, generator=torch.Generator().manual_seed(step))
-        if step:
-            later.load_state_dict(copy.deepcopy(began.state_dict()))
-            weights[1].data.copy_(weights[0].data)
-        for weight, optimizer in zip(weights, optimizers):
-            weight.grad = draw.clone()
-            optimizer.step()
-    assert torch.equal(*weights)
-
-
 def test_sophiah_without_the_graph_says_which_call_makes_it():
     task = LeastSquares("sophiah")
     task.weight.grad = torch.ones(4, 3)
@@ -231,7 +211,7 @@ def test_muon_needs_no_torch_that_has_one(monkeypatch, apart):
 
 def test_no_parameters_at_all_are_answered():
     used_up = iter([])
-    with pytest.raises(ValueError, match="params holds no parameter"):
+    with pytest.raises(ValueError, match="params has no parameter"):
         get_optimizer("adamw", used_up)
 
 
@@ -297,7 +277,7 @@ def test_what_a_class_of_ones_own_says_of_itself_is_known_by_its_dotted_name_too
     ("muon", {"betas": 1}, "optimizer_kwargs: muon cannot be built with {'betas': 1}"),
     ("galore", {"projection_type": "foo"}, "galore's projection_type must be one of std, .*; got 'foo'"),
     ("galore", {"projection_type": "random"}, "projection_type must be one of std, .*, full; got 'random', which is std"),
-    ("shampoo", {"momentum": 0.9}, "optimizer_kwargs: shampoo's momentum must be 0, got 0.9: .* take soap"),
+    ("shampoo", {"momentum": 0.9}, "shampoo's momentum must be 0, got 0.9"),
     ("galore", {"update_proj_gap": 0}, "galore's update_proj_gap must be a whole number from 1 on, got 0"),
     ("galore", {"rank": 0.5}, "galore's rank must be a whole number from 1 on, got 0.5"),
     ("galore", {"scale": "wide"}, "galore's scale must be a number, got 'wide'"),
@@ -318,8 +298,8 @@ def test_another_way_of_orthogonalising_takes_the_place_of_muons():
     from bertlab.optim.muon import MuonWithAdamW, BatchedMuon
 
     class Signs(BatchedMuon):
-        def turn(self, stacked, parameters, group):
-            return stacked.sign()
+        def orthogonalize_updates(self, updates, parameters, group):
+            return updates.sign()
 
     class Own(MuonWithAdamW):
         hidden_class = Signs

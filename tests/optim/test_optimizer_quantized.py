@@ -183,7 +183,7 @@ def test_an_option_that_bitsandbytes_does_not_follow_keeps_full_precision(
     name, options, asked, bitsandbytes, monkeypatch
 ):
     monkeypatch.setitem(sys.modules, "torchao.optim", None)
-    with pytest.warns(UserWarning, match=f"bitsandbytes does not follow {asked}.*full precision"):
+    with pytest.warns(UserWarning, match=f"bitsandbytes does not support {asked}.*full precision"):
         optimizer = get_optimizer(
             name, [nn.Parameter(torch.zeros(64, 128))], {"lr": 0.1, **options}, quantized=True
         )

@@ -65,7 +65,7 @@ def test_under_fsdp2_each_optimizer_does_what_the_table_says(tmp_path):
         elif (
             facts.needs_create_graph
         ):  # refused wherever there are several processes, sharded or not
-            assert "on one process alone" in results[name], results[name]
+            assert "on a single process" in results[name], results[name]
         else:
             assert (
                 "does not run under FSDP2" in results[name] and facts.fsdp_note in results[name]
