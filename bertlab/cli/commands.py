@@ -202,7 +202,7 @@ _EMBED = {
         "model": "embeddings/module.py:EmbeddingModule",
         "data": "embeddings/pairs.py:EmbeddingDataModule",
         "trainer": _LIGHTNING,
-        "run": "cli/embed.py:EmbedRunConfig",
+        "run": "embeddings/module.py:EmbeddingRunConfig",
     },
     "without": (*_NOT_FOR_TASKS, "trainer.logger", "data.seed"),
     "defaults": {
@@ -255,6 +255,7 @@ _COMMANDS = (
     Command("devices", "cli/commands.py:devices"),
     Command("embed finetune", "cli/embed.py:finetune_embeddings", **_EMBED),
     Command("embed encode", "cli/embed.py:embed_encode", "model *source"),
+    Command("embed mine", "cli/embed.py:embed_mine", "pairs model"),
     Command("embed search", "cli/embed.py:embed_search", "model place *queries"),
     Command("embed evaluate", "cli/embed.py:embed_evaluate", "model"),
 )  # fmt: skip
