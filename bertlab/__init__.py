@@ -63,6 +63,7 @@ _FACE = {
     "optim.optimizers": "get_optimizer",
     # train: a training loop that survives interruptions
     "train.steps": "TrainingModule",
+    "train.config": "PretrainingConfig",
     "train.modules": "PretrainingModule",
     "train.history": "History",
     "train.parallel": "FullyShardedStrategy get_strategy",
@@ -77,7 +78,8 @@ _FACE = {
     "train.trainer": "make_trainer seed_everything",
     "train.distill": "DistillationModule",
     "train.model_cards": "push_model",
-    "train.stages": "Stage run_stages",
+    "train.run": "Run build_pretraining",
+    "train.stages": "run_stages",
     "train.evaluators": "EvaluatorCallback LossEvaluator",
     "train.averages": "EMA",
     "train.estimate": "estimate_memory",

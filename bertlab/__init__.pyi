@@ -88,6 +88,7 @@ from .optim.budgets import TimeBudgetLR as TimeBudgetLR
 from .optim.groups import parameter_groups as parameter_groups
 from .optim.optimizers import get_optimizer as get_optimizer
 from .train.steps import TrainingModule as TrainingModule
+from .train.config import PretrainingConfig as PretrainingConfig
 from .train.modules import PretrainingModule as PretrainingModule
 from .train.history import History as History
 from .train.parallel import FullyShardedStrategy as FullyShardedStrategy
@@ -109,7 +110,8 @@ from .train.trainer import make_trainer as make_trainer
 from .train.trainer import seed_everything as seed_everything
 from .train.distill import DistillationModule as DistillationModule
 from .train.model_cards import push_model as push_model
-from .train.stages import Stage as Stage
+from .train.run import Run as Run
+from .train.run import build_pretraining as build_pretraining
 from .train.stages import run_stages as run_stages
 from .train.evaluators import EvaluatorCallback as EvaluatorCallback
 from .train.evaluators import LossEvaluator as LossEvaluator

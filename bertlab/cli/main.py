@@ -135,8 +135,6 @@ def parse_command(
     section["output"] = os.path.expanduser(resume if isinstance(resume, str) else section["output"])
     run_file = Path(section["output"]) / RUN_FILE
     content: dict[str, Any] = {}
-    if "stages" in command.options:  # the file of stages says options of the run, too
-        content = {"run": load_yaml(parsed.config["stages"]).get("run") or {}}
     if resume and run_file.exists():
         recorded = load_yaml(run_file)
         if "" in command.sections:  # a demo: its recipe alone

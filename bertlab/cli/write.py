@@ -108,11 +108,7 @@ def was_taught_ends(
     here = Path(directory).resolve()
     for place in (here, here.parent, here.parent.parent):
         if (place / RUN_FILE).is_file():
-            run = load_yaml(place / RUN_FILE)
-            stages = run.get("stages")  # of a run in several
-            parts = [run, *(stages if isinstance(stages, list) else ())]
-            asked = (part.get("data") for part in parts if isinstance(part, dict))
-            return any(isinstance(data, dict) and data.get("max_ends") for data in asked)
+            return bool((load_yaml(place / RUN_FILE).get("data") or {}).get("max_ends"))
     return False
 
 

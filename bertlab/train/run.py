@@ -6,7 +6,8 @@
 __all__ = ['MODEL', 'TOKENIZER', 'SHAPES', 'MAX_STEPS', 'RunParts', 'run_limits', 'run_guards', 'run_monitors', 'run_callbacks',
            'reporting_unknown_options', 'build_objects', 'trainer_options', 'check_beginning', 'check_one_process',
            'Run', 'shape_settings', 'default_shape', 'complete_config', 'resolve_config', 'check_model',
-           'build_pretraining', 'pretraining_on', 'validation_entropy', 'describe_pretraining']
+           'check_options', 'build_data', 'build_pretraining', 'pretraining_on', 'validation_entropy',
+           'describe_pretraining']
 
 # %% ../../nbs/train/21_run.ipynb #0401d572
 import os
@@ -543,7 +544,7 @@ def check_model(
         build_optimizer(model, options, max_steps)
 
 
-def _check_early(config: Mapping[str, Any]) -> None:
+def check_options(config: Mapping[str, Any]) -> None:  # of `resolve_config`
     "Raise `ValueError` for what cannot work on this device, before the text is read."
     model, trainer = config["model"], config["trainer"]
     device_type = check_device(trainer["accelerator"], trainer["precision"] or "auto")
@@ -596,17 +597,23 @@ def _reporting_moved_model(name: str | None, is_resumed: bool) -> Iterator[None]
         ) from None
 
 
-def _build_data(config: Mapping[str, Any], run: PretrainRunConfig, is_resumed: bool) -> Any:
+def build_data(
+    config: Mapping[str, Any],  # of `resolve_config`
+    is_resumed: bool = False,
+) -> PretrainingDataModule:
     "Make the data module, and check its directories. Nothing is read."
-    objective = collator_objective(config["model"]["objective"])
-    options = {"objective": objective, "seed": config["seed_everything"], TOKENIZER: "later"}
+    output, objective = config["run"]["output"], config["model"]["objective"]
+    options = {
+        "objective": collator_objective(objective),
+        "seed": config["seed_everything"],
+        TOKENIZER: "later",
+    }
     data = PretrainingDataModule(**{**config["data"], **options})
-    check_not_inside(run.output, data.input_paths(), "run.output")
+    check_not_inside(output, data.input_paths(), "run.output")
     if data.cache_dir is not None and not is_resumed:
-        cache, output = Path(data.cache_dir).expanduser().resolve(), Path(run.output).resolve()
-        if cache.is_relative_to(output):
+        if Path(data.cache_dir).expanduser().resolve().is_relative_to(Path(output).resolve()):
             raise ValueError(
-                f"data.cache_dir {data.cache_dir} is inside of run.output {run.output}, which must "
+                f"data.cache_dir {data.cache_dir} is inside of run.output {output}, which must "
                 "be empty: choose another directory for the tokens"
             )
     return data
@@ -633,9 +640,9 @@ def build_pretraining(
     run, model = PretrainRunConfig(**resolved["run"]), resolved["model"]
     check_choice("run.tokenizer_kind", run.tokenizer_kind, TOKENIZER_TRAINERS)
     trainer = trainer_options(resolved["trainer"])
-    _check_early(resolved)
+    check_options(resolved)
     with reporting_unknown_options():
-        data = _build_data(resolved, run, saved is not None)
+        data = build_data(resolved, saved is not None)
         with _reporting_moved_model(model[MODEL], saved is not None):
             tokenizer = resolve_tokenizer(
                 [resolved["data"][TOKENIZER], model[TOKENIZER]],

@@ -26,10 +26,6 @@ class TimeLimit(Timer):
         check_range("limit", seconds, 0, exclude_low=True)
         super().__init__(timedelta(seconds=seconds))
 
-    def count_from(self, seconds: float) -> None:
-        "Add what earlier runs have used, such as the stages before this one."
-        self.load_state_dict({"time_elapsed": {"train": seconds}})
-
     def on_train_start(self, trainer, pl_module) -> None:
         super().on_train_start(trainer, pl_module)
         self._step = trainer.global_step

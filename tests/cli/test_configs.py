@@ -14,7 +14,6 @@ from called import pretrain, resumed_config  # noqa: E402
 from bertlab.model.config import BertLabConfig, bert_base, modernbert_base, modernbert_large
 from bertlab.data.module import PretrainingDataModule
 from bertlab.train.modules import PretrainingModule
-from bertlab.train.stages import load_stages
 
 ROOT = Path(__file__).parents[2]
 EVERY = sorted((ROOT / "configs").glob("*.yaml"))
@@ -114,12 +113,6 @@ def test_the_steps_of_the_papers_follow_from_their_tokens():
         bert["model"]["scheduler_warmup_steps"] + bert["model"]["scheduler_cooldown_steps"]
         == 1_000_000
     )
-
-
-def test_the_stages_of_a_run_in_stages_are_read_whole():
-    for path in (path for path in EVERY if path.stem in ("kl-two-stage", "longer-rows")):
-        stages = load_stages(path)
-        assert len(stages) > 1 and all(stage.num_steps() > 0 for stage in stages)
 
 
 def write_texts(path: Path) -> str:

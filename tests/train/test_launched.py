@@ -181,23 +181,6 @@ def test_machines_that_are_not_there_are_a_warning(monkeypatch):
         assert apply_launcher({"devices": 8, "num_nodes": 2}) == {"devices": 8, "num_nodes": 1}
 
 
-def test_stages_for_other_processes_than_a_launcher_has_started_are_refused(monkeypatch, tmp_path):
-    from bertlab.train.stages import Stage, run_stages
-
-    launched(monkeypatch, "torchrun", 2)
-    (tmp_path / "text.txt").write_text("some words\n" * 50)
-    stage = Stage(
-        steps=1,
-        data={"train_dataset_name_or_path": str(tmp_path / "text.txt")},
-        trainer={"accelerator": "cpu"},
-    )
-    with pytest.raises(
-        ValueError, match="stage 1 is for 1 process.es., and torchrun has started 2.*devices=2"
-    ):
-        run_stages([stage], tmp_path / "run")
-    assert not (tmp_path / "run").exists()
-
-
 def test_a_process_that_the_first_one_starts_takes_the_tokenizer_that_is_written(
     tmp_path, monkeypatch
 ):
