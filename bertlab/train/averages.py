@@ -18,141 +18,120 @@ from typing import Any
 import torch
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
-from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_multi_avg_fn
+from torch.distributed.tensor import DTensor
+from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from ..data.tokenizers import TOKENIZER_FILES, load_tokenizer
-from ..model.config import BertLabConfig
-from ..model.families import output_settings, to_bertlab_config
-from ..model.huggingface import ARCHITECTURES, read_config
+from ..model.huggingface import read_config
 from ..model.loading import check_finite, read_state_dict, written_weights
 from bertlab.train.model_directories import (
     read_sentence_transformers_files,
     saved_models,
 )
 from ..core.files import atomic_directory
+from ..core.names import check_range
 
 # %% ../../nbs/train/17_averages.ipynb #102c8b67
-def _exact(weight: Tensor) -> Tensor:
-    "In float32 at least: a small share of a difference is less than 16 bits add."
+def _at_least_float32(weight: Tensor) -> Tensor:
+    "A small share of a difference is less than 16 bits can add."
     return weight.to(torch.promote_types(weight.dtype, torch.float32))
 
 
 class EMA(Callback):
-    """Keep a moving average of the weights that move; validate with it, and write it.
+    """Keep an exponential moving average of the trained weights; validate with it, and write it.
 
-    Inside `TrainingModule.evaluation_weights` the averages stand for the weights: in validation, in
-    model directories and in the best checkpoint. A checkpoint to go on from keeps both. It costs a
-    copy of the weights, in float32 at least, for 16 bits would round small moves away. torch's
-    arithmetic (`torch.optim.swa_utils`; Tarvainen and Valpola 2017, sec. 2; Izmailov et al. 2018).
+    Inside `TrainingModule.evaluation_weights` the averages replace the weights: in validation, in
+    model directories and in the best checkpoint. A checkpoint to resume from keeps both. torch's
+    arithmetic (`torch.optim.swa_utils`; Tarvainen and Valpola 2017, sec. 2).
     """
 
     def __init__(
         self,
-        decay: float | None = 0.999,  # of the exponential mean; None: a uniform mean
-        every_n_steps: int = 1,  # optimizer steps between two looks
+        decay: float = 0.999,  # of the exponential mean
+        every_n_steps: int = 1,  # optimizer steps between two updates
         start_step: int = 0,  # the first step that counts
         ramp: bool = True,  # let the decay begin at 2 / 11 and grow: first weights are forgotten
     ):
-        if decay is not None and not 0 <= decay < 1:
-            raise ValueError(
-                f"decay must be 0 or more and below 1, or None for a uniform mean, got {decay}"
-            )
-        for name, value, least in (
-            ("every_n_steps", every_n_steps, 1),
-            ("start_step", start_step, 0),
-        ):
-            if type(value) is not int or value < least:
-                raise ValueError(f"{name} must be a whole number, {least} or more, got {value!r}")
+        check_range("decay", decay, 0, 1, exclude_high=True)
+        check_range("every_n_steps", every_n_steps, 1)
+        check_range("start_step", start_step, 0)
         self.decay, self.every_n_steps, self.start_step = decay, every_n_steps, start_step
         self.ramp = ramp
         self.averages: dict[str, Tensor] = {}  # by the name of a weight; empty before the start
-        self.num_averaged, self._seen = 0, 0
+        self.num_averaged, self._last_step = 0, 0
 
     def setup(self, trainer, pl_module, stage: str) -> None:
-        "A run that begins anew begins without averages, also where this object was in another."
+        "Begin a new run without averages, also where this object was in another."
         if stage == "fit" and trainer.global_step == 0 and trainer.ckpt_path is None:
             self.averages, self.num_averaged = {}, 0
 
     def on_train_start(self, trainer, pl_module) -> None:
-        moving = self._moving(pl_module)
-        spread = any(hasattr(p, "device_mesh") for p in moving.values())
-        if spread:
-            raise ValueError(
-                "EMA keeps whole weights, and the strategy spreads them "
-                "over processes: take strategy='ddp'"
-            )
+        weights = self._trained_weights(pl_module)
+        if any(isinstance(weight, DTensor) for weight in weights.values()):
+            raise ValueError("EMA needs full weights in each process: take strategy='ddp'")
         if any(callable(getattr(o, "eval", None)) for o in trainer.optimizers):
             raise ValueError("the optimizer keeps averages of its own: leave EMA out")
-        if self.averages and self.averages.keys() != moving.keys():
-            raise ValueError(
-                "the averages in the checkpoint are of other weights: give the run "
-                "the adapter and the frozen parts that it had"
-            )
-        self.averages = {name: _exact(average.to(moving[name].device))
-                         for name, average in self.averages.items()}  # fmt: skip
-        self._seen = trainer.global_step
+        self.averages = {
+            name: _at_least_float32(average.to(weights[name].device))
+            for name, average in self.averages.items()
+        }
+        self._last_step = trainer.global_step
 
-    def _moving(self, pl_module) -> dict[str, nn.Parameter]:
+    def _trained_weights(self, pl_module) -> dict[str, nn.Parameter]:
         return {n: p for n, p in pl_module.model.named_parameters() if p.requires_grad}
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
         step = trainer.global_step
-        if step == self._seen:
-            return  # a micro-batch that took no step
-        self._seen = step
+        if step == self._last_step:
+            return  # inside an accumulation window
+        self._last_step = step
         if step > self.start_step and (step - self.start_step - 1) % self.every_n_steps == 0:
             self.update(pl_module)
 
     @torch.no_grad()
     def update(self, pl_module) -> None:
-        "Take one look at the weights."
-        moving = self._moving(pl_module)
+        "Take the weights into the averages."
+        weights = {
+            name: _at_least_float32(weight.detach())
+            for name, weight in self._trained_weights(pl_module).items()
+        }
+        count = self.num_averaged
         if not self.averages:
-            self.averages = {name: _exact(p.detach()).clone() for name, p in moving.items()}
+            self.averages = {name: weight.clone() for name, weight in weights.items()}
         else:
-            n = self.num_averaged
-            beta = self.decay
-            if beta is not None and self.ramp:
-                beta = min(beta, (1 + n) / (10 + n))
-            blend = get_swa_multi_avg_fn() if beta is None else get_ema_multi_avg_fn(beta)
-            blend(
-                list(self.averages.values()),
-                [_exact(p.detach()) for p in moving.values()],
-                torch.tensor(n),
-            )
+            decay = min(self.decay, (1 + count) / (10 + count)) if self.ramp else self.decay
+            update = get_ema_multi_avg_fn(decay)
+            update([*self.averages.values()], [*weights.values()], torch.tensor(count))
         self.num_averaged += 1
 
     @contextmanager
     def evaluation_weights(self, pl_module) -> Iterator[None]:
-        "Inside, the averages stand for the weights; outside, nothing has happened."
-        if not self.averages:
-            yield
-            return
-        moving = {n: p for n, p in self._moving(pl_module).items() if n in self.averages}
-        kept = {name: p.detach().clone() for name, p in moving.items()}
+        "Replace the weights by the averages for the time of a `with`."
+        weights = self._trained_weights(pl_module) if self.averages else {}
+        saved = {name: weight.detach().clone() for name, weight in weights.items()}
         with torch.no_grad():
-            for name, p in moving.items():
-                p.copy_(self.averages[name])
+            for name, weight in weights.items():
+                weight.copy_(self.averages[name])
         try:
             yield
         finally:
             with torch.no_grad():
-                for name, p in moving.items():
-                    p.copy_(kept[name])
+                for name, weight in weights.items():
+                    weight.copy_(saved[name])
 
     def state_dict(self) -> dict[str, Any]:
         return {"averages": self.averages, "num_averaged": self.num_averaged}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.averages = {n: t.clone() for n, t in state_dict["averages"].items()}
+        self.averages = {name: t.clone() for name, t in state_dict["averages"].items()}
         self.num_averaged = state_dict["num_averaged"]
 
 # %% ../../nbs/train/17_averages.ipynb #cae9de58
 def average_weights(
     weights: Sequence[Mapping[str, Tensor]],  # of models of one shape
-    shares: Sequence[float] | None = None,  # of each; None: all alike
+    shares: Sequence[float] | None = None,  # of each; None: equal ones
 ) -> dict[str, Tensor]:  # on the CPU
-    "The mean of weights, number by number. Raises `ValueError` for models of different shapes."
+    "Average weights number by number. Raises `ValueError` for models of different shapes."
     if not weights:
         raise ValueError("nothing to average: name one model or more")
     shares = [1.0] * len(weights) if shares is None else list(shares)
@@ -160,28 +139,23 @@ def average_weights(
         raise ValueError(
             f"shares must be {len(weights)} numbers, 0 or more and not all 0, got {shares}"
         )
-    first, total, mean = weights[0], sum(shares), {}
+    first, mean = weights[0], {}
+    shapes = {name: weight.shape for name, weight in first.items()}
     for number, other in enumerate(weights[1:], 2):
-        for name in sorted(first.keys() ^ other.keys()):
+        differing = shapes.items() ^ {(name, weight.shape) for name, weight in other.items()}
+        if differing:
+            name, shape = min(differing)
             raise ValueError(
-                f"model {number} and model 1 are of different shapes: only one of them has {name}"
+                f"models 1 and {number} have different shapes: only one has {name} {tuple(shape)}"
             )
-        for name in first:
-            if other[name].shape != first[name].shape:
-                raise ValueError(
-                    f"model {number} and model 1 are of different shapes: {name} is "
-                    f"{tuple(other[name].shape)} and {tuple(first[name].shape)}"
-                )
     for name, value in first.items():
-        if not value.is_floating_point():
-            if any(not torch.equal(value, other[name]) for other in weights[1:]):
-                raise ValueError(f"{name} holds whole numbers that differ: no mean of them is one")
+        if value.is_floating_point():
+            terms = (s * other[name].double() for s, other in zip(shares, weights) if s)
+            mean[name] = (sum(terms) / sum(shares)).to(value.dtype)
+        elif all(torch.equal(value, other[name]) for other in weights[1:]):
             mean[name] = value.clone()
-            continue
-        summed = sum(
-            share / total * other[name].double() for share, other in zip(shares, weights) if share
-        )
-        mean[name] = summed.to(value.dtype)
+        else:
+            raise ValueError(f"{name} holds integers that differ, so it has no mean")
     return mean
 
 # %% ../../nbs/train/17_averages.ipynb #f996e431
@@ -215,98 +189,51 @@ def find_models(
     directories: Sequence[str | os.PathLike],  # of models, or of runs
     last: int | None = None,  # of a run, this many; None: all that it kept
 ) -> list[Path]:
-    "The model directories that are meant. Raises `ValueError` for a place without one."
-    found: list[Path] = []
-    if last is not None and last < 1:
-        raise ValueError(f"last must be 1 or more, got {last}")
-    for place in map(Path, directories):
-        if (place / "config.json").is_file():
-            found.append(place)
-            continue
-        shelf = list(saved_models(place / "models"))
-        if not shelf:
-            raise ValueError(f"{place} holds neither config.json nor models/step-*")
-        found += shelf[-last:] if last else shelf
-    different: dict[Path, Path] = {}
-    for path in found:
-        different.setdefault(path.resolve(), path)  # models/best is no second model
-    return list(different.values())
+    "List model directories, each once. Raises `ValueError` for a directory without one."
+    check_range("last", last, 1)
+    models: list[Path] = []
+    for directory in map(Path, directories):
+        if (directory / "config.json").is_file():
+            models.append(directory)
+        elif saved := list(saved_models(directory / "models")):
+            models += saved[-last:] if last else saved
+        else:
+            raise ValueError(f"{directory} holds neither config.json nor models/step-*")
+    return list({path.resolve(): path for path in reversed(models)}.values())[::-1]
 
 
-# Of models that are not ours: what is in the name of a setting that scores do not depend on.
-_ASIDE = ("dropout", "initializer", "dtype", "version", "path", "architectures", "token_id",
-          "use_cache", "output_", "return_dict", "problem_type")  # fmt: skip
+# In the names of settings that scores do not depend on.
+_IGNORED = ("dropout", "initializer", "dtype", "version", "path", "architectures", "token_id",
+            "use_cache", "output_", "return_dict", "problem_type", "bertlab")  # fmt: skip
 
 
-def _read_settings(model: Path) -> dict[str, Any]:
-    "What a model's scores depend on besides its weights, and what each of them stands for."
-    shape = read_config(model)
-    found: dict[str, Any] = {"model_type": shape.model_type}
-    try:
-        config = shape if isinstance(shape, BertLabConfig) else to_bertlab_config(shape)
-    except ValueError:  # a kind, or a shape, that only transformers has
-        return found | {
-            name: value
-            for name, value in shape.to_dict().items()
-            if not any(part in name for part in _ASIDE)
-        }
-    name = (shape.architectures or [""])[0]
-    head = next((head for head in ARCHITECTURES if name.endswith(head)), None)
-    for one in [head] if head else ARCHITECTURES:
-        found |= output_settings(config, one)
-    if head not in ("Model", "ForMaskedLM", "ForQuestionAnswering"):
-        one = "regression" if len(shape.id2label) == 1 else "single_label_classification"
-        found |= {"id2label": shape.id2label, "problem_type": shape.problem_type or one}
-    return found
-
-
-def _read_splitting(model: Path) -> tuple[dict[str, int], dict[str, Any]] | None:
-    "The entries of a model's tokenizer, and how it comes to them; None: there is no tokenizer."
-    if not any((model / file).exists() for file in TOKENIZER_FILES):
-        return None
-    tokenizer = load_tokenizer(model)
-    parts = ("normalizer", "pre_tokenizer", "model", "post_processor", "added_tokens")
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    said = {} if backend is None else json.loads(backend.to_str())
-    return tokenizer.get_vocab(), {part: said.get(part) for part in parts}
-
-
-def _check_alike(models: Sequence[Path]) -> None:
-    "Raise `ValueError` for models that compute other things, or read other tokens, than the first."
-    # How a vector is made of states, which a plain encoder leaves open.
-    uses = {
-        model: read_sentence_transformers_files(model)
-        for model in models
-        if (model / "modules.json").is_file()
+def _settings(model: Path) -> dict[str, Any]:
+    "Collect what a model's scores depend on besides its weights."
+    settings = {
+        name: value
+        for name, value in read_config(model).to_dict().items()
+        if not any(part in name for part in _IGNORED)
     }
-    for model, other in zip([*uses][1:], uses):
-        for name, here in uses[model].items():
-            if here != uses[other][name]:
-                raise ValueError(
-                    f"{model} and {other} cannot be averaged: {name} is {here} and "
-                    f"{uses[other][name]}"
-                )
-    settings, splitting = _read_settings(models[0]), _read_splitting(models[0])
+    if any((model / file).exists() for file in TOKENIZER_FILES):
+        tokenizer = load_tokenizer(model)
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        parts = {"vocabulary": tokenizer.get_vocab()} if backend is None else json.loads(backend.to_str())  # fmt: skip
+        settings |= {f"tokenizer.{name}": part for name, part in parts.items()}
+    if (model / "modules.json").is_file():
+        settings |= read_sentence_transformers_files(model)
+    return settings
+
+
+def _check_compatible(models: Sequence[Path]) -> None:
+    "Raise `ValueError` for models that compute other things, or read other tokens, than the first."
+    first = _settings(models[0])
     for model in models[1:]:
-        both = f"{model} and {models[0]} cannot be averaged:"
-        others, other = _read_settings(model), _read_splitting(model)
-        for name in dict.fromkeys([*settings, *others]):
-            here, there = others.get(name), settings.get(name)
-            if here != there:
-                raise ValueError(f"{both} {name} is {str(here)[:80]} and {str(there)[:80]}")
-        if splitting is None or other is None:
-            continue
-        for token in sorted(splitting[0].keys() | other[0].keys()):
-            here, there = other[0].get(token), splitting[0].get(token)
-            if here != there:
+        settings = _settings(model)
+        for name in first:
+            if name in settings and first[name] != settings[name]:
                 raise ValueError(
-                    f"{both} their tokenizers give {token!r} the ids {here} and {there}"
-                )
-        for part, there in splitting[1].items():
-            if other[1][part] != there:
-                raise ValueError(
-                    f"{both} the {part} of their tokenizers is "
-                    f"{str(other[1][part])[:80]} and {str(there)[:80]}"
+                    f"{models[0]} and {model} cannot be averaged: {name} is "
+                    f"{str(first[name])[:80]} and {str(settings[name])[:80]}"
                 )
 
 
@@ -330,14 +257,14 @@ def save_average(
     if not models:
         raise ValueError("nothing to average: name one model or more")
     if output.exists():
-        raise ValueError(f"output {output} is there already; choose another one")
-    _check_alike(models)
+        raise ValueError(f"output {output} exists already; choose another one")
+    _check_compatible(models)
     if weights is None:
-        each = {model: read_state_dict(model) for model in models}
-        for model, one in each.items():
-            check_finite(one, model)
-        weights = average_weights([each[model] for model in models])
-    kept = [
+        state_dicts = [read_state_dict(model) for model in models]
+        for model, state_dict in zip(models, state_dicts):
+            check_finite(state_dict, model)
+        weights = average_weights(state_dicts)
+    copied = [
         p
         for p in models[0].iterdir()
         if p.is_file()
@@ -346,9 +273,9 @@ def save_average(
         and "index" not in p.name
         and p.name not in _OF_ONE
     ]
-    kept += models[0].glob("[0-9]_*/config.json")  # how sentence-transformers pools
+    copied += models[0].glob("[0-9]_*/config.json")  # how sentence-transformers pools
     with atomic_directory(output, new=True) as temporary:
-        for path in kept:
+        for path in copied:
             target = temporary / path.relative_to(models[0])
             target.parent.mkdir(exist_ok=True)
             shutil.copy2(path, target)
