@@ -67,6 +67,8 @@ def _check_each(config: PretrainedConfig) -> None:
             _check_number(name, value, (int,), 0, config.vocab_size)
     for name, choices in CHOICES.items():
         if (value := getattr(config, name)) is not None or None not in choices:
+            if "." in str(value) and value not in choices:
+                raise ValueError(f"{name}={value!r}: register your layer by bertlab.register_layer")
             look_up(value, dict.fromkeys(filter(None, choices)), name)
     for name, types in {**dict.fromkeys(SWITCHES, (bool,)), "family": (str, type(None))}.items():
         if type(value := getattr(config, name)) not in types:

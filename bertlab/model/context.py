@@ -48,48 +48,36 @@ def context_config(
     theta: float | None = None,  # of how="base"
 ) -> BertLabConfig:
     "The same shape for longer rows. Raises `ValueError` for a way that the positions do not have."
-    kind, now = look_up(how, CONTEXT_METHODS, "how"), config.max_position_embeddings
+    method, old_length = look_up(how, CONTEXT_METHODS, "how"), config.max_position_embeddings
     learned = config.embedding_positions == "learned"
-    has = "learned" if learned else config.attention_positions
-    if has not in (kind, "none", "alibi") or (learned and kind != "learned"):
-        fits = [name for name, positions in CONTEXT_METHODS.items() if positions == has]
+    positions = "learned" if learned else config.attention_positions
+    fits = [name for name, needed in CONTEXT_METHODS.items() if needed == positions] or ["keep"]
+    if how not in fits:
         raise ValueError(
-            f"how={how!r} is for {kind} positions and the model has {has} ones; "
-            f"choose one of {', '.join(fits)}"
+            f"how={how!r} is for {method} positions, and the model's are {positions}; choose one "
+            f"of {', '.join(fits)}"
         )
-    if has in ("none", "alibi") and how != "keep":
-        raise ValueError(f"how={how!r}: the model's positions ({has}) have no end; take 'keep'")
-    if type(length) is not int or length < 1 or (length <= now and how != "base"):
-        raise ValueError(f"length={length!r} must be more than the model's {now}")
+    if type(length) is not int or length < 1 or (length <= old_length and how != "base"):
+        raise ValueError(f"length={length!r} must be more than the model's {old_length}")
     if (how == "base") != (theta is not None):
-        raise ValueError(
-            f"theta={theta!r} belongs to how='base', and how={how!r}: give both or neither"
-        )
+        raise ValueError(f"theta={theta!r} belongs to how='base', got how={how!r}")
     if config.rope_scaling is not None and how != "keep":
         raise ValueError(
-            f"the model is stretched already ({config.rope_scaling}): begin with the "
-            "model before that, or take 'keep'"
+            f"rope_scaling={config.rope_scaling!r}: the model was extended before; start with the "
+            "model before that, or take how='keep'"
         )
-    longer, factor = copy.deepcopy(config), length / now
-    longer.max_position_embeddings = max(length, now)
+    longer, factor = copy.deepcopy(config), length / old_length
+    longer.max_position_embeddings = max(length, old_length)
     if how == "ntk":
-        if (turned := config.rotary_dim) < 4:
-            raise ValueError(
-                f"how='ntk' slows down all but the fastest of the pairs that are "
-                f"turned, and of rotary_dim={turned} numbers there is one pair; "
-                "take linear or yarn"
-            )
-        longer.global_rope_theta = config.global_rope_theta * factor ** (turned / (turned - 2))
+        if (rotary_dim := config.rotary_dim) < 4:
+            raise ValueError(f"how='ntk' needs rotary_dim=4 or more, got {rotary_dim}; take yarn")
+        longer.global_rope_theta *= factor ** (rotary_dim / (rotary_dim - 2))
     elif how == "base":
         longer.global_rope_theta = float(theta)
-    elif how == "linear":
-        longer.rope_scaling = {"rope_type": "linear", "factor": factor}
-    elif how == "yarn":
-        longer.rope_scaling = {
-            "rope_type": "yarn",
-            "factor": factor,
-            "original_max_position_embeddings": now,
-        }
+    elif how in ("linear", "yarn"):
+        longer.rope_scaling = {"rope_type": how, "factor": factor}
+        if how == "yarn":
+            longer.rope_scaling["original_max_position_embeddings"] = old_length
     longer.check()
     return longer
 

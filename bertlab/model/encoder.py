@@ -41,9 +41,9 @@ from .layers import deepnorm_beta, gather_positions, init_linear_, rope_cos_sin
 from .layers import apply_rope, sinusoidal_positions
 
 # %% ../../nbs/model/04_encoder.ipynb #b30422e9
-def make_norm(config: BertLabConfig, wanted: bool = True) -> nn.Module:
+def make_norm(config: BertLabConfig, enabled: bool = True) -> nn.Module:
     "Build the configured norm, or an identity."
-    return NORMS[config.norm](config) if wanted else nn.Identity()
+    return NORMS[config.norm](config) if enabled else nn.Identity()
 
 
 class Embeddings(nn.Module):
@@ -113,10 +113,6 @@ class EncoderInputs:
         return EncoderInputs(take(self.tokens), documents_1N, positions, segments), places_N
 
 
-_MEANT = {"attention_mask": ": document numbers, or 0 and 1",
-          "position_ids": ": positions that restart in each document; or leave it out"}  # fmt: skip
-
-
 def prepare_inputs(
     config: BertLabConfig,
     input_ids: Tensor | None = None,  # (B, L)
@@ -128,38 +124,30 @@ def prepare_inputs(
     "Check the shapes of a batch and fill in defaults. Raises `ValueError`."
     if (input_ids is None) == (inputs_embeds is None):
         raise ValueError("give either input_ids or inputs_embeds, and not both")
-    tokens, D = input_ids if inputs_embeds is None else inputs_embeds, config.hidden_size
-    shape, longest = tokens.shape[:2], config.max_position_embeddings
-    if tokens is input_ids and (tokens.dim() != 2 or tokens.is_floating_point()):
-        raise ValueError(
-            f"input_ids must be (B, L) integers, got {tuple(tokens.shape)} of {tokens.dtype}"
-        )
-    if tokens is inputs_embeds and (tokens.dim() != 3 or tokens.shape[-1] != D):
-        raise ValueError(
-            f"inputs_embeds must be (B, L, D) with hidden_size {D}, got {tuple(tokens.shape)}"
-        )
-    others = {
-        "attention_mask": attention_mask,
-        "position_ids": position_ids,
-        "token_type_ids": token_type_ids,
+    D, longest = config.hidden_size, config.max_position_embeddings
+    if inputs_embeds is None:
+        name, tokens, expected = "input_ids", input_ids, "(B, L) integers"
+        fits = tokens.dim() == 2 and not tokens.is_floating_point()
+    else:
+        name, tokens, expected = "inputs_embeds", inputs_embeds, f"(B, L, D) with hidden_size {D}"
+        fits = tokens.dim() == 3 and tokens.shape[-1] == D
+    if not fits:
+        raise ValueError(f"{name} must be {expected}, got {tuple(tokens.shape)} of {tokens.dtype}")
+    shape, L = tokens.shape[:2], tokens.shape[1]
+    tensors = {
+        "attention_mask": (attention_mask, (shape,)),
+        "position_ids": (position_ids, (shape, (1, L))),
+        "token_type_ids": (token_type_ids, (shape,)),
     }
-    for name, tensor in others.items():
-        fits = (shape, (1, shape[1])) if name == "position_ids" else (shape,)
-        if tensor is not None and tensor.shape not in fits:
+    for name, (tensor, shapes) in tensors.items():
+        if tensor is not None and tensor.shape not in shapes:
             raise ValueError(
-                f"{name} must be (B, L) = {tuple(shape)}, like the tokens"
-                f"{_MEANT.get(name, '')}; got {tuple(tensor.shape)}"
+                f"{name} must be (B, L) = {tuple(shape)}, like the tokens; got {tuple(tensor.shape)}"
             )
-    if shape[1] > longest:
-        learned = config.embedding_positions == "learned"
-        remedy = (
-            "train a model with a longer table: learned positions end there"
-            if learned
-            else "raise it in the configuration: these positions have no weights to retrain"
-        )
+    if L > longest:
         raise ValueError(
-            f"rows of {shape[1]} tokens are longer than max_position_embeddings "
-            f"{longest}; cut them (truncation=True, max_length=...) or {remedy}"
+            f"rows of {L} tokens exceed max_position_embeddings={longest}; cut them "
+            "(truncation=True, max_length=...), or run bertlab lengthen first"
         )
     if attention_mask is None:
         attention_mask = torch.ones(shape, dtype=torch.int64, device=tokens.device)
@@ -267,7 +255,7 @@ class SelfAttention(nn.Module):
         x_BLD: Tensor,
         context: LayerContext,
         with_weights: bool = False,
-        wanted_BM: Tensor | None = None,  # places whose answers are read; None: all
+        output_positions_BM: Tensor | None = None,  # places whose answers are read; None: all
     ) -> tuple[Tensor, Tensor | None]:  # (B, L or M, D); (B, H, L, L) where asked for
         c, H = self.config, self.num_heads
         norms = (self.q_norm, self.k_norm) if c.qk_norm else None
@@ -285,8 +273,8 @@ class SelfAttention(nn.Module):
             y_BLHK = y_BLHK * self.gate(x_BLD).sigmoid().unflatten(-1, (H, -1))
         weights = attention_weights(q, k, context.prepared) if with_weights else None
         y = y_BLHK.flatten(2)
-        if wanted_BM is not None:
-            y = gather_positions(y, wanted_BM)
+        if output_positions_BM is not None:
+            y = gather_positions(y, output_positions_BM)
         return self.dropout(self.out_proj(y)), weights
 
 # %% ../../nbs/model/04_encoder.ipynb #9205e2e1
@@ -328,12 +316,12 @@ class Block(GradientCheckpointingLayer):
         x_BLD: Tensor,
         context: LayerContext,
         with_weights: bool = False,
-        wanted_BM: Tensor | None = None,  # places that leave the block; None: all
+        output_positions_BM: Tensor | None = None,  # places that leave the block; None: all
     ) -> tuple[Tensor, Tensor | None]:  # (B, L or M, D); attention weights where asked for
         y, weights = self.attention(
-            self.pre_attention_norm(x_BLD), context, with_weights, wanted_BM
+            self.pre_attention_norm(x_BLD), context, with_weights, output_positions_BM
         )
-        x = x_BLD if wanted_BM is None else gather_positions(x_BLD, wanted_BM)
+        x = x_BLD if output_positions_BM is None else gather_positions(x_BLD, output_positions_BM)
         alpha, in_fp32 = self.alpha, self.residual_in_fp32
         x = residual_add(x, self.dropout(y), self.post_attention_norm, alpha, in_fp32)
         y = self.dropout(self.mlp(self.pre_mlp_norm(x)))
@@ -383,7 +371,7 @@ def run_blocks(
     with_states: bool = False,  # return what enters each block, too
     with_weights: bool = False,  # return each layer's attention weights, too
     share: Any = None,  # where `rows` are a part of each row: whose `places`, and how to `gather`
-    wanted_BM: Tensor | None = None,  # places whose vectors are read; None: all
+    output_positions_BM: Tensor | None = None,  # places whose vectors are read; None: all
     tables: Mapping[str, Any] | None = None,  # of `layer_rope`, by kind; None: made here
 ) -> dict[str, Any]:  # fields of BaseModelOutput
     "Embed, run the blocks, and normalize; after the last attention, only the output positions."
@@ -391,25 +379,18 @@ def run_blocks(
     part = {} if share is None else {"places": share.places(rows.documents.shape[1]),
                                      "gather": share.gather}  # fmt: skip
     contexts = {
-        kind: make_layer_context(
-            c,
-            kind,
-            rows.documents,
-            rows.positions,
-            kernel,
-            max_length,
-            model.local_heads,
-            table=(tables or {}).get(kind),
-            **part,
+        layer_type: make_layer_context(
+            c, layer_type, rows.documents, rows.positions, kernel, max_length, model.local_heads,
+            table=(tables or {}).get(layer_type), **part,
         )
-        for kind in dict.fromkeys(c.layer_types)
-    }
+        for layer_type in dict.fromkeys(c.layer_types)
+    }  # fmt: skip
     x_BLD = model.embeddings(rows.tokens, rows.positions, rows.segments)
     states, attentions, last = [], [], len(model.blocks) - 1
-    for number, (block, kind) in enumerate(zip(model.blocks, c.layer_types)):
+    for i, (block, layer_type) in enumerate(zip(model.blocks, c.layer_types)):
         states += [x_BLD] if with_states else []
-        wanted = wanted_BM if number == last else None
-        x_BLD, weights = block(x_BLD, contexts[kind], with_weights, wanted)
+        positions_BM = output_positions_BM if i == last else None
+        x_BLD, weights = block(x_BLD, contexts[layer_type], with_weights, positions_BM)
         attentions += [weights] if with_weights else []
     x_BLD = model.final_norm(x_BLD)
     return {
@@ -432,7 +413,7 @@ class BertLabModel(BertLabPreTrainedModel):
         # Where several processes compute this model together (see tensor and context parallel):
         self.local_heads = slice(None)  # of all heads, those of this process
         self.sequence_shard = None  # of a row, the places of this process; None: all
-        self._kernels_said = set()  # names of kernels that the log has seen
+        self._logged_kernels = set()
         self.post_init()
 
     @can_return_tuple
@@ -451,21 +432,23 @@ class BertLabModel(BertLabPreTrainedModel):
         rows = prepare_inputs(
             c, input_ids, attention_mask, position_ids, token_type_ids, inputs_embeds
         )
-        asked = {"hidden_states": output_hidden_states, "attentions": output_attentions}
-        want = [getattr(c, f"output_{k}") if v is None else v for k, v in asked.items()]
-        (B, L), run = rows.documents.shape, self.compiled_blocks or run_blocks
+        flags = {"hidden_states": output_hidden_states, "attentions": output_attentions}
+        want = [getattr(c, f"output_{k}") if v is None else v for k, v in flags.items()]
+        L, run = rows.documents.shape[1], self.compiled_blocks or run_blocks
         if self.sequence_shard is not None and self.sequence_shard.divides(L):
             out = self._shared_rows(rows, want)
         else:
             kernel, _ = self.attention_kernel(rows.tokens.device, L, want[1])
             # Who reads the states reads all of them; and a gather of everything saves nothing.
             fewer = output_positions is not None and output_positions.shape[1] < L
-            wanted_BM = output_positions if fewer and not want[0] else None
+            output_positions_BM = output_positions if fewer and not want[0] else None
             if ATTENTION_KERNELS[kernel].unpads:
-                out = self._unpadded(run, rows, kernel, want[0], wanted_BM)
+                out = self._unpadded(run, rows, kernel, want[0], output_positions_BM)
             else:
-                out = BaseModelOutput(**run(self, rows, kernel, L, *want, wanted_BM=wanted_BM))
-            if wanted_BM is not None:
+                out = BaseModelOutput(
+                    **run(self, rows, kernel, L, *want, output_positions_BM=output_positions_BM)
+                )
+            if output_positions_BM is not None:
                 return out
         if output_positions is not None:
             out.last_hidden_state = gather_positions(out.last_hidden_state, output_positions)
@@ -477,22 +460,24 @@ class BertLabModel(BertLabPreTrainedModel):
         rows: EncoderInputs,
         kernel: str,
         with_states: bool,
-        wanted_BM: Tensor | None,
+        output_positions_BM: Tensor | None,
     ) -> BaseModelOutput:
         "Run the blocks on one row without padding, then restore the rows."
         flat, places_N = rows.unpadded()
-        (B, L), wanted_1M = rows.documents.shape, None
-        if wanted_BM is not None and len(places_N):  # at padding: that of a token before it
+        (B, L), positions_1M = rows.documents.shape, None
+        if output_positions_BM is not None and len(
+            places_N
+        ):  # at padding: that of a token before it
             rank_BL = ((rows.documents != 0).flatten().cumsum(0) - 1).clamp(min=0).view(B, L)
-            wanted_1M = gather_positions(rank_BL, wanted_BM).view(1, -1)
-        out = run(self, flat, kernel, L, with_states, wanted_BM=wanted_1M)
-        if wanted_1M is not None:
-            return BaseModelOutput(out["last_hidden_state"].view(*wanted_BM.shape, -1))
+            positions_1M = gather_positions(rank_BL, output_positions_BM).view(1, -1)
+        out = run(self, flat, kernel, L, with_states, output_positions_BM=positions_1M)
+        if positions_1M is not None:
+            return BaseModelOutput(out["last_hidden_state"].view(*output_positions_BM.shape, -1))
         back = lambda x_1ND: pad_input(x_1ND, places_N, (B, L))
         states = out["hidden_states"] and tuple(map(back, out["hidden_states"]))
         last = back(out["last_hidden_state"])
-        if wanted_BM is not None:  # there is nothing but padding
-            last = gather_positions(last, wanted_BM)
+        if output_positions_BM is not None:  # there is nothing but padding
+            last = gather_positions(last, output_positions_BM)
         return BaseModelOutput(last, hidden_states=states)
 
     def _shared_rows(self, rows: EncoderInputs, want: list[bool]) -> BaseModelOutput:
@@ -519,14 +504,14 @@ class BertLabModel(BertLabPreTrainedModel):
         with_weights: bool = False,  # are the attention weights to be returned?
     ) -> tuple[str, str]:  # a key of KERNELS, and why
         "Choose the kernel of a forward pass: the configured one, or the fastest."
-        c, kind, tracing = self.config, device.type, torch.compiler.is_compiling()
-        # Where this is so, no shape may hang on the data.
+        c, tracing = self.config, torch.compiler.is_compiling()
+        # In these cases no shape may depend on the data.
         compiled = tracing or self.compiled_blocks is not None or self.sequence_shard is not None
-        autocast = torch.is_autocast_enabled(kind)
-        dtype = torch.get_autocast_dtype(kind) if autocast else next(self.parameters()).dtype
-        setting = KernelRequest(
-            kind,
-            dtype,
+        autocast = torch.is_autocast_enabled(device.type)
+        dtype = next(self.parameters()).dtype
+        request = KernelRequest(
+            device.type,
+            torch.get_autocast_dtype(device.type) if autocast else dtype,
             row_length,
             c.head_dim,
             c.attention_dropout if self.training else 0.0,
@@ -536,21 +521,21 @@ class BertLabModel(BertLabPreTrainedModel):
             compiled,
             device_capability(device),
         )
-        asked = c._attn_implementation or "sdpa"
-        shared = self.sequence_shard is not None or self.local_heads.start is not None
-        if asked == "auto" and kind == "cuda" and shared:
-            return "sdpa", "the one that was tried where processes share rows or heads"
-        # transformers writes "sdpa" where nobody chose. With dropout the choice is that of a
+        requested = c._attn_implementation or "sdpa"
+        is_shared = self.sequence_shard is not None or self.local_heads.start is not None
+        if requested == "auto" and device.type == "cuda" and is_shared:
+            return "sdpa", "the only one that was tried where processes share rows or heads"
+        # transformers writes "sdpa" if nothing was chosen. With dropout the choice is that of a
         # training step even without gradients: gradient caching and some checkpoints make their
         # first pass under no_grad, and the second must drop the same numbers.
-        free = asked == "auto" or asked == "sdpa" and kind == "cpu" and not with_weights
-        if not free:
-            name = {"flex_attention": "flex"}.get(asked, asked)  # as transformers calls it
-            check_kernel(name, setting)
-            return name, f"asked for by attn_implementation={asked!r}"
-        choice = choose_kernel(setting)
-        if asked == "auto" and not tracing and choice[0] not in self._kernels_said:
-            self._kernels_said.add(choice[0])
+        is_default = requested == "sdpa" and device.type == "cpu" and not with_weights
+        if requested != "auto" and not is_default:
+            name = {"flex_attention": "flex"}.get(requested, requested)  # as transformers calls it
+            check_kernel(name, request)
+            return name, f"set by attn_implementation={requested!r}"
+        choice = choose_kernel(request)
+        if requested == "auto" and not tracing and choice[0] not in self._logged_kernels:
+            self._logged_kernels.add(choice[0])
             logging.getLogger(__name__).info("attention kernel %s (%s)", *choice)
         return choice
 

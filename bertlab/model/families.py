@@ -15,7 +15,8 @@ from typing import Any
 import transformers
 from transformers import PretrainedConfig
 
-from .config import ACTIVATION_NAMES, SPECIAL_TOKEN_IDS, BertLabConfig
+from ..core.names import look_up
+from .config import ACTIVATION_NAMES, BertLabConfig
 
 # %% ../../nbs/model/08_families.ipynb #60cde1c0
 @dataclass(frozen=True)
@@ -295,8 +296,8 @@ def _write_config(config: BertLabConfig, model_type: str) -> PretrainedConfig:
     return family.get_class("Config")(**settings)
 
 # %% ../../nbs/model/08_families.ipynb #57d2fc42
-def _read_rope(theirs: PretrainedConfig) -> dict[str, Any]:
-    rope, types = theirs.rope_parameters, getattr(theirs, "layer_types", None)
+def _read_rope(source: PretrainedConfig) -> dict[str, Any]:
+    rope, types = source.rope_parameters, getattr(source, "layer_types", None)
     settings: dict[str, Any] = {}
     if types is not None:
         full = (i for i in range(1, len(types)) if types[i] == "full_attention")
@@ -308,51 +309,50 @@ def _read_rope(theirs: PretrainedConfig) -> dict[str, Any]:
     return settings | {"global_rope_theta": rope["rope_theta"]}
 
 
-def _read_settings(theirs: PretrainedConfig) -> dict[str, Any]:
+def _read_settings(source: PretrainedConfig) -> dict[str, Any]:
     "Read a family's settings, those that it does not mention included."
-    family = FAMILIES[theirs.model_type]
-    settings = {ours: getattr(theirs, name) for ours, name in family.settings} | dict(family.fixed)
+    family = FAMILIES[source.model_type]
+    settings = {ours: getattr(source, name) for ours, name in family.settings} | dict(family.fixed)
+    from_family = {activation: name for name, activation in _ACTIVATIONS.items()}
     for name in ("hidden_activation", "head_activation"):
-        back = {theirs: ours for ours, theirs in _ACTIVATIONS.items()}
-        settings[name] = back.get(settings.get(name), settings.get(name))
-        if settings[name] not in (None, *ACTIVATION_NAMES):
-            known = ", ".join(ACTIVATION_NAMES)
-            raise ValueError(f"activation {settings[name]!r} is not one of ours: {known}")
+        settings[name] = from_family.get(settings.get(name), settings.get(name))
+        if settings[name] is not None:
+            look_up(settings[name], dict.fromkeys(ACTIVATION_NAMES), name)
     if settings["head_activation"] == settings["hidden_activation"]:
         settings["head_activation"] = None
-    if hasattr(theirs, "rope_parameters"):
-        settings |= _read_rope(theirs)
+    if hasattr(source, "rope_parameters"):
+        settings |= _read_rope(source)
     if family.counts_from_padding:
-        if theirs.pad_token_id is None:
+        if source.pad_token_id is None:
             raise ValueError("pad_token_id=None: the family counts positions from it; set it to 1")
-        settings["position_offset"] = theirs.pad_token_id + 1
+        settings["position_offset"] = source.pad_token_id + 1
         settings["max_position_embeddings"] -= settings["position_offset"]
     if settings.get("classifier_dropout", 0.0) is None:
-        settings["classifier_dropout"] = theirs.hidden_dropout_prob
-    if (positions := getattr(theirs, "position_embedding_type", None)) not in (None, "absolute"):
+        settings["classifier_dropout"] = source.hidden_dropout_prob
+    if (positions := getattr(source, "position_embedding_type", None)) not in (None, "absolute"):
         raise ValueError(f"position_embedding_type={positions!r}: only 'absolute' can be read")
-    settings["mask_token_id"] = getattr(theirs, "mask_token_id", None)
-    settings |= {name: copy.copy(getattr(theirs, name)) for name in _LABELS}
-    return settings | getattr(theirs, "bertlab", {})
+    settings["mask_token_id"] = getattr(source, "mask_token_id", None)
+    settings |= {name: copy.copy(getattr(source, name)) for name in _LABELS}
+    return settings | getattr(source, "bertlab", {})
 
 # %% ../../nbs/model/08_families.ipynb #b9ac373c
 def to_bertlab_config(
-    theirs: PretrainedConfig,  # of a model of one of FAMILIES
+    source: PretrainedConfig,  # of a model of one of FAMILIES
     head: str = "Model",  # end of the class's name: Model, ForMaskedLM, ...
 ) -> BertLabConfig:
-    "Express a shape in our words. Raises `ValueError` with the setting or head that has none."
-    family = FAMILIES.get(theirs.model_type)
+    "Convert a family's configuration. Raises `ValueError` with what has no place in ours."
+    family = FAMILIES.get(source.model_type)
     if family is None:
         raise ValueError(
-            f"model_type {theirs.model_type!r} cannot be converted; supported are "
+            f"model_type {source.model_type!r} cannot be converted; supported are "
             f"{', '.join(FAMILIES)}"
         )
     if head not in family.heads:
         raise ValueError(f"{family.prefix}{head} has a head that bertlab's classes do not have")
-    config = BertLabConfig(**_read_settings(theirs), family=theirs.model_type)
-    written = _write_config(config, theirs.model_type)
-    for name in (n for n in type(theirs).__annotations__ if n not in family.ignored):
-        value, back = getattr(theirs, name), getattr(written, name)
+    config = BertLabConfig(**_read_settings(source), family=source.model_type)
+    written = _write_config(config, source.model_type)
+    for name in (n for n in type(source).__annotations__ if n not in family.ignored):
+        value, back = getattr(source, name), getattr(written, name)
         if name == "classifier_dropout" and None in (value, back):
             continue  # None is the rate of the other dropouts, as it was read
         if value != back:

@@ -41,18 +41,17 @@ def check_float8_device(
 ) -> None:
     "Raise `ValueError` where no float8 product runs: it takes CUDA of capability 8.9 or newer."
     device = torch.device(device)
+    description = str(device)
     if device.type == "cuda" and torch.cuda.is_available():
         capability = torch.cuda.get_device_capability(device)
         if capability >= (8, 9):
             return
         name, number = torch.cuda.get_device_name(device), "{}.{}".format(*capability)
-        found = f"{name} (capability {number})"
-    else:
-        found = str(device)
+        description = f"{name} (capability {number})"
     raise ValueError(
-        f"float8 products need a GPU of capability 8.9 or newer (Ada, Hopper and "
-        f"later); this is {found}. Leave float8 out and set precision='bf16-mixed'; "
-        "in Python, convert_to_float8(model, emulate=True) rehearses the rounding"
+        "float8 products need a GPU of capability 8.9 or newer (Ada, Hopper and later); this is "
+        f"{description}. Leave float8 out and set precision='bf16-mixed'; in Python, "
+        "convert_to_float8(model, emulate=True) rehearses the rounding"
     )
 
 # %% ../../nbs/model/17_float8.ipynb #e6143376

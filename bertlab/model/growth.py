@@ -14,6 +14,7 @@ import re
 import torch
 from torch import Tensor
 
+from ..core.names import check_range
 from .config import BertLabConfig
 from .families import unused_settings
 from .huggingface import check_no_adapter
@@ -110,56 +111,49 @@ MUST_AGREE = (
 _READ_BY = ("global_rope_theta", "local_rope_theta", "rope_scaling", "local_attention",
             "global_attention_every_n_layers")  # fmt: skip
 MAY_GROW = ("hidden_size", "intermediate_size", "num_hidden_layers")
-_SAID = {  # what says something of labels: whether a configuration says it
-    "id2label": lambda config: any(
-        name != f"LABEL_{label}" for label, name in config.id2label.items()),
-    "problem_type": lambda config: config.problem_type is not None,
-}  # fmt: skip
 
 
 def _keep_labels(
     source: BertLabConfig,
     target: BertLabConfig,  # changed in place
-    reads_them: bool,  # is there a head whose rows they name?
+    has_head: bool,  # whether the model has a head for them
 ) -> None:
-    "Take over what labels are called and what kind they are. Raises `ValueError` for other ones."
-    for name, is_said in _SAID.items():
-        have, want = getattr(source, name), getattr(target, name)
-        if is_said(source) and not is_said(target):
-            setattr(target, name, copy.copy(have))
+    "Take over the labels' names and problem type. Raises `ValueError` if the target has others."
+    default_names = [f"LABEL_{label}" for label in range(target.num_labels)]
+    defaults = {"id2label": dict(enumerate(default_names)), "problem_type": None}
+    for name, default in defaults.items():
+        old, new = getattr(source, name), getattr(target, name)
+        if old not in (new, default) and new != default and has_head:
+            raise ValueError(f"{name} is {old!r} in the model, got {new!r}: set {name}={old!r}")
+        if new == default:
+            setattr(target, name, copy.copy(old))
             if name == "id2label":
                 target.label2id = copy.copy(source.label2id)
-        elif is_said(source) and reads_them and have != want:
-            raise ValueError(
-                f"{name} is {have!r} in the model and {want!r} in the configuration, "
-                f"and the head was trained for the first: set {name}={have!r}, or "
-                "leave it out"
-            )
 
 
 def check_growth(source: BertLabConfig, target: BertLabConfig) -> None:
     "Raise `ValueError` where tiling cannot lead from one to the other, naming the setting."
     learned = source.embedding_positions == "learned"
     for name in MUST_AGREE + ("max_position_embeddings",) * learned:
-        have, want = getattr(source, name), getattr(target, name)
-        if have != want:
+        old, new = getattr(source, name), getattr(target, name)
+        if old != new:
             raise ValueError(
-                f"{name} is {have!r} in the model and {want!r} in the configuration; "
-                f"tiling cannot change it: set {name}={have!r}"
+                f"{name} is {old!r} in the model and {new!r} in the configuration; tiling cannot "
+                f"change it: set {name}={old!r}"
             )
     for name in MAY_GROW:
-        have, want = getattr(source, name), getattr(target, name)
-        if want < have:
-            raise ValueError(f"{name} {want} is below the model's {have}; it can only grow")
+        old, new = getattr(source, name), getattr(target, name)
+        if new < old:
+            raise ValueError(f"{name} {new} is below the model's {old}; it can only grow")
     shares = [c.num_attention_heads // c.num_kv_heads for c in (source, target)]
-    for name, what, have, want in (
+    for name, meaning, old, new in (
         ("num_attention_heads", "numbers in a head", source.head_dim, target.head_dim),
         ("num_key_value_heads", "heads that share keys", *shares),
     ):
-        if have != want:
+        if old != new:
             raise ValueError(
-                f"{name} {getattr(target, name)} makes {want} {what}, the model has "
-                f"{have}; heads stay whole: choose {name} so that there are {have}"
+                f"{name} {getattr(target, name)} makes {new} {meaning}; choose {name} so that there "
+                f"are {old}, as in the model"
             )
 
 # %% ../../nbs/model/15_growth.ipynb #50e28cb0
@@ -206,17 +200,16 @@ def grow(
     check_growth(model.config, config)
     unread = unused_settings(model.config, "Model") & unused_settings(config, "Model")
     pairs = {name: (getattr(model.config, name), getattr(config, name)) for name in _READ_BY}
-    if other := [
-        f"{name} was {have!r} and is {want!r}"
-        for name, (have, want) in pairs.items()
-        if have != want and name not in unread
+    if changes := [
+        f"{name} was {old!r} and is {new!r}"
+        for name, (old, new) in pairs.items()
+        if old != new and name not in unread
     ]:
         logging.getLogger(__name__).warning(
-            "the larger model reads positions otherwise than its weights have learned: %s",
-            "; ".join(other),
+            "the larger model reads positions in another way than its weights have learned: %s",
+            "; ".join(changes),
         )
-    if not 0 <= jitter < float("inf"):
-        raise ValueError(f"jitter must be finite, 0 or more, got {jitter}")
+    check_range("jitter", jitter, 0, float("inf"), exclude_high=True)
     config = copy.deepcopy(config)  # its owner's stays as it is
     _keep_labels(model.config, config, hasattr(model, "task_head"))
     larger, source = type(model)(config), dict(model.named_parameters())

@@ -217,10 +217,10 @@ def make_activation(
     name: str,  # a key of ACTIVATIONS
 ) -> Callable[[Tensor], Tensor]:
     "Look up an activation; a module is built anew for each layer, with weights of its own."
-    found = ACTIVATIONS[name]
-    if isinstance(found, nn.Module):
-        return copy.deepcopy(found)  # a `training` of its own
-    return found() if isinstance(found, type) else found
+    activation = ACTIVATIONS[name]
+    if isinstance(activation, nn.Module):
+        return copy.deepcopy(activation)  # a `training` flag of its own
+    return activation() if isinstance(activation, type) else activation
 
 # %% ../../nbs/model/02_layers.ipynb #a7c3e1f0
 class Projection(nn.Linear):
@@ -296,7 +296,7 @@ def gather_positions(
     return values.gather(1, index_BMD)
 
 # %% ../../nbs/model/02_layers.ipynb #37c98ae4
-_OWN = {
+_TABLES = {
     "norm": NORMS,
     "mlp": MLPS,
     "hidden_activation": ACTIVATIONS,
@@ -304,32 +304,30 @@ _OWN = {
 }  # settings of BertLabConfig: what each looks up
 
 
-def _home_of(layer: Any) -> tuple[str, str]:
-    "Where a class or function was written; of an object, its class."
-    named = layer if hasattr(layer, "__qualname__") else type(layer)
-    return named.__module__, named.__qualname__
+def _qualified_name(layer: Any) -> tuple[str, str]:
+    "Return the module and name of a class or function, or of an object's class."
+    if not hasattr(layer, "__qualname__"):
+        layer = type(layer)
+    return layer.__module__, layer.__qualname__
 
 
-def _check_activation(
-    said: str,  # how the message begins
-    build: Callable,
-) -> None:
-    "Raise `ValueError` for what `make_activation` would fail with, or give to two layers."
-    if isinstance(build, type):
-        if not issubclass(build, nn.Module):
-            raise ValueError(
-                f"{said} is no torch.nn.Module: name a class that is one, or a function of a tensor"
-            )
+def _check_layer(label: str, table: Mapping, build: Any) -> None:
+    "Raise `ValueError` for what a table cannot hold, or would give to two layers."
+    problem = ""
+    is_module = isinstance(build, type) and issubclass(build, nn.Module)
+    if not callable(build):
+        problem = "must be a class or a function"
+    elif table is ACTIVATIONS and isinstance(build, nn.Module) and build.state_dict():
+        problem = "is an object with weights, and each layer has its own: give the class"
+    elif isinstance(build, type) and not is_module:
+        problem = "is no torch.nn.Module: name a class that is one, or a function of a tensor"
+    elif table is ACTIVATIONS and is_module:
         try:
             signature(build).bind()
         except TypeError as error:
-            raise ValueError(
-                f"{said} must be built without arguments: {error}; derive a class that needs none"
-            ) from None
-    elif isinstance(build, nn.Module) and build.state_dict():
-        raise ValueError(
-            f"{said} is an object with weights, and each layer has its own: give the class"
-        )
+            problem = f"must be built without arguments: {error}; derive a class that needs none"
+    if problem:
+        raise ValueError(f"{label} {problem}")
 
 
 def register_layer(
@@ -342,37 +340,33 @@ def register_layer(
     An activation is a function, a module without weights, or a module's class, which is built
     without arguments. Raises `ValueError` for another one, and for a name in use.
     """
-    table = look_up(setting, _OWN, "setting")
-    if not callable(build):
-        raise ValueError(f"build={build!r} of the {setting} {name!r} must be a class or a function")
-    if table is ACTIVATIONS:
-        _check_activation(f"{setting} {name!r}", build)
+    table = look_up(setting, _TABLES, "setting")
+    _check_layer(f"{setting} {name!r}", table, build)
     # A notebook's cell that ran again, or a reload, makes another object of the same name.
-    if name in table and _home_of(table[name]) != _home_of(build):
+    if name in table and _qualified_name(table[name]) != _qualified_name(build):
         raise ValueError(f"{setting} {name!r} is there already; take another name")
     table[name] = build
-    for key, other in _OWN.items():
+    for key, other in _TABLES.items():
         if other is table and name not in CHOICES[key]:
             CHOICES[key] += (name,)
 
 
-def _name_layer(setting: str, layer: Any) -> str:
-    "The dotted name of a class or function. Raises `ValueError` for one that has none to itself."
+def _layer_name(setting: str, layer: Any) -> str:
+    "Return the dotted name of a class or function. Raises `ValueError` if it has none to itself."
     advice = f"name it yourself: bertlab.register_layer({setting!r}, 'a_name', ...)"
     if not hasattr(layer, "__qualname__"):
         raise ValueError(
-            f"{setting}: a configuration holds names, and an object of "
-            f"{type(layer).__name__} has none; give a class or function, or {advice}"
+            f"{setting}: a configuration holds names, and an object of {type(layer).__name__} has "
+            f"none; give a class or function, or {advice}"
         )
-    module, name = _home_of(layer)
+    module, name = _qualified_name(layer)
     short = name.rpartition(".")[2]  # torch.sin calls itself torch._VariableFunctionsClass.sin
     if getattr(sys.modules.get(module), short, None) is layer:
         name = short
-    found = f"{module}.{name}"
     # Two lambdas of a file have one name, and so have two that one function has made.
-    if "<" in name and _OWN[setting].get(found, layer) is not layer:
+    if "<" in name and _TABLES[setting].get(f"{module}.{name}", layer) is not layer:
         raise ValueError(f"{setting}: another {name} of {module} is there already; {advice}")
-    return found
+    return f"{module}.{name}"
 
 
 def _resolve_layer(value: Any, table: Mapping[str, Any], key: str) -> Any:
@@ -388,24 +382,24 @@ def resolve_layers(
     settings: dict[str, Any],  # of BertLabConfig; layers by name, by class, or as my_file.MyNorm
 ) -> dict[str, Any]:  # the same with names alone, all of them known
     "Import and register the layers that settings name. Raises `ValueError` for what is no layer."
-    found = dict(settings)
-    for key, table in _OWN.items():
-        asked = found.get(key)
-        if isinstance(asked, str) and asked in table:
-            module, _, name = asked.rpartition(".")
-            made = getattr(sys.modules.get(module), name, None)
-            if made is not None and _home_of(made) == _home_of(table[asked]):
-                register_layer(key, asked, made)  # the file may have been loaded again
+    resolved = dict(settings)
+    for key, table in _TABLES.items():
+        value = resolved.get(key)
+        if isinstance(value, str) and value in table:
+            module, _, name = value.rpartition(".")
+            layer = getattr(sys.modules.get(module), name, None)
+            if layer is not None and _qualified_name(layer) == _qualified_name(table[value]):
+                register_layer(key, value, layer)  # the file may have been loaded again
             continue
-        dotted = isinstance(asked, str) and "." in asked
-        if not dotted and not callable(asked):
+        is_dotted = isinstance(value, str) and "." in value
+        if not is_dotted and not callable(value):
             continue  # left out, or what the configuration will refuse
-        made = _resolve_layer(asked, table, key)
-        if key in ("norm", "mlp") and not (isinstance(made, type) and issubclass(made, nn.Module)):
-            raise ValueError(f"{key} {asked!r} is no torch.nn.Module: name a class that is one")
-        found[key] = asked if dotted else _name_layer(key, made)
-        register_layer(key, found[key], made)
-    return found
+        layer = _resolve_layer(value, table, key)
+        if table is not ACTIVATIONS and not isinstance(layer, type):
+            raise ValueError(f"{key} {value!r} is no torch.nn.Module: name a class that is one")
+        resolved[key] = value if is_dotted else _layer_name(key, layer)
+        register_layer(key, resolved[key], layer)
+    return resolved
 
 # %% ../../nbs/model/02_layers.ipynb #b1847f23
 def trunc_normal_(

@@ -11,14 +11,12 @@ __all__ = ['WEIGHT_FILES', 'numpy_allowed', 'read_torch_file', 'written_weights'
 import difflib
 import os
 import re
-import shutil
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from pickle import UnpicklingError
-from secrets import token_hex
 from typing import Any
 
 import numpy as np
@@ -90,14 +88,12 @@ def written_weights(
         arguments = (int(number[1]), os.strerror(int(number[1]))) if number else (0, str(error))
         raise OSError(*arguments, os.fspath(name or path)) from None
     path = Path(path)
-    for file in sorted(path.iterdir()) if path.is_dir() else [path]:
+    os.umask(umask := os.umask(0o077))
+    for file in path.iterdir() if path.is_dir() else [path]:
         if file.is_file() and not file.stat().st_mode & 0o077:
             # safetensors creates files for their owner alone; a new file has what the umask leaves.
-            usual = file.with_name(f".{file.name}.{token_hex(4)}")
-            usual.touch(exist_ok=False)
             with suppress(OSError):  # a mounted drive may have no permissions
-                shutil.copymode(usual, file)
-            usual.unlink()
+                file.chmod(0o666 & ~umask)
 
 
 def weight_files(
@@ -260,24 +256,26 @@ def match_keys(
             )
     best: tuple[dict[str, list[str]], dict[str, str]] = ({}, {})
     for names_of, prefix, second in _naming_schemes(model):
-        other = {first: name for name, first in second.items()} | second
-
-        def find(name: str) -> str | None:
-            for same in (name, other.get(name, name)):
-                for candidate in (same, same.removeprefix(prefix), prefix + same):
-                    if candidate in state_dict:
-                        return candidate
-            return None
-
-        found: dict[str, list[str]] = {}
+        twins = {first: name for name, first in second.items()} | second
+        matches: dict[str, list[str]] = {}
         for key in keys:
             with suppress(KeyError):
                 names = [mapped[key]] if key in mapped else names_of(key)
-                if all(places := [find(name) for name in names]):
-                    found[key] = places
-        if len(found) > len(best[0]):
-            best = found, second
+                stored = [_stored_name(n, twins.get(n), prefix, state_dict) for n in names]
+                if None not in stored:
+                    matches[key] = stored
+        if len(matches) > len(best[0]):
+            best = matches, second
     return best
+
+
+def _stored_name(
+    name: str, twin: str | None, prefix: str, state_dict: Mapping[str, Tensor]
+) -> str | None:
+    "Find a weight by its name or its second one, with or without the encoder's prefix."
+    names = [n for n in (name, twin) if n is not None]
+    candidates = [c for n in names for c in (n, n.removeprefix(prefix), prefix + n)]
+    return next((candidate for candidate in candidates if candidate in state_dict), None)
 
 # %% ../../nbs/model/09_loading.ipynb #018dcb77
 @dataclass
@@ -287,7 +285,7 @@ class LoadReport:
     loaded: list[str] = field(default_factory=list)  # our names, here and below
     missing_keys: list[str] = field(default_factory=list)  # not in the source: they stay as is
     unexpected_keys: list[str] = field(default_factory=list)  # their names that nothing takes
-    mismatched_keys: list[str] = field(default_factory=list)  # "name: shape there, shape here"
+    mismatched_keys: list[str] = field(default_factory=list)  # "name: shape in the file, ..."
 
     def __str__(self) -> str:
         lists = {"missing": self.missing_keys, "unexpected": self.unexpected_keys,
@@ -313,28 +311,31 @@ def plan_loading(
     key_mapping: Mapping[str, str] | None = None,
 ) -> tuple[dict[str, list[Tensor]], LoadReport]:  # ours: theirs, to be joined along axis 0
     "Decide which weight goes where; nothing is changed."
-    found, second = match_keys(model, state_dict, key_mapping)
-    ours, plan, report, taken = model.state_dict(keep_vars=True), {}, LoadReport(), set()
-    for key, names in found.items():
-        new, old = [state_dict[name] for name in names], ours[key]
-        shape = list(new[0].shape)
-        shape[:1] = [sum(len(tensor) for tensor in new)] if shape else []
-        if shape != list(old.shape) or new[0].is_floating_point() != old.is_floating_point():
-            there, here = _describe(new[0], shape), _describe(old, list(old.shape))
-            report.mismatched_keys.append(f"{key}: {there} there, {here} here")
+    matches, second = match_keys(model, state_dict, key_mapping)
+    targets, plan, report, loaded = model.state_dict(keep_vars=True), {}, LoadReport(), set()
+    for key, names in matches.items():
+        parts, target = [state_dict[name] for name in names], targets[key]
+        shape = list(parts[0].shape)
+        shape[:1] = [sum(len(part) for part in parts)] if shape else []
+        is_float = parts[0].is_floating_point()
+        if shape != list(target.shape) or is_float != target.is_floating_point():
+            stored, expected = _describe(parts[0], shape), _describe(target, list(target.shape))
+            report.mismatched_keys.append(f"{key}: {stored} in the file, {expected} in the model")
             continue
-        plan[key] = new
-        taken.add(id(old))
+        plan[key] = parts
+        loaded.add(id(target))
     report.loaded = list(plan)
     # A weight that is the same object as a loaded one is loaded as well.
-    report.missing_keys = [key for key in ours if key not in found and id(ours[key]) not in taken]
-    used = {name for names in found.values() for name in names}
+    report.missing_keys = [
+        key for key in targets if key not in matches and id(targets[key]) not in loaded
+    ]
+    used = {name for names in matches.values() for name in names}
     for name in (name for name in state_dict if name not in used):
         first = next((n for n in used if n.endswith(second.get(name, "\0"))), None)
-        same = first and (
+        is_copy = first and (
             name.endswith(".bias") or torch.equal(state_dict[name], state_dict[first])
         )
-        if not same and not name.endswith(".position_ids"):
+        if not is_copy and not name.endswith(".position_ids"):
             report.unexpected_keys.append(name)
     return plan, report
 
@@ -372,12 +373,10 @@ def load_state_dict(
     new = {key: torch.cat(parts) if len(parts) > 1 else parts[0] for key, parts in plan.items()}
     check_finite(new, name)
     if not new or strict and not report.complete:
-        advice = (
-            "is it another model?" if not new else "load what fits with strict=False, or map names"
-        )
+        advice = "load what fits with strict=False, or map names" if new else "is it another model?"
         raise ValueError(f"{name} does not fit the model: {report}; {advice}")
-    ours = model.state_dict()
+    targets = model.state_dict()
     with torch.no_grad():
         for key, weight in new.items():
-            ours[key].copy_(weight)
+            targets[key].copy_(weight)
     return report

@@ -58,13 +58,13 @@ def max_input_length(
     model,  # a masked language model, of bertlab or of transformers
 ) -> int:  # tokens
     "How many tokens a model reads: where positions go on from padding, some rows are for no token."
-    # Wherever the table stands: adapters and compilers wrap a model, or the table itself.
-    found = (
+    # Anywhere in the model: adapters and compilers wrap it, or the table itself.
+    paddings = [
         getattr(part, "padding_idx", None)
         for name, part in model.named_modules()
         if "position_embeddings" in name
-    )
-    padding = next((one for one in found if one is not None), -1)  # RoBERTa, MPNet, Longformer, ...
+    ]
+    padding = next((id for id in paddings if id is not None), -1)  # RoBERTa, MPNet, Longformer, ...
     return model.config.max_position_embeddings - (padding + 1)
 
 
@@ -132,10 +132,10 @@ def fill_mask(
 ) -> list[list[tuple[str, float]]]:  # per text: the most probable tokens with their probability
     "Predict the masked token of each text. Raises `ValueError` where there is not exactly one."
     guesses = fill_masks(model, tokenizer, texts, top_k, batch_size)
-    for i, found in enumerate(guesses):
-        if len(found) != 1:
+    for i, masks in enumerate(guesses):
+        if len(masks) != 1:
             raise ValueError(
-                f"text {i} must hold exactly one {tokenizer.mask_token}, it holds "
-                f"{len(found)} (fill_masks takes them all): {texts[i]!r}"
+                f"text {i} must hold exactly one {tokenizer.mask_token}, it holds {len(masks)} "
+                f"(fill_masks takes them all): {texts[i]!r}"
             )
-    return [found for [found] in guesses]
+    return [masks[0] for masks in guesses]

@@ -18,7 +18,7 @@ from torch import Tensor
 from ..data.collators import MaskedLanguageModelingCollator
 from ..data.packing import PackedDataset, special_token_ids
 from ..data.tokenizers import num_token_ids, unused_token_ids, iter_texts
-from ..data.vocabularies import VocabularyMap, extend_tokenizer, map_vocabulary
+from ..data.vocabularies import extend_tokenizer, map_vocabulary
 from ..data.vocabularies import trim_tokenizer
 from .config import SPECIAL_TOKEN_IDS
 from .encoder import BertLabPreTrainedModel

@@ -276,7 +276,7 @@ def test_strict_loading_names_all_three_kinds_and_changes_nothing(model):
         or "2 missing (head.norm.weight, head.bias)" in said
     )
     assert "1 unexpected (stranger)" in said and "strict=False" in said and "\n" not in said
-    assert "head.dense.weight: float32[1, 1] there, float32[32, 32] here" in said
+    assert all(word in said for word in ("head.dense.weight", "float32[1, 1]", "float32[32, 32]"))
     assert all(torch.equal(w, before[n]) for n, w in model.state_dict().items())
     report = load_state_dict(model, wrong, strict=False)
     assert {*report.missing_keys} == {
@@ -310,7 +310,7 @@ def test_the_model_keeps_its_dtype(model, theirs, ours):
 
 def test_whole_numbers_are_no_weights(model):
     state = {**model.state_dict(), "head.bias": torch.zeros(90, dtype=torch.int8)}
-    with pytest.raises(ValueError, match=r"head.bias: int8\[90\] there, float32\[90\] here"):
+    with pytest.raises(ValueError, match=r"head.bias: int8\[90\].*float32\[90\]"):
         load_state_dict(model, state)
 
 
