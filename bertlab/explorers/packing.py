@@ -20,6 +20,7 @@ import torch
 
 from ..model.attention import document_mask
 from ..data.packing import pack_best_fit
+from ..core.names import check_choice, check_range
 from ..core.plots import BLUE, ORANGE, RED, svg_box, svg_figure, svg_line, svg_text
 from .widgets import CONTROL_LOOK, Explorer, explore
 
@@ -82,8 +83,7 @@ def deal_documents(
     packer: str,  # a key of PACKERS
 ) -> list[Placement]:  # in the order in which they are dealt, without empty documents
     "Return the row of each document, in packing order. Raises `ValueError` for wrong lengths."
-    if packer not in PACKERS:
-        raise ValueError(f"packer must be one of {list(PACKERS)}, got {packer!r}")
+    check_choice("packer", packer, PACKERS)
     pack_best_fit(lengths, capacity)  # refuses lengths and capacities that no packer can use
     filled = [document for document, length in enumerate(lengths) if length]
     deals = PACKERS[packer]([lengths[document] for document in filled], capacity)
@@ -194,17 +194,14 @@ LAYER_KINDS = ("global", "window")
 
 def visible_positions(
     documents_L: np.ndarray,  # 0 for padding, 1, 2, ... for the document a token belongs to
-    token: int,  # a place in the row, from 0
+    token: int,  # a position in the row, from 0
     layer_type: str = "global",  # of LAYER_KINDS
-    window: int = 4,  # places to each side; read by "window" alone
-) -> np.ndarray:  # places in the row that the token sees
+    window: int = 4,  # positions to each side; for "window" only
+) -> np.ndarray:  # positions that the token sees
     "Return the positions that a token sees, by the mask that attention uses."
-    if layer_type not in LAYER_KINDS:
-        raise ValueError(f"layer_type must be one of {LAYER_KINDS}, got {layer_type!r}")
-    if layer_type == "window" and window < 0:
-        raise ValueError(f"window must be 0 or more places to each side, got {window}")
-    if not 0 <= token < len(documents_L):
-        raise ValueError(f"token must be a place from 0 to {len(documents_L) - 1}, got {token}")
+    check_choice("layer_type", layer_type, LAYER_KINDS)
+    check_range("window", window, 0)
+    check_range("token", token, 0, len(documents_L) - 1)
     documents_1L = torch.as_tensor(np.array(documents_L))[None]
     mask_B1LL = document_mask(documents_1L, window if layer_type == "window" else None)
     return mask_B1LL[0, 0, token].nonzero()[:, 0].numpy()
@@ -267,7 +264,7 @@ def visible_html(
 def document_mask_viewer(
     row: Mapping[str, Any],  # of a `PackedDataset`: attention_mask, position_ids; (L,) each
     tokens: Sequence[str],  # the row as words: `tokenizer.convert_ids_to_tokens(row["input_ids"])`
-    window: int = 4,  # places to each side that a window layer sees; `config.window` of a model
+    window: int = 4,  # positions to each side that a window layer sees; `config.window` of a model
 ) -> Explorer:
     "Choose a token of a packed row and see which tokens it sees in each type of layer."
     documents_L = np.asarray(row["attention_mask"])
@@ -282,9 +279,9 @@ def document_mask_viewer(
     }
     starts = np.flatnonzero(np.diff(documents_L, prepend=0) * documents_L)[:3]  # a few documents
     middles = [
-        int(places[len(places) // 2])
+        int(positions[len(positions) // 2])
         for document in documents_L[starts]
-        for places in [np.flatnonzero(documents_L == document)]
+        for positions in [np.flatnonzero(documents_L == document)]
     ]
     steps = {
         f"{tokens[position]} ({position}), {layer_type}": {
@@ -295,5 +292,8 @@ def document_mask_viewer(
         for layer_type in LAYER_KINDS
     }
     return explore(
-        controls, partial(visible_html, row, tokens), steps, "Whom does this token reach?"
+        controls,
+        partial(visible_html, row, tokens),
+        steps,
+        "Which tokens does this token attend to?",
     )

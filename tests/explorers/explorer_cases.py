@@ -195,12 +195,12 @@ explorer = document_mask_viewer(row, tokenizer.convert_ids_to_tokens(row["input_
                 r"position 1 of document 1, reaches 4 tokens: positions 0 to 3 ",
             ),
             Act("window", "type", "1", r"reaches 3 tokens: positions 0 to 2 "),
-            Act("window", "type", "-1", r"window must be 0 or more"),
+            Act("window", "type", "-1", r"window=-1 must be 0 or more"),
             Act("layer", "click", "global", r"reaches 7 tokens: positions 0 to 6 "),
             Act("token", "press", "End", r"is padding: it reaches 0 tokens"),
         ),
         {},
-        (("layer", "window", ""), ("window", -1, "window must be 0 or more")),
+        (("layer", "window", ""), ("window", -1, "window=-1 must be 0 or more")),
     ),
     "fill_mask_box": Case(
         """

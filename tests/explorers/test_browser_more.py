@@ -76,7 +76,7 @@ def wait_for(read, condition, seconds):
     return value
 
 
-def test_curves_grow_while_a_cell_trains_and_a_click_ends_the_run_with_its_checkpoint(lab, browser):  # noqa: F811
+def test_a_click_ends_a_run_whose_curves_grow(lab, browser):  # noqa: F811
     page = browser.new_page(viewport={"width": 1200, "height": 1000})
     page.goto(lab)
     page.wait_for_function("window.jupyterapp && window.jupyterapp.commands", timeout=60_000)

@@ -23,7 +23,7 @@ def test_the_sidebar_lists_every_guide_in_order():
     assert re.findall(r"guides/(\w+)\.ipynb", section) == list(sync.GUIDES)
 
 
-def test_the_table_of_migration_has_the_defaults_of_the_signatures():
+def test_the_table_of_migration_has_the_defaults():
     import bertlab
 
     cells = json.loads((ROOT / "nbs/guides/migrate.ipynb").read_text(encoding="utf-8"))["cells"]

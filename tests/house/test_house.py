@@ -225,7 +225,7 @@ def test_the_index_of_a_chapter_lists_its_modules(chapter):
     assert tables == [part_table(read_parts(ROOT / "bertlab" / chapter))]
 
 
-def test_the_citation_has_the_version_and_license_of_the_package():
+def test_the_citation_has_version_and_license():
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
     assert f"version = {citation['version']}\n" in (ROOT / "settings.ini").read_text("utf-8")
     assert f'license = "{citation["license"]}"' in (ROOT / "pyproject.toml").read_text("utf-8")
@@ -374,7 +374,7 @@ ELSEWHERE = {"torch-xla", "pytorch-optimizer", "triton", "flash-attn", "ipython"
              "mteb", "optuna", "peft", "ray", "wandb", "sentence-transformers", "onnx", "onnxruntime", "protobuf", "trackio"}  # fmt: skip
 
 
-def test_declared_dependencies_are_those_that_the_package_imports():
+def test_declared_dependencies_match_the_imports():
     imported = set()
     for path in MODULES:
         for name, _ in imports_of(path.read_text(encoding="utf-8")):
