@@ -89,7 +89,7 @@ def embed_encode(
     source: list[str],  # files, directories or hub names of texts
     output: str = "vectors.npy",  # .npy, .parquet, or a directory to search in
     text_column: str = "text",  # column of the text in tables
-    lines: str = "auto",  # of texts: lines are documents, or make up paragraphs
+    sample_by: str = "auto",  # a text file's documents: line, paragraph or document
     split: str = "train",  # split of a hub dataset
     file_format: str | None = None,  # of files: text, csv, json, parquet; null: their suffix
     width: int | None = None,  # only the first numbers of each vector (Matryoshka)
@@ -111,7 +111,14 @@ def embed_encode(
     check_not_inside(output, source, "output")
     notes: Counter = Counter()
     documents = source_documents(
-        source, text_column, lines, split, file_format, on_error, header, notes
+        source,
+        notes,
+        text_column=text_column,
+        sample_by=sample_by,
+        split=split,
+        file_format=file_format,
+        on_error=on_error,
+        header=header,
     )
     loaded = load_bi_encoder(model, max_sequence_length, pooling)
     with tqdm(unit=" texts", disable=not sys.stderr.isatty()) as bar:
@@ -160,7 +167,7 @@ def embed_search(
     width_of_text: int = 160,  # letters of each text to show; 0: all
     as_json: bool = False,  # print JSON lines
     text_column: str = "text",  # column of the text in tables
-    lines: str = "auto",  # of texts: lines are documents, or make up paragraphs
+    sample_by: str = "auto",  # a text file's documents: line, paragraph or document
     on_error: str = "raise",  # or skip: leave malformed rows out and count them
     header: bool = True,  # of .csv and .tsv; false: columns have numbers instead of names
 ) -> str:
@@ -179,7 +186,9 @@ def embed_search(
     index = TextIndex.open(path) if (path / "store.json").is_file() else None
     if index is None:
         options = {"on_error": on_error, "header": header, "notes": notes}
-        documents = source_documents([str(path)], text_column, lines, **options)
+        documents = source_documents(
+            [str(path)], text_column=text_column, sample_by=sample_by, **options
+        )
     loaded = load_bi_encoder(model)
     find_similarity(loaded)  # raises before anything is encoded
     if index is not None:

@@ -32,7 +32,7 @@ from bertlab.core.files import (
 from ..core.names import check_choice, look_up
 from ..core.serialization import dump_yaml, one_line, parse_yaml, load_json, load_yaml
 from ..data.tokenizers import save_tokenizer
-from ..data.sources import in_hub_form
+from ..data.sources import is_dataset_directory
 from ..data.tokenizers import resolve_tokenizer, train_tokenizer
 from ..finetuning.baselines import compute_baselines
 from ..finetuning.data import FinetuningDataModule
@@ -124,7 +124,7 @@ def glue_options(name: str) -> dict[str, Any]:  # of FinetuningDataModule
 def _is_plain(source: str | Mapping) -> bool:
     "Whether rows are files: named by split, one alone, or in a folder that has no card."
     path = None if isinstance(source, Mapping) else Path(source).expanduser()
-    return path is None or path.is_file() or path.is_dir() and not in_hub_form(path)
+    return path is None or path.is_file() or path.is_dir() and not is_dataset_directory(path)
 
 # %% ../../nbs/cli/05_finetune.ipynb #38d6cb64
 _MODEL, _TOKENIZER = "pretrained_model_name_or_path", "pretrained_tokenizer_name_or_path"

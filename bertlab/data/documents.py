@@ -37,6 +37,12 @@ class Document:
 
     text: str
     source: str
+    prompt: str | None = None  # what precedes the text, and is given
+
+    @property
+    def content(self) -> str:
+        "The text, after its prompt if it has one."
+        return self.text if self.prompt is None else f"{self.prompt}\n{self.text}"
 
     @property
     def group(self) -> str:
@@ -186,8 +192,8 @@ def deduplicate(
     "Drop short documents, and documents with the same words in the same order as an earlier one."
     unique = {}
     for document in documents:
-        key = stable_hash(normalized_words(document.text))
-        if len(document.text.strip()) < min_chars:
+        key = stable_hash(normalized_words(document.content))
+        if len(document.content.strip()) < min_chars:
             num_dropped["too short"] += 1
         elif unique.setdefault(key, document) is not document:
             num_dropped["duplicates"] += 1
@@ -280,10 +286,10 @@ def ngram_overlap(
     others: Iterable[Document],  # to train on: read one by one
 ) -> list[float]:  # per document, the fraction of its n-grams that the others contain
     "Measure how much of each document the others contain (Chowdhery et al. 2022, sec. 8)."
-    ngrams = [word_ngrams(document.text) for document in documents]
+    ngrams = [word_ngrams(document.content) for document in documents]
     candidates, shared = {ngram for own in ngrams for ngram in own}, set()
     for other in others if candidates else ():
-        shared.update(candidates.intersection(_iter_ngrams(other.text)))
+        shared.update(candidates.intersection(_iter_ngrams(other.content)))
     return [sum(ngram in shared for ngram in own) / max(1, len(own)) for own in ngrams]
 
 # %% ../../nbs/data/01_documents.ipynb #ad463ed4
@@ -309,12 +315,12 @@ def train_validation_split(
     group_of: Callable[[Document], str | None],  # None: only for training
 ) -> tuple[list[Document], list[Document], bool]:  # train, validation, whether by groups
     "Hold out several whole groups, or else one, or else single documents."
-    by_text = lambda document: stable_hash(normalized_words(document.text)).hex()  # noqa: E731
+    by_text = lambda document: stable_hash(normalized_words(document.content)).hex()  # noqa: E731
     for group, largest in ((group_of, 0.25), (group_of, 1.0), (by_text, 1.0)):
         names = [group(document) for document in documents]
         sizes = Counter()
         for name, document in zip(names, documents):
-            sizes[name] += len(document.text)
+            sizes[name] += len(document.content)
         del sizes[None]
         chosen = choose_held_out(sizes, fraction, largest)
         if sum(sizes[name] for name in chosen) >= fraction / 2 * sizes.total():

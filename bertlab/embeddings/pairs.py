@@ -24,13 +24,11 @@ import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch.utils.data import DataLoader, Dataset
 
-from ..core.names import check_range, look_up
+from ..core.names import check_range
 from ..data.loaders import EpochBatches, filled_batches, ignore_parent_signals
-from ..data.readers import TABLES, check_format, error_policy, kind_of, parse_json
-from ..data.readers import resolve_column
+from ..data.readers import ErrorHandler, ReadOptions, parse_json, resolve_column
 from ..data.rows import IGNORE_INDEX
-from ..data.sources import directory_files, expand_sources, is_local, load_hub_dataset
-from ..data.sources import refuse_hub_options
+from ..data.sources import iter_rows
 from ..data.tokenizers import resolve_tokenizer
 from .pooling import pack_for_encoder
 
@@ -208,33 +206,6 @@ def clean_pairs(pairs: PairDataset) -> PairDataset:
     return _drop_negatives(rows.values(), is_good, note, notes)
 
 # %% ../../nbs/embeddings/05_pairs.ipynb #063b1775
-def _table_rows(
-    source: Any,
-    split: str,
-    config_name: str | None,
-    file_format: str | None,
-    header: bool,
-    on_error: Any,
-    notes: Counter,
-) -> Iterator[tuple[Any, str, Mapping]]:  # file, location, row
-    if isinstance(source, (list, tuple)) and all(isinstance(row, Mapping) for row in source):
-        yield from ((None, f"row {n}", row) for n, row in enumerate(source))
-        return
-    for name in expand_sources(source):
-        path = Path(name).expanduser()
-        if not is_local(name):
-            for number, row in enumerate(load_hub_dataset(str(path), split, config_name, False), 1):
-                yield name, f"{name} row {number}", row
-            continue
-        refuse_hub_options(name, split, config_name, False)
-        for file in directory_files(path, notes, file_format) if path.is_dir() else [path]:
-            suffix = f".{file_format}" if file_format else kind_of(file)
-            reader = look_up(suffix, TABLES, f"{file}: the kind of table")
-            options = {} if header or suffix not in (".csv", ".tsv") else {"header": False}
-            for where, row in reader(file, on_error, **options):
-                yield file, f"{file} {where}", row
-
-
 def _check_labels(values: Mapping[str, set]) -> None:
     "Raise `ValueError` for a column of judgments: not all rows are pairs of similar texts."
     for name, labels in values.items():
@@ -266,10 +237,15 @@ def read_pairs(
     requested = dict(
         zip(COLUMN_NAMES, (query_column, positive_column, negative_column, scores_column))
     )
-    check_format(file_format)
     notes, pairs, columns, first_rows, labels = Counter(), [], {}, {}, defaultdict(set)
-    handle_error = error_policy(on_error, notes)
-    rows = _table_rows(source, split, config_name, file_format, header, handle_error, notes)
+    handle_error = ErrorHandler(on_error, notes)
+    options = ReadOptions(file_format=file_format, header=header, on_error=on_error, split=split,
+                          config_name=config_name)  # fmt: skip
+    if isinstance(source, (list, tuple)) and all(isinstance(row, Mapping) for row in source):
+        rows = ((None, f"row {n}", row) for n, row in enumerate(source))
+    else:
+        located = iter_rows(source, options, notes, handle=handle_error)
+        rows = ((file, f"{file} {where}", row) for file, where, row in located)
     for file, where, row in rows:
         first = first_rows.setdefault(file, tuple(row))
         if (key := (first, tuple(row))) not in columns:  # JSON rows may have different keys

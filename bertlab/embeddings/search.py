@@ -26,6 +26,7 @@ from ..core.files import atomic_directory, atomic_write
 from ..core.names import look_up
 from ..core.serialization import load_json
 from ..data.documents import Document
+from ..data.readers import ReadOptions
 from ..data.sources import iter_documents
 from .bi_encoder import DOCUMENT_PROMPTS, BiEncoder
 from .bi_encoder import find_similarity, normalize_rows
@@ -383,18 +384,12 @@ class TextIndex:
 
 def source_documents(
     source: str | Sequence[str],  # files, directories, hub names
-    text_column: str = "text",  # of tables
-    lines: str = "auto",  # of text files: lines are "documents", or form "paragraphs"
-    split: str = "train",  # of a hub dataset
-    file_format: str | None = None,  # None: by the suffix
-    on_error: str = "raise",  # or "skip": leave malformed rows out and count them
-    header: bool = True,  # of .csv and .tsv; False: columns have numbers instead of names
     notes: Counter | None = None,  # receives what was left out
+    **reading: Any,  # of `ReadOptions`: text_column, sample_by, on_error, ...
 ) -> Callable[[], Iterable[Document]]:
     "Return a function that reads documents anew with each call. Raises `ValueError`."
-    options = {"file_format": file_format, "on_error": on_error, "header": header}
-    notes = Counter() if notes is None else notes
-    read = lambda: iter_documents(source, text_column, lines, notes, split, **options)
+    options, notes = ReadOptions(**reading), Counter() if notes is None else notes
+    read = lambda: iter_documents(source, options, notes)
     read()  # report a wrong source now
     return read
 

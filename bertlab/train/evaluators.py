@@ -22,7 +22,8 @@ from ..core.durations import parse_amount
 from ..core.names import resolve
 from ..data.loaders import BlankRows, filled_batches
 from ..data.module import DataSource, build_packed_dataset
-from ..data.readers import TABLES, kind_of, read_lines
+from ..data.corpus import HoldOutOptions
+from ..data.readers import is_table, read_lines, read_rows
 from ..data.rows import IGNORE_INDEX
 from ..model.mask_filling import encode_masked, fill_masks
 from ..model.losses import LossConfig
@@ -111,7 +112,7 @@ class LossEvaluator(Evaluator):
     def setup(self, tokenizer: Any, collator: Any, length: int) -> None:
         super().setup(tokenizer, collator, length)
         self.collator = collator
-        tokens = DataSource(self.source, validation_fraction=0).tokenize("train", tokenizer)
+        tokens = DataSource(self.source, hold_out=HoldOutOptions(0)).tokenize("train", tokenizer)
         rows = build_packed_dataset(tokens, tokenizer, length, shuffle=False, packing=self.packing)
         self.rows = BlankRows(rows)
 
@@ -171,14 +172,12 @@ class ProbeEvaluator(Evaluator):
 
     def read_rows(self) -> list[tuple[str, str]]:
         "Read texts and labels; rows without either are left out."
-        suffix = kind_of(self.source)
-        if not self.source.is_file() or suffix not in TABLES:
-            names = ", ".join(TABLES)
+        if not self.source.is_file() or not is_table(self.source):
             raise ValueError(
-                f"{self.name}: source {self.source} must be an existing file ({names})"
+                f"{self.name}: source {self.source} must be an existing table, such as texts.csv"
             )
         rows = []
-        for _, row in TABLES[suffix](self.source, columns=list(self.columns)):
+        for _, row in read_rows(self.source, columns=list(self.columns)):
             text, label = (row[column] for column in self.columns)
             if not isinstance(text, str | None):
                 raise ValueError(f"{self.name}: {self.columns[0]} of {self.source} is {text!r}")

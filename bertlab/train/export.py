@@ -558,7 +558,7 @@ def held_out_texts(
     if texts is None:
         return load_corpus().validation_texts[:count]
     if isinstance(texts, str):
-        documents = iter_documents(texts, "text", "auto", Counter())
+        documents = iter_documents(texts)
         texts = [document.text for document, _ in zip(documents, range(count))]
     if not any(text.strip() for text in texts):
         raise ValueError("the texts to check with are empty")

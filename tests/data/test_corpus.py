@@ -543,7 +543,7 @@ def test_reading_a_corpus_loads_nothing_heavy():
     code = """
     import sys
     from bertlab.data.corpus import load_corpus
-    load_corpus("settings.ini", lines="documents")
+    load_corpus("settings.ini", sample_by="line")
     load_corpus(max_documents=500)
     heavy = {"torch", "transformers", "datasets", "tokenizers", "pyarrow", "pandas", "numpy", "huggingface_hub"}
     print(heavy & set(sys.modules))
@@ -676,15 +676,15 @@ def test_another_column_can_hold_the_text(tmp_path, name):
 
 
 @pytest.mark.parametrize(
-    "content, lines, expected",
+    "content, sample_by, expected",
     [
         ("a b\nc d\n", "auto", ["a b", "c d"]),
         ("a b\r\nc d\r\n", "auto", ["a b", "c d"]),
         ("a\nb\n\nc\nd\n\n\n \ne\n", "auto", ["a\nb", "c\nd", "e"]),
-        ("a\nb\n\nc\nd\n", "documents", ["a", "b", "c", "d"]),
-        ("\ufeffa\nb\n", "documents", ["a", "b"]),
-        ("a\nb\n", "paragraphs", ["a\nb"]),
-        ("one\u2028line\nanother\x0cline\n", "documents", ["one\u2028line", "another\x0cline"]),
+        ("a\nb\n\nc\nd\n", "line", ["a", "b", "c", "d"]),
+        ("\ufeffa\nb\n", "line", ["a", "b"]),
+        ("a\nb\n", "paragraph", ["a\nb"]),
+        ("one\u2028line\nanother\x0cline\n", "line", ["one\u2028line", "another\x0cline"]),
         (
             "\n".join(f"t{i}" for i in range(99)) + "\n\nlast",
             "auto",
@@ -692,10 +692,10 @@ def test_another_column_can_hold_the_text(tmp_path, name):
         ),
     ],
 )
-def test_a_text_is_cut_at_lines_or_at_blank_lines(tmp_path, content, lines, expected):
+def test_a_text_is_cut_at_lines_or_at_blank_lines(tmp_path, content, sample_by, expected):
     path = tmp_path / "a.txt"
     path.write_bytes(content.encode())
-    corpus = load_corpus(path, lines=lines, validation_fraction=0)
+    corpus = load_corpus(path, sample_by=sample_by, validation_fraction=0)
     assert corpus.train_texts == expected
     unit = "paragraph" if any("\n" in text for text in expected) else "line"
     assert f"text files with one document per {unit}" in corpus.describe()
@@ -885,9 +885,9 @@ BAD = {
     "latin-1": ("na\u00efve\n".encode("latin-1"), {}, "a.txt", "byte 0xef at position 2"),
     "utf-16": ("text".encode("utf-16"), {}, "a.txt", "position 0"),
     "latin-1 table": (("a.csv", "text\nna\u00efve\n".encode("latin-1")), {}, "a.csv", "position 7"),
-    "broken gzip": (("a.txt.gz", b"\x1f\x8bnot gzip"), {}, "a.txt.gz", "unpacked"),
-    "cut gzip": (("a.txt.gz", gzip.compress(b"text " * 999)[:-9]), {}, "a.txt.gz", "unpacked"),
-    "no gzip": (("a.txt.gz", b"plain"), {}, "a.txt.gz", "unpacked"),
+    "broken gzip": (("a.txt.gz", b"\x1f\x8bnot gzip"), {}, "a.txt.gz", "decompressed"),
+    "cut gzip": (("a.txt.gz", gzip.compress(b"text " * 999)[:-9]), {}, "a.txt.gz", "decompressed"),
+    "no gzip": (("a.txt.gz", b"plain"), {}, "a.txt.gz", "decompressed"),
     "csv without the column": (
         ("a.csv", b"id,body\n1,x\n"),
         {},
@@ -928,7 +928,7 @@ BAD = {
     "no parquet": (("a.parquet", b"plain"), {}, "a.parquet", "Parquet"),
     "empty directory": (lambda p: p, {}, "has no file to read", ".jsonl"),
     "directory of pictures": (("a.png", b"\x89PNG"), {"source": "."}, "1 of other kinds", ".jsonl"),
-    "unknown lines": (b"a\nb\n", {"lines": "words"}, "lines", "'words'"),
+    "unknown cut": (b"a\nb\n", {"sample_by": "words"}, "sample_by", "'words'"),
     "unknown level": (lambda p: None, {"level": "all"}, "level", "'all'"),
     "fraction of one": (b"a\nb\n", {"validation_fraction": 1}, "validation_fraction", "1"),
     "negative fraction": (b"a\nb\n", {"validation_fraction": -0.1}, "validation_fraction", "-0.1"),

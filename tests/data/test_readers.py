@@ -3,19 +3,22 @@
 import csv
 import io
 import json
+import os
+import threading
 
 import pyarrow
 import pytest
 from pyarrow import parquet
 
 from bertlab.data.readers import (
-    Place,
-    read_arrow,
-    read_csv,
-    read_json,
-    read_parquet,
-    read_texts,
+    READERS,
+    ErrorHandler,
+    Position,
+    ReadOptions,
+    read_lines,
+    read_rows,
     resolve_column,
+    text_of,
 )
 from bertlab.data.sources import TextStream, iter_documents
 from bertlab.finetuning.files import read_labelled
@@ -25,11 +28,13 @@ ROWS = [
     for i in range(5)
 ]
 NEWS = [list(row.values()) for row in ROWS]
+TEXTS = [row["text"] for row in ROWS]
+NAMES = "a.csv", "a.jsonl", "a.json", "a.parquet", "a.arrow"
 
 
-def as_csv(rows) -> str:
+def as_csv(rows, **options) -> str:
     stream = io.StringIO()
-    csv.writer(stream, lineterminator="\n").writerows(rows)
+    csv.writer(stream, lineterminator="\n", **options).writerows(rows)
     return stream.getvalue()
 
 
@@ -46,69 +51,99 @@ def shelf(tmp_path):
     return tmp_path
 
 
-READERS = {
-    "a.csv": read_csv,
-    "a.jsonl": read_json,
-    "a.json": read_json,
-    "a.parquet": read_parquet,
-    "a.arrow": read_arrow,
-}
+def texts_of(path, column="text", handle=None, **options):
+    rows = read_rows(path, ReadOptions(column, **options), handle=handle, columns=[column])
+    return [row[column] for _, row in rows]
 
 
-@pytest.mark.parametrize("name", READERS)
-def test_every_kind_gives_the_same_rows_columns_by_name_or_number_and_goes_on_anywhere(name, shelf):
-    rows = list(READERS[name](shelf / name))
-    assert [row for _, row in rows] == ROWS
-    for asked in ("text", "TEXT", 3, "3", -1):
-        assert [row[asked] for _, row in READERS[name](shelf / name, columns=[asked])] == [
-            row["text"] for row in ROWS
-        ]
-        assert [text for _, text in read_texts(shelf / name, asked)] == [
-            row["text"] for row in ROWS
-        ]
-    reader = READERS[name](shelf / name, place=(place := Place()))
-    begun = [next(reader)[1] for _ in range(2)]
-    assert (
-        begun + [row for _, row in READERS[name](shelf / name, place=Place(**vars(place)))] == ROWS
-    )
+@pytest.mark.parametrize("name", NAMES)
+def test_every_format_gives_the_same_rows_and_resumes_anywhere(name, shelf):
+    path = shelf / name
+    assert [row for _, row in read_rows(path)] == ROWS
+    for column in ("text", "TEXT", 3, "3", -1):
+        assert texts_of(path, column) == TEXTS
+    for stop in range(1, 5):
+        reader = read_rows(path, position=(position := Position()))
+        begun = [next(reader)[1] for _ in range(stop)]
+        saved = Position(**json.loads(json.dumps(vars(position))))
+        assert begun + [row for _, row in read_rows(path, position=saved)] == ROWS
+    labelled = read_labelled([path])
+    assert list(labelled) == ROWS and labelled["text"] == TEXTS
 
 
-def test_labelled_files_and_plain_text_read_the_same_rows(shelf):
-    for name in READERS:
-        labelled = read_labelled([shelf / name])
-        assert list(labelled) == ROWS and labelled["text"] == [
-            text for _, text in read_texts(shelf / name, "text")
-        ]
-    assert read_labelled([shelf / "a.csv"]).places[:2] == ["a.csv line 2", "a.csv line 4"]
-
-
-def test_a_table_without_a_header_is_read_by_numbers_everywhere(shelf):
-    path, texts = shelf / "news.csv", [row["text"] for row in ROWS]
-    assert [row for _, row in read_csv(path, header=False)] == [
-        dict(zip("123", row)) for row in NEWS
-    ]
-    assert [
-        document.text for document in iter_documents(str(path), "3", "auto", {}, header=False)
-    ] == texts
-    stream = TextStream(str(path), "3", header=False)
+def test_a_table_without_a_header_is_read_by_numbers(shelf):
+    path = shelf / "news.csv"
+    rows = read_rows(path, ReadOptions(header=False))
+    assert [row for _, row in rows] == [dict(zip("123", row)) for row in NEWS]
+    options = ReadOptions("3", header=False)
+    assert [document.text for document in iter_documents(str(path), options)] == TEXTS
+    stream, resumed = (TextStream(str(path), "3", header=False) for _ in range(2))
     begun = [next(iter(stream))]
-    resumed = TextStream(str(path), "3", header=False)
     resumed.load_state_dict(stream.state_dict())
-    assert begun + list(resumed) == texts
+    assert begun + list(resumed) == TEXTS
     labelled = read_labelled([path], header=False)
     assert len(labelled) == 5 and labelled.columns == ["1", "2", "3"]
 
 
+@pytest.mark.parametrize("delimiter", [";", "\t", "|"])
+def test_a_delimiter_is_given_and_its_lack_is_suspected(delimiter, tmp_path):
+    (tmp_path / "a.csv").write_text(as_csv([[*ROWS[0]], *NEWS], delimiter=delimiter))
+    assert texts_of(tmp_path / "a.csv", delimiter=delimiter) == TEXTS
+    with pytest.raises(ValueError, match="a.csv.*delimiter"):
+        texts_of(tmp_path / "a.csv")
+
+
+def test_an_encoding_is_given_and_its_lack_is_named(tmp_path):
+    for name in ("a.txt", "a.csv"):
+        (tmp_path / name).write_bytes("text\nGrüße\n".encode("latin-1"))
+        assert texts_of(tmp_path / name, encoding="latin-1", sample_by="line")[-1] == "Grüße"
+        with pytest.raises(ValueError, match=f"{name} line 2.*0xfc.*encoding"):
+            texts_of(tmp_path / name)
+    for encoding in ("utf-16", "utf-16-le"):
+        (tmp_path / "a.txt").write_bytes("text\nGrüße\n".encode(encoding))
+        with pytest.raises(ValueError, match="a.txt.*UTF-16"):
+            texts_of(tmp_path / "a.txt", on_error="skip")
+
+
+@pytest.mark.parametrize("sample_by, expected", [
+    ("line", ["a", "b", "", "c"]), ("paragraph", ["a\nb", "c"]), ("document", ["a\nb\n\nc"]),
+    ("auto", ["a\nb", "c"]),
+])  # fmt: skip
+def test_a_text_is_cut_by_line_paragraph_or_not_at_all(sample_by, expected, tmp_path):
+    (tmp_path / "a.txt").write_text("a\nb\n\nc\n")
+    assert texts_of(tmp_path / "a.txt", sample_by=sample_by) == expected
+
+
+def test_a_pipe_is_read_once(tmp_path):
+    os.mkfifo(path := tmp_path / "pipe.jsonl")
+    content = "".join(json.dumps(row) + "\n" for row in ROWS)
+    writer = threading.Thread(target=path.write_text, args=(content,))
+    writer.start()
+    assert texts_of(path) == TEXTS
+    writer.join()
+
+
+def read_shouting(file, options, mark="!"):
+    for line in file.lines():
+        file.position.line = line.number
+        yield f"line {line.number}", {"text": line.text.upper() + mark}
+
+
+def test_a_users_reader_is_one_of_the_table(tmp_path, monkeypatch):
+    monkeypatch.setitem(READERS, "shouting", read_shouting)
+    (tmp_path / "a.x").write_text("a\nb\n")
+    options = {"file_format": "shouting", "reader_kwargs": {"mark": "?"}}
+    assert texts_of(tmp_path / "a.x", **options) == ["A?", "B?"]
+    assert list(TextStream(tmp_path / "a.x", **options)) == ["A?", "B?"]
+
+
 @pytest.mark.parametrize("column", ["1", "text", "3"])
-def test_a_missing_header_is_suspected_where_names_look_like_data(column, tmp_path):
+def test_a_missing_header_is_suspected(column, tmp_path):
     (tmp_path / "news.csv").write_text(
         '3,"Wall St. Bears","Short-sellers are seeing green again, said Reuters."\n1,Oslo,Votes.\n'
     )
-    with pytest.raises(
-        ValueError,
-        match=r"news.csv: text_column.*'3' looks like data.*header=False \(header: false\)",
-    ):
-        list(read_texts(tmp_path / "news.csv", column))
+    with pytest.raises(ValueError, match="news.csv.*text_column.*'3'.*header=False"):
+        texts_of(tmp_path / "news.csv", column)
 
 
 def test_names_that_are_names_are_not_suspected():
@@ -122,76 +157,86 @@ def test_names_that_are_names_are_not_suspected():
             resolve_column(number, ["year", "text"])
 
 
-def test_a_comma_outside_of_quotes_is_an_error_and_does_not_cut_the_text(tmp_path):
+def test_a_comma_outside_of_quotes_does_not_cut_the_text(tmp_path):
     (tmp_path / "a.csv").write_text("id,text\n1,Well, well\n2,fine\n3\n4,good,,\n")
     left_out = []
-    assert [text for _, text in read_texts(tmp_path / "a.csv", "text", left_out.append)] == [
-        "fine",
-        "good",
-    ]
-    assert "line 2 has 3 cells, the header has 2" in str(
-        left_out[0]
-    ) and "line 4: column 'text' is null" in str(left_out[1])
+    assert texts_of(tmp_path / "a.csv", handle=left_out.append) == ["fine", None, "good"]
+    assert "line 2 has 3 cells" in str(left_out[0]) and len(left_out) == 1
 
 
 def test_rows_of_json_lines_may_hold_a_list_called_data(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"data": [1], "text": "a"}\n{"data": [2], "text": "b"}\n')
-    assert [text for _, text in read_texts(tmp_path / "a.jsonl", "text")] == ["a", "b"]
+    assert texts_of(tmp_path / "a.jsonl") == ["a", "b"]
 
 
-def test_a_columns_number_counts_in_the_first_object_of_a_file_of_json_lines(tmp_path):
-    (tmp_path / "a.jsonl").write_text(
-        '{"id": 1, "text": "a"}\n{"text": "b", "url": "http://x"}\n{"url": "y", "id": 2}\n{"text": "c"}\n'
-    )
-    left_out = []
-    assert [text for _, text in read_texts(tmp_path / "a.jsonl", 2, left_out.append)] == [
-        "a",
-        "b",
-        "c",
-    ]
-    assert len(left_out) == 1 and "line 3" in str(left_out[0]) and "text" in str(left_out[0])
-
-
-@pytest.mark.parametrize("name, kept_apart", [("a.jsonl", "\n"), ("a.json", ",")])
-def test_a_columns_number_counts_in_the_first_object_after_a_resume_too(tmp_path, name, kept_apart):
-    "A stream that is stopped and goes on trained on the ids from there on."
-    rows = [
-        {"id": "0"},
-        *(
-            {"id": f"id {n}", "text": f"text {n}"}
-            if n % 2
-            else {"text": f"text {n}", "id": f"id {n}"}
-            for n in range(1, 9)
-        ),
-    ]
-    lines = kept_apart.join(map(json.dumps, rows))
-    (tmp_path / name).write_text(f"[{lines}]" if kept_apart == "," else lines)
-    with pytest.warns(
-        UserWarning, match="columns are numbered from 1 to 1"
-    ):  # the first object has no second column
-        whole = list(TextStream(str(tmp_path / name), text_column="2", on_error="skip"))
-    assert whole == [f"text {n}" for n in range(1, 9)]
+@pytest.mark.parametrize("name, separator", [("a.jsonl", "\n"), ("a.json", ",")])
+def test_a_number_counts_in_the_first_object_after_a_resume_too(tmp_path, name, separator):
+    pairs = [{"id": f"id {n}", "text": f"text {n}"} for n in range(1, 9)]
+    rows = [{"id": "0"}, *(r if n % 2 else dict(reversed(r.items())) for n, r in enumerate(pairs))]
+    rows = [rows[2], *rows]  # begins with id; one object has no second column
+    content = separator.join(map(json.dumps, rows))
+    (tmp_path / name).write_text(f"[{content}]" if separator == "," else content)
+    open_stream = lambda: TextStream(str(tmp_path / name), text_column="2", on_error="skip")
+    with pytest.warns(UserWarning, match="text"):
+        expected = list(open_stream())
+    assert expected == ["text 2", *(f"text {n}" for n in range(1, 9))]
     for stop in range(1, 8):
-        stream, resumed = (
-            TextStream(str(tmp_path / name), text_column="2", on_error="skip") for _ in range(2)
-        )
-        with pytest.warns(UserWarning):
-            begun = [text for _, text in zip(range(stop), stream)]
+        stream, resumed = open_stream(), open_stream()
+        begun = [text for _, text in zip(range(stop), stream)]
         resumed.load_state_dict(json.loads(json.dumps(stream.state_dict())))
-        assert begun + list(resumed) == whole
+        assert begun + list(resumed) == expected
 
 
-def test_a_cell_keeps_the_ends_of_its_lines(tmp_path):
-    "Spans count characters: one that is lost in each line moves all that follow."
-    import csv
-
+@pytest.mark.parametrize("end", ["\r\n", "\n"])
+def test_a_cell_keeps_the_ends_of_its_lines(tmp_path, end):
     rows = [
         ["text", "n"],
         ["Dear Ms\r\nAnna,\r\nhello", "1"],
         ["two\nlines", "2"],
         ["old\rmac", "3"],
     ]
-    for end in ("\r\n", "\n"):
-        with open(tmp_path / "a.csv", "w", newline="") as file:
-            csv.writer(file, lineterminator=end, quoting=csv.QUOTE_ALL).writerows(rows)
-        assert [[row["text"], row["n"]] for _, row in read_csv(tmp_path / "a.csv")] == rows[1:]
+    with open(tmp_path / "a.csv", "w", newline="") as file:
+        csv.writer(file, lineterminator=end, quoting=csv.QUOTE_ALL).writerows(rows)
+    assert [[row["text"], row["n"]] for _, row in read_rows(tmp_path / "a.csv")] == rows[1:]
+
+
+def test_many_open_quotes_do_not_exhaust_the_stack(tmp_path):
+    (tmp_path / "a.csv").write_text("text\n" + 'fine\n"a"b\n' * 3000)
+    left_out = []
+    assert texts_of(tmp_path / "a.csv", handle=left_out.append) == ["fine"] * 3000
+    assert len(left_out) == 3000
+
+
+def test_lines_end_at_three_kinds_of_line_end_and_know_their_bytes(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_bytes("\ufeffä\r\nb\rc\n\nd".encode())
+    lines = list(read_lines(path))
+    assert [line[:2] for line in lines] == [(1, "ä"), (2, "b"), (3, "c"), (4, ""), (5, "d")]
+    assert [line.line_end for line in lines] == ["\r\n", "\r", "\n", "\n", ""]
+    for number, _, end, _ in lines:
+        rest = list(read_lines(path, position=Position(offset=end, line=number)))
+        assert rest == lines[number:]
+
+
+@pytest.mark.parametrize("value", [None, 3, "\ud83d"])
+def test_a_cell_without_text_is_refused_by_its_address(value):
+    with pytest.raises(ValueError, match="a.csv line 3: column 'text'"):
+        text_of({"text": value}, "text", "a.csv line 3")
+
+
+@pytest.mark.parametrize("options", [
+    {"on_error": "ignore"}, {"sample_by": "lines"}, {"file_format": "xml"}, {"delimiter": ";;"},
+    {"delimiter": '"'}, {"encoding": "latin-99"}, {"encoding": "utf-16"},
+])  # fmt: skip
+def test_a_wrong_option_is_refused_by_name_and_value(options):
+    [(name, value)] = options.items()
+    with pytest.raises(ValueError, match=f"{name}.*{value}"):
+        ReadOptions(**options)
+
+
+def test_malformed_rows_are_counted_under_the_first_message():
+    handle = ErrorHandler("skip")
+    for n in range(3):
+        handle(ValueError(f"row {n} is bad"))
+    [(note, count)] = handle.notes.items()
+    assert count == 3 and "row 0 is bad" in note

@@ -161,7 +161,7 @@ def test_every_kind_of_source_resumes(tmp_path, kind):
         source = {
             "list": lambda: documents,
             "function": lambda: lambda epoch: iter(documents[epoch:]),
-            "text": lambda: TextStream(str(tmp_path / "a.txt"), lines="documents"),
+            "text": lambda: TextStream(str(tmp_path / "a.txt"), sample_by="line"),
             "plain": lambda: streamed,
             "mapped": lambda: streamed.map(lambda row: {"input_ids": row["input_ids"] + [4]}),
             "shuffled": lambda: streamed.shuffle(seed=3, buffer_size=17),

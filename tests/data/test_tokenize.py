@@ -18,7 +18,8 @@ from conftest import ROOT
 from bertlab.core.files import atomic_write
 from bertlab.data import tokenize as module
 from bertlab.data.tokens import load_tokens
-from bertlab.data.tokenize import Reading, find_parts, read_part, tokenize_dataset
+from bertlab.data.readers import ReadOptions
+from bertlab.data.tokenize import find_parts, read_part, tokenize_dataset
 from bertlab.data.tokenizers import load_tokenizer, train_tokenizer
 
 TEXTS = [f"Document {n} tells of {n * 7 % 50} things, " + "and more " * (n % 9) for n in range(600)]
@@ -363,7 +364,7 @@ def test_a_slurm_cluster_gives_the_same_shards(text, tmp_path, monkeypatch):
         ({"file_tokens": 0}, "file_tokens must be 1"),
         ({"file_format": "pdf"}, "file_format"),
         ({"on_error": "maybe"}, "on_error"),
-        ({"lines": "paragraph"}, "lines must be .*got 'paragraph'"),
+        ({"sample_by": "words"}, "sample_by.*'words'"),
     ],
 )
 def test_mistakes_are_named_before_anything_is_written(text, tmp_path, options, words):
@@ -448,7 +449,7 @@ def test_an_id_beyond_the_tokenizer_is_refused_by_the_data_module(text, tmp_path
 
 def test_parts_follow_from_the_source_and_every_text_is_in_one(text):
     parts = find_parts(str(text / "text"))
-    found = [one for part in parts for one in read_part(part, Reading(), Counter())]
+    found = [one for part in parts for one in read_part(part, ReadOptions(), Counter())]
     assert found == TEXTS and len(parts) == 5
 
 

@@ -339,7 +339,7 @@ def test_prompts_where_they_make_no_sense_are_refused_at_once(
 
 def test_what_holds_no_pairs_is_one_sentence(tokenizer, tmp_path):
     (tmp_path / "text.txt").write_text("".join(f"line {n} of many\n" for n in range(40)))
-    with pytest.raises(ValueError, match="text.txt holds texts without a prompt"):
+    with pytest.raises(ValueError, match="text.txt.*prompt_column"):
         pair_data(tokenizer, str(tmp_path / "text.txt")).setup()
     with pytest.raises(ValueError, match="the embedded text has no prompts"):
         pair_data(tokenizer).setup()
@@ -347,9 +347,6 @@ def test_what_holds_no_pairs_is_one_sentence(tokenizer, tmp_path):
         (place := tmp_path / kind).mkdir()
         with pytest.raises(ValueError, match="'question'.*'ask'|'ask'.*'question'"):
             pair_data(tokenizer, write_table(kind, place), prompt_column="question").setup()
-    with pytest.raises(ValueError, match="stands between columns here"):
-        data = pair_data(tokenizer)
-        data.set_datasets(Dataset.from_list([{"ask": "a\x1eb", "say": "c"}]))
 
 
 QUESTION_ROWS = Dataset.from_list(QUESTIONS)

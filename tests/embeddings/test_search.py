@@ -118,21 +118,21 @@ def test_a_stopped_run_needs_the_same_texts(tmp_path):
         if count >= 2:
             raise Stop
 
-    def encode(lines, progress=lambda count: None):
-        read = source_documents([str(path)], lines=lines)
+    def encode(sample_by, progress=lambda count: None):
+        read = source_documents([str(path)], sample_by=sample_by)
         return encode_corpus(model, read, tmp_path / "index", part_size=2, progress=progress)
 
     with pytest.raises(Stop):
-        encode("documents", stop)
+        encode("line", stop)
     with pytest.raises(
         ValueError, match=r"text 1 .* was 'one two' \(texts.txt:1\) and is 'one two\\nthree four'"
     ):
-        encode("paragraphs")
+        encode("paragraph")
     path.write_text("one two\n")
     with pytest.raises(ValueError, match=r"text 2 .* was 'three four' .*the end"):
-        encode("documents")
+        encode("line")
     path.write_text("one two\nthree four\nfive\n")  # what follows may change: it is not encoded yet
-    assert encode("documents") == 3
+    assert encode("line") == 3
     index = TextIndex.open(tmp_path / "index")
     assert [index.read(n) for n in range(3)] == [
         (t, f"texts.txt:{n}") for n, t in enumerate(["one two", "three four", "five"], 1)
