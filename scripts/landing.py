@@ -133,7 +133,7 @@ def curve(history: Path, unigram: float) -> str:
     ticks = "".join(f'<text x="{margin - 8}" y="{y(nats) + 4:.1f}" text-anchor="end">{nats}</text>'
                     for nats in range(int(low) + 1, int(high) + 1))  # fmt: skip
     label = (f"Loss of the run that made the model, from {smooth[0][1]:.1f} nats to {smooth[-1][1]:.1f} after {steps:.0f} steps; "
-            f"the line of a guesser that knows only how frequent words are lies at {unigram:.2f}")  # fmt: skip
+            f"the unigram baseline is {unigram:.2f}")  # fmt: skip
     return (
         f'<svg class="curve" role="img" aria-label="{label}" viewBox="0 0 {width} {height}">'
         f'<path class="axis" fill="none" d="M{margin} 8V{height - bottom}H{width - 8}"/>{ticks}'
@@ -197,17 +197,17 @@ CARDS = (
     (
         "guides/own_text.ipynb",
         "Train on my text",
-        "A file, a directory or a table becomes a model that fills gaps.",
+        "Train a model on a file, a directory or a table.",
     ),
     (
         "guides/finetune_csv.ipynb",
         "Fine-tune",
-        "Labels from a CSV, with the controls that say whether it was worth it.",
+        "Labels from a CSV file, compared with simple baselines.",
     ),
     (
         "course/index.ipynb",
         "Learn how it works",
-        "A course with a map, and an encoder made of glass.",
+        "A course with a map, and a model whose layers you can inspect.",
     ),
     ("api.qmd", "Reference", "Every command, every setting, every name."),
 )
@@ -273,23 +273,23 @@ def landing_page(live: Path | None, address: Address) -> str:
     cards = "\n".join(f"[**{title}** {text}]({target})" for target, title, text in CARDS)
     parts = front("bertlab", "Train BERT-style encoders, from notebooks that teach how.", page_layout="full",
                   toc="false", sidebar="false", pagetitle='"Train BERT-style encoders"', repo_actions="false")  # fmt: skip
-    parts += ["[One command trains a small BERT on a bare laptop, and every part of it is a notebook that you can run, "
-              "change and read.]{.lead}"]  # fmt: skip
+    parts += ["[One command trains a small BERT on a laptop, and every part of it is a notebook that you can read, "
+              "run and change.]{.lead}"]  # fmt: skip
     parts += ["", install_tabs(address), "## It learns in minutes", ""]
     if live and (live / "history.csv").is_file():
         metrics = json.loads((live / "metrics.json").read_text(encoding="utf-8"))
         parts += ["```{=html}", curve(live / "history.csv", metrics["unigram_entropy"]), "```", ""]
-        parts += ["The loss of the run that made the model on this page, over the line that a guesser without context "
-                  "cannot cross.", ""]  # fmt: skip
+        parts += ["The loss of the run that made the model on this page, and the unigram baseline, which uses no "
+                  "context.", ""]  # fmt: skip
     else:
         parts += ["```{=html}", walkthrough_picture(), "```", ""]
     if live:
         parts += ["## Ask the model", "", "```{=html}", '<div class="live" data-live="live/">', form(live, "box-text"),
                   f'<div class="guesses tables" aria-live="polite">{guess_tables(first_answer(live))}</div>', "</div>",
                   '<script type="module" src="site/live.js"></script>', "```", ""]  # fmt: skip
-        parts += ["[The glass encoder](glass.qmd) shows how it came to its answer.", ""]
+        parts += ["[The glass encoder](glass.qmd) shows how it computes its answer.", ""]
     parts += ["## Measured", "", "```{=html}", f'<div class="tiles">{tiles}</div>', "```", ""]
-    parts += ["[All measurements](benchmarks.ipynb), with their misses and how to repeat them.", ""]
+    parts += ["[All measurements](benchmarks.ipynb), with failures and how to repeat them.", ""]
     parts += ["## Where to go", "", "::: {.cards}", ""]
     parts += [f"- {card}" for card in cards.splitlines()]
     parts += ["", ":::", "", "[The overview](overview.ipynb) has everything on one page.", ""]
@@ -300,38 +300,38 @@ GLASS = """\
 <div class="live glass" data-live="live/">
 {form}
 <div class="static">
-<p>This is what the model answered when the page was made.</p>
+<p>This is the model's answer from when the page was made.</p>
 <div class="tables">{lens}{bars}</div>
 </div>
 <section aria-labelledby="glass-answer"><h2 id="glass-answer">The answer</h2>
-<p>The head compares the gap's last vector with the vector of each word of the vocabulary; a softmax makes shares of it.</p>
+<p>The head compares the gap's last vector with the vector of each word of the vocabulary; a softmax turns the scores into probabilities.</p>
 <div class="guesses tables" aria-live="polite">{guesses}</div></section>
 <div class="steps" hidden>
 <section aria-labelledby="glass-pieces"><h2 id="glass-pieces">Words become pieces, and pieces look at each other</h2>
-<p>Hover over a piece, or walk with the arrow keys: the bars say how much of its attention goes to each piece, in one
+<p>Hover over a piece, or use the arrow keys: the bars show how much of its attention goes to each piece, in one
 head of one layer. The highest bar fills its box; the numbers sum to 100 %.</p>
 <div class="row-of"><label>Layer <select id="glass-layer"></select></label>
 <label>Head <select id="glass-head"></select></label></div>
 <div class="pieces" role="group" aria-label="Pieces of the sentence; the chosen one looks at the others"></div>
 <p class="said soft" aria-live="polite"></p></section>
 <section aria-labelledby="glass-lens"><h2 id="glass-lens">Layer by layer</h2>
-<p>Each piece begins as a vector from a table, the embedding, and each layer adds to it. If the model had ended after
-a layer, this is what it would have said at the chosen piece (the logit lens).</p>
+<p>Each piece starts as a vector from a table, the embedding, and each layer adds to it. If the model ended after
+a layer, this would be its prediction at the chosen piece (the logit lens).</p>
 <div class="lens tables"></div></section>
 <section aria-labelledby="glass-swap"><h2 id="glass-swap">Swap a word</h2>
-<p>Put another word in the place of the chosen piece, and see what changes.</p>
+<p>Replace the chosen piece by another word, and see what changes.</p>
 <form class="swap row-of"><label>Instead <input id="glass-word" maxlength="60" autocomplete="off"></label>
 <button type="submit">Swap</button></form>
 <p class="changed" role="status"></p></section>
 <section aria-labelledby="glass-unmask"><h2 id="glass-unmask">Gap by gap</h2>
-<p>The guesses for several gaps are made at once, and none knows of the others. Masked diffusion writes in steps. One
-of its orders: the surest guess stays, and the other gaps are asked again, now with one word more to look at. The
-model of this page has learned from sentences that keep most of their words; a model that is to write learns from any share of gaps.</p>
+<p>The guesses for several gaps are made at once and independently. Masked diffusion writes in steps. One
+of its orders: the most confident guess stays, and the other gaps are predicted again, now with one more word of context. The
+model of this page was trained on sentences that keep most of their words; a model for writing is trained on any share of gaps.</p>
 <form class="unmask row-of"><button type="button" class="hide-words">Hide every second word</button>
 <button type="submit">Keep the surest guess</button></form>
 <ol class="kept" aria-live="polite"></ol></section>
 </div>
-<noscript><p>The page computes with JavaScript, which is switched off; what stands here is an answer from before.</p></noscript>
+<noscript><p>The page computes with JavaScript, which is switched off; this is a stored answer.</p></noscript>
 </div>
 <script type="module" src="site/live.js"></script>
 """
@@ -341,8 +341,8 @@ def glass_page(live: Path | None) -> str:
     parts = front("The glass encoder", "Words become pieces, pieces become vectors, layer by layer to an answer: watch "
                   "a model at work, in this page.", toc="false", repo_actions="false")  # fmt: skip
     parts += ["A sentence with a gap goes through an encoder from bottom to top. A tokenizer cuts it into pieces, and each "
-              "piece becomes a vector. In each layer the pieces look at each other, by several heads at once, and each "
-              "takes along a mixture of what it looked at; a small network then works on each vector alone. After the "
+              "piece becomes a vector. In each layer the pieces attend to each other, with several heads, and each "
+              "receives a weighted mixture of their vectors; a small network then processes each vector separately. After the "
               "last layer the vector at the gap is compared with every word that the model knows.", ""]  # fmt: skip
     if live:
         answer = first_answer(live)
@@ -351,7 +351,7 @@ def glass_page(live: Path | None) -> str:
         parts += ["`bertlab demo` trains such a model in minutes, and `bertlab export --to web` makes "
                   "[a page of its own](live/index.html){target=\"_self\"} of any model of yours.", ""]  # fmt: skip
     else:
-        parts += ["This copy of the site was made without a model, so there is nothing alive on this page: "
+        parts += ["This copy of the site was made without a model, so this page has no live part: "
                   "`python scripts/docs.py --train` makes one with.", ""]  # fmt: skip
     parts += ["How each part is written, and tested:", ""]
     parts += ["- [words become pieces](data/05_tokenizers.ipynb)", "- [pieces look at each other](model/03_attention.ipynb)",
@@ -376,9 +376,9 @@ def changelog_page() -> str:
 
 
 def missing_page() -> str:
-    parts = front("There is no such page", "A page that is not there, and where to go on.", toc="false", sidebar="false",
+    parts = front("There is no such page", "A missing page, and where to continue.", toc="false", sidebar="false",
                   search="false", repo_actions="false")  # fmt: skip
-    parts += ["It may have moved. The search at the top finds it, or begin at one of these:", ""]
+    parts += ["It may have moved. Use the search at the top, or start at one of these:", ""]
     site = Address.read(ROOT).site_url
     parts += [
         f"- [{title}]({site}/{Path(target).with_suffix('.html')})" for target, title, _ in CARDS

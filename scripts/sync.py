@@ -149,12 +149,14 @@ def source_of(cell: dict) -> str:
 
 WIDGET = "application/vnd.jupyter.widget-view+json"
 STATIC = {"text/html", "image/png", "image/svg+xml"}
+# Warnings of installed packages, which differ from machine to machine.
+NOISE = re.compile(r"site-packages|torch/distributed/|gemm_4bit")
 
 
 def clean_outputs(path: Path) -> None:
     """Keep what a reader without a kernel needs: static forms of widgets, and compact figures.
 
-    Live widgets and progress bars are removed; figures are stored at the size that the page shows.
+    Live widgets, progress bars and warnings of other packages are removed; figures are stored at the size that the page shows.
     """
     from bertlab.core.plots import compact_png
 
@@ -171,7 +173,12 @@ def clean_outputs(path: Path) -> None:
                 small = compact_png(base64.b64decode(png), shown.get("width"))
                 data["image/png"] = base64.b64encode(small).decode()
         if outputs:
-            cell["outputs"] = [output for output in outputs if WIDGET not in output.get("data", {})]
+            cell["outputs"] = [
+                output
+                for output in outputs
+                if WIDGET not in output.get("data", {})
+                and not (output.get("name") == "stderr" and NOISE.search("".join(output["text"])))
+            ]
     write_whole(path, as_notebook(notebook))
 
 

@@ -297,6 +297,30 @@ def test_the_public_address_is_read_from_settings_alone(tree):
     )
 
 
+def test_outputs_are_stored_for_readers_without_a_kernel(tmp_path):
+    import base64
+    import io
+
+    from PIL import Image
+
+    Image.new("RGB", (1280, 720), "white").save(drawn := io.BytesIO(), format="png")
+    png = {"image/png": base64.b64encode(drawn.getvalue()).decode()}
+    widget = {sync.WIDGET: {"model_id": "a"}}
+    outputs = [
+        {"output_type": "display_data", "data": data, "metadata": {"image/png": {"width": 640}}}
+        for data in (png, {**widget, "text/html": "<p>"}, {**widget, "text/plain": "50%|"})
+    ]
+    outputs.append({"output_type": "stream", "name": "stderr", "text": "/site-packages/x.py: old"})
+    path = tmp_path / "page.ipynb"
+    path.write_text(json.dumps({"cells": [{"outputs": outputs}], "metadata": {"widgets": {}}}))
+    sync.clean_outputs(path)
+    notebook = json.loads(path.read_text())
+    figure, static = notebook["cells"][0]["outputs"]
+    small = io.BytesIO(base64.b64decode(figure["data"]["image/png"]))
+    assert Image.open(small).size == (640, 360) and notebook["metadata"] == {}
+    assert static["data"] == {"text/html": "<p>"}
+
+
 # --- style ----------------------------------------------------------------------------------------
 
 
