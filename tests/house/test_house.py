@@ -398,6 +398,9 @@ ELSEWHERE = {"torch-xla", "pytorch-optimizer", "triton", "flash-attn", "ipython"
              "mteb", "optuna", "peft", "ray", "wandb", "sentence-transformers", "onnx", "onnxruntime", "protobuf", "trackio"}  # fmt: skip
 
 
+INDIRECT = {"jinja2"}  # huggingface_hub fills the template of a model card with it
+
+
 def test_declared_dependencies_match_the_imports():
     imported = set()
     for path in MODULES:
