@@ -11,13 +11,13 @@ from typing import Any
 
 from torch import Tensor
 
-from .finetune import FinetuningRun, write_json
+from .finetune import FinetuningRun
 from .commands import COMMANDS
 from .parser import configuration
 from .models import find_model_directory
 from .vocabularies import copy_sentence_transformers_files
 from ..core.serialization import load_json, load_yaml
-from ..core.files import RUN_FILE
+from ..core.files import RUN_FILE, write_json
 from ..data.tokenizers import TOKENIZER_FILES, load_tokenizer
 from ..finetuning.task import load_task
 from ..finetuning.module import FinetuningModule

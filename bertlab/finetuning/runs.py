@@ -213,14 +213,15 @@ def finetune(
     another run.
     """
     monitor, data.seed = prepare(module, data, monitor), seed
-    history, best = History(), BestCheckpoint(directory, monitor)
+    best = BestCheckpoint(directory, monitor)
+    history = next((c for c in callbacks if isinstance(c, History)), None) or History()
     guarded = any(isinstance(callback, NonFiniteGuard) for callback in callbacks)
     all_callbacks = [
         history,
         best,
         *([] if patience is None else [Patience(monitor, patience)]),
         *([] if guarded else [NonFiniteGuard()]),
-        *callbacks,
+        *(callback for callback in callbacks if callback is not history),
     ]
     seed_everything(seed)
     trainer = make_trainer(
