@@ -98,7 +98,7 @@ def import_object(
 ) -> Any:  # a class or function
     """Import a class or function by its dotted name.
 
-    A configuration may come from somebody else, so that a name in it must not be able to call an
+    A configuration may come from an untrusted source, so a name in it must not be able to call an
     arbitrary function of an installed package. Raises `ValueError`.
     """
     label = f"{argument}={name!r}"

@@ -204,7 +204,7 @@ def attention_browser(
         f"layer {layer}, head {head}": {"layer": layer, "head": head}
         for layer, head in (heads[i] for i in downsample(len(heads), MAX_FRAMES))
     }
-    return explore(controls, draw, steps, "Who looks at whom")
+    return explore(controls, draw, steps, "Attention maps")
 
 # %% ../../nbs/explorers/05_models.ipynb #dd14b4dc
 def nearest_tokens(
