@@ -76,7 +76,7 @@ def _summary(corpus: Corpus) -> list[tuple[str, str]]:
     num_read = len(corpus.train) + len(corpus.validation) + corpus.num_dropped.total()
     for reason, count in corpus.num_dropped.items():
         rows.append(("left out", f"{count:,} documents ({count / num_read:.1%}): {reason}"))
-    rows += [("note", f"{count:,} {what}") for what, count in corpus.notes.items()]
+    rows += [("note", f"{count:,} {note}") for note, count in corpus.notes.items()]
     return [*rows, ("split", corpus.split_rule), ("sha256", corpus.sha256[:16])]
 
 # %% ../../nbs/data/04_corpus.ipynb #a2e09c6f

@@ -222,11 +222,11 @@ def encode_pairs(
         tokenizer.sep_token_id,
         lambda some: tokenize_plain(tokenizer, list(some), add_special_tokens=False)["input_ids"],
     )
-    given = [[]] * len(texts) if prompts is None else [[*ids, end] for ids in read(prompts)]
+    prompt_ids = [[]] * len(texts) if prompts is None else [[*ids, end] for ids in read(prompts)]
     counts = count_ends(range(len(texts)), max_ends, seed)
     return [
         [*before, *ids, *[end] * int(count)]
-        for before, ids, count in zip(given, read(texts), counts)
+        for before, ids, count in zip(prompt_ids, read(texts), counts)
     ]
 
 # %% ../../nbs/data/08_diffusion.ipynb #8b30070e
@@ -260,8 +260,11 @@ def noise_batch(
     weights_BL = shares_BL * elbo_weight(times_BL, rule.schedule)
     # Times are drawn from 1 - sampling_eps of the circle, and a token is hidden by the rest of the
     # share: with the line these are the same, with the cosine they are not.
-    drawn, rest = 1 - rule.sampling_eps, 1 - NOISE_SCHEDULES[rule.schedule].share(rule.sampling_eps)
-    weights_BL *= drawn / rest
+    drawn, hidden = (
+        1 - rule.sampling_eps,
+        1 - NOISE_SCHEDULES[rule.schedule].share(rule.sampling_eps),
+    )
+    weights_BL *= drawn / hidden
     # Those that are asked stand for all that are hidden (Horvitz and Thompson 1952).
     weights_BL *= (hidden_BL.sum(1) / np.maximum(1, asked_BL.sum(1)))[:, None]
     return {

@@ -287,10 +287,16 @@ def ngram_overlap(
 ) -> list[float]:  # per document, the fraction of its n-grams that the others contain
     "Measure how much of each document the others contain (Chowdhery et al. 2022, sec. 8)."
     ngrams = [word_ngrams(document.content) for document in documents]
-    candidates, shared = {ngram for own in ngrams for ngram in own}, set()
-    for other in others if candidates else ():
-        shared.update(candidates.intersection(_iter_ngrams(other.content)))
-    return [sum(ngram in shared for ngram in own) / max(1, len(own)) for own in ngrams]
+    candidates, shared = (
+        {ngram for ngrams_of_document in ngrams for ngram in ngrams_of_document},
+        set(),
+    )
+    for training_document in others if candidates else ():
+        shared.update(candidates.intersection(_iter_ngrams(training_document.content)))
+    return [
+        sum(ngram in shared for ngram in ngrams_of_document) / max(1, len(ngrams_of_document))
+        for ngrams_of_document in ngrams
+    ]
 
 # %% ../../nbs/data/01_documents.ipynb #ad463ed4
 def choose_held_out(

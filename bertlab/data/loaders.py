@@ -141,8 +141,8 @@ class EpochBatches:
         if before == self.per_round:
             return
         epoch, batches = divmod(self.delivered, state["per_epoch"])
-        rounds, rest = divmod(batches * before, self.per_round)
-        if rest or self.per_iteration != len(self):
+        rounds, remainder = divmod(batches * before, self.per_round)
+        if remainder or self.per_iteration != len(self):
             raise ValueError(
                 f"the state is of batches of {before} rows, and these have {self.per_round}, which "
                 f"do not continue after {batches * before:,} rows (or limit_train_batches counts "

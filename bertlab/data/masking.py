@@ -108,13 +108,13 @@ class MaskingConfig:
     max_span_length: int = 10  # words, or tokens where words are not known
 
     def __post_init__(self):
-        for name, known in {
+        for name, choices in {
             "selection": ("bernoulli", "exact"),
             "unit": ("token", "word", "span"),
         }.items():
-            if getattr(self, name) not in known:
+            if getattr(self, name) not in choices:
                 raise ValueError(
-                    f"{name} must be {' or '.join(map(repr, known))}, got {getattr(self, name)!r}"
+                    f"{name} must be {' or '.join(map(repr, choices))}, got {getattr(self, name)!r}"
                 )
         if self.unit == "span" and self.selection == "bernoulli":
             raise ValueError("unit='span' draws until a budget is spent: give selection='exact'")
@@ -145,16 +145,16 @@ def _first_characters(token: str, mark: str) -> str:
         return token.removeprefix("" if mark in BEGINNINGS else mark)[:1]
     length = 1 + sum(raw[:1] >= bytes([lead]) for lead in (0xC0, 0xE0, 0xF0))
     missing = max(0, length - len(raw))
-    ends = (raw[:length] + bytes([rest]) * missing for rest in (0x80, 0xBF))
+    ends = (raw[:length] + bytes([remaining]) * missing for remaining in (0x80, 0xBF))
     return "".join(end.decode("utf-8", "ignore") for end in ends)
 
 
 def _begins_unspaced(token: str, mark: str) -> bool:
     "Whether a piece surely begins with a letter of a script without spaces, and no vowel sign."
-    found = _first_characters(token, mark)
-    inside = [any(low <= ord(c) <= high for low, high in UNSPACED) for c in found]
-    signs = [unicodedata.category(c).startswith("M") for c in found]
-    return bool(found) and all(inside) and not all(signs)
+    first = _first_characters(token, mark)
+    inside = [any(low <= ord(c) <= high for low, high in UNSPACED) for c in first]
+    signs = [unicodedata.category(c).startswith("M") for c in first]
+    return bool(first) and all(inside) and not all(signs)
 
 
 def continuation_mask(

@@ -164,7 +164,7 @@ class MixedDataset:
         located = [self.locate(*key) for key in keys]
         rows: list = [None] * len(keys)
         for source in {source for source, _ in located}:
-            positions = [n for n, (other, _) in enumerate(located) if other == source]
+            positions = [n for n, (position, _) in enumerate(located) if position == source]
             built = self.datasets[source].__getitems__([located[n][1] for n in positions])
             for n, row in zip(positions, built):
                 rows[n] = {**row, "epoch": keys[n][0], "index": keys[n][1]}

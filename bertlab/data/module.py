@@ -202,7 +202,9 @@ def split_options(
 ) -> list[Any]:  # an instance of each class
     "Sort options by the class that has them. Raises `ValueError` for one that none has."
     names = {group: [field.name for field in fields(group)] for group in groups}
-    accepted = [name for several in names.values() for name in several if name not in PARAMETERS]
+    accepted = [
+        name for group_names in names.values() for name in group_names if name not in PARAMETERS
+    ]
     for name in options:
         if name not in accepted:
             hint = did_you_mean(name, accepted) or f"; it has {', '.join(accepted)}"
@@ -442,7 +444,9 @@ def load_sources(
     if config.max_ends and config.prompt_column is None:
         ended = partial(add_ends, end_token_id=end, max_ends=config.max_ends, room=room,
                         options=options, seed=seed)  # fmt: skip
-        parts = {part: [ended(d) for d in several] for part, several in parts.items()}
+        parts = {
+            part: [ended(d) for d in documents_of_part] for part, documents_of_part in parts.items()
+        }
     return parts["train"], parts["validation"]
 
 
@@ -533,9 +537,9 @@ def _draw_lengths(lengths: np.ndarray, capacity: int, num_bars: int = 8) -> str:
     "A histogram of lengths in letters, a line for each range."
     edges = np.linspace(0, capacity, num_bars + 1).astype(int)
     counts = np.histogram(lengths, edges + 1)[0]
-    bars = ["#" * round(30 * number / max(1, counts.max())) for number in counts]
-    return "\n".join(f"  {low + 1:>5}-{high:<5}{number:>10,} {bar}".rstrip()
-                     for low, high, number, bar in zip(edges, edges[1:], counts, bars))  # fmt: skip
+    bars = ["#" * round(30 * count / max(1, counts.max())) for count in counts]
+    return "\n".join(f"  {low + 1:>5}-{high:<5}{count:>10,} {bar}".rstrip()
+                     for low, high, count, bar in zip(edges, edges[1:], counts, bars))  # fmt: skip
 
 
 def _decode_row(row: dict, tokenizer: Any, max_chars: int = 70) -> str:
@@ -632,7 +636,9 @@ class PretrainingDataModule(L.LightningDataModule):
         load = partial(load_sources, self.config, tokenizer=self.tokenizer)
         train, held_out = ([], []) if self.streaming else load(self.sources)
         if self.val_sources:
-            return train, [documents for one in self.val_sources for documents in load([one])[0]]
+            return train, [
+                documents for source in self.val_sources for documents in load([source])[0]
+            ]
         if self.streaming:
             self._hold_out()
             held_out = [tokenize_documents(list(self.held_out.values()), self.tokenizer)]
@@ -769,10 +775,12 @@ class PretrainingDataModule(L.LightningDataModule):
             corpus = vars(source).get("corpus")  # None: it was not read here
             if corpus is not None:
                 dropped, notes = corpus.num_dropped.items(), corpus.notes.items()
-                found = [f"left out {count:,}: {reason}" for reason, count in dropped]
-                found += [f"{count:,} {what}" for what, count in notes]
-                found += filter(None, [normalization_note(corpus.train_texts, self.tokenizer)])
-                lines += [f"{corpus.name}: {line}" for line in found]
+                notes_of_corpus = [f"left out {count:,}: {reason}" for reason, count in dropped]
+                notes_of_corpus += [f"{count:,} {note}" for note, count in notes]
+                notes_of_corpus += filter(
+                    None, [normalization_note(corpus.train_texts, self.tokenizer)]
+                )
+                lines += [f"{corpus.name}: {line}" for line in notes_of_corpus]
         return lines
 
 

@@ -121,28 +121,28 @@ def best_fit_decreasing(
     open_rows = defaultdict(list)  # of a space: a heap of runs (first row, number of rows)
     spaces, num_rows, deals = [], 0, []  # `spaces`, rising: those for which there is an open row
     for length in range(len(counts) - 1, 0, -1):
-        left = counts[length]
-        while left:
+        remaining = counts[length]
+        while remaining:
             at = bisect_left(spaces, length)
             if fits := at < len(spaces):
                 space = spaces[at]
                 first, available = heappop(open_rows[space])
             else:
-                space, first, available = capacity, num_rows, left
-            per_row = min(space // length, left)
-            used = min(left // per_row, available)
+                space, first, available = capacity, num_rows, remaining
+            per_row = min(space // length, remaining)
+            used = min(remaining // per_row, available)
             deals.append((per_row, first, used))
-            left -= per_row * used
+            remaining -= per_row * used
             if not fits:
                 num_rows += used
             elif used < available:
                 heappush(open_rows[space], (first + used, available - used))
             elif not open_rows[space]:
                 del spaces[at]
-            if rest := space - per_row * length:
-                if not open_rows[rest]:
-                    insort(spaces, rest)
-                heappush(open_rows[rest], (first, used))
+            if room_left := space - per_row * length:
+                if not open_rows[room_left]:
+                    insort(spaces, room_left)
+                heappush(open_rows[room_left], (first, used))
     return deals
 
 # %% ../../nbs/data/12_packing.ipynb #a783d091
@@ -429,7 +429,7 @@ class PackedDataset:
         path = documents.path and documents.path / f"counts-{name}.npy"
         if path and path.exists():
             return np.load(path)
-        rows = [self._block(number).counts() for number in range(documents.num_blocks)]
+        rows = [self._block(block).counts() for block in range(documents.num_blocks)]
         counts = np.array(rows, np.int64).reshape(-1, len(COUNTS))
         if path and os.access(documents.path, os.W_OK):
             with atomic_write(path) as temporary, open(temporary, "wb") as file:
@@ -505,15 +505,15 @@ class PackedDataset:
 
     def build(self, keys: Sequence[int | tuple[int, int]]) -> list[dict]:
         "Build many rows at once, each with its address. Raises `IndexError` for no row."
-        wanted: dict[int, list] = {}
+        indices: dict[int, list] = {}
         for position, key in enumerate(keys):
             epoch, index = map(int, key if isinstance(key, tuple) else (self._epoch, key))
             if not -len(self) <= index < len(self):
                 raise IndexError(f"row {index} of a dataset of {len(self)} rows")
             block, row = self.locate(epoch, index % len(self))
-            wanted.setdefault(block, []).append((position, (epoch, row), index % len(self)))
+            indices.setdefault(block, []).append((position, (epoch, row), index % len(self)))
         rows: list = [None] * len(keys)
-        for number, requests in wanted.items():
+        for number, requests in indices.items():
             built = self._block(number).build([address for _, address, _ in requests], self)
             for (position, (epoch, _), index), row in zip(requests, built):
                 row = row if self.packing else strip_padding(row)

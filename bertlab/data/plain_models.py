@@ -100,15 +100,15 @@ class PlainModelCollator:
         return self.dtype if self.model is None else self.model.dtype
 
     def __call__(self, rows: Sequence) -> dict[str, Any]:
-        for number, row in enumerate(rows):
+        for n, row in enumerate(rows):
             if isinstance(row, Mapping) and "position_ids" in row and "index" not in row:
                 raise ValueError(
-                    f"row {number} has no index, so its masks would never change: set "
+                    f"row {n} has no index, so its masks would never change: set "
                     "remove_unused_columns=False in TrainingArguments"
                 )
         batch = self.collator(rows)
-        documents_BL, kept = batch["attention_mask"], ("input_ids", "labels")
-        return {name: batch[name] for name in kept if name in batch} | {
+        documents_BL, names = batch["attention_mask"], ("input_ids", "labels")
+        return {name: batch[name] for name in names if name in batch} | {
             "attention_mask": self.mask(documents_BL),
             "position_ids": self.positions(batch["position_ids"], documents_BL),
         }
@@ -116,11 +116,11 @@ class PlainModelCollator:
     def mask(self, documents_BL: Tensor) -> Tensor | dict[str, Tensor]:
         "One mask; or one for each kind of layer, where some see a window only."
         dtype = self._dtype()
-        whole = self.form(block_mask(documents_BL), dtype)
+        full_mask = self.form(block_mask(documents_BL), dtype)
         if self.window is None:
-            return whole
+            return full_mask
         near = self.form(block_mask(documents_BL, self.window), dtype)
-        return {"full_attention": whole, "sliding_attention": near}
+        return {"full_attention": full_mask, "sliding_attention": near}
 
     def positions(self, positions_BL: Tensor, documents_BL: Tensor) -> Tensor:
         "Positions as the model counts them. Raises `ValueError` where it has learned too few."

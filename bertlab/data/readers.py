@@ -180,9 +180,9 @@ class SourceFile:
                 if text is not None:
                     yield Line(number, text, end, data[len(bare) :].decode())
 
-    def _decode_line(self, data: bytes, number: int, start: int) -> str | None:
+    def _decode_line(self, data: bytes, line: int, start: int) -> str | None:
         "Decode a line; None if the handler took the error. Raises `ValueError` for other files."
-        where, text, reason = f"{self.path} line {number}", None, "it holds zero bytes"
+        where, text, reason = f"{self.path} line {line}", None, "it holds zero bytes"
         try:
             text = data.decode(self.options.encoding)
         except UnicodeDecodeError as error:
@@ -296,40 +296,40 @@ def resolve_column(
     argument: str = "text_column",  # that named it, for messages
 ) -> str:  # its name
     "Find a column. Raises `ValueError` with the name that may have been meant."
-    given, hint = f"{argument}={column!r}", _suspect_header(available)
+    option, hint = f"{argument}={column!r}", _suspect_header(available)
     if not available:
-        raise ValueError(f"{given}: there are no columns; is the file empty?")
-    number = int(column) if re.fullmatch(r"-?\d+", str(column)) else None
-    is_counted = number is not None and 0 < abs(number) <= len(available)
-    counted = available[number - (number > 0)] if is_counted else None
-    if column in available and (number is None or not hint or counted == column):
+        raise ValueError(f"{option}: there are no columns; is the file empty?")
+    position = int(column) if re.fullmatch(r"-?\d+", str(column)) else None
+    is_counted = position is not None and 0 < abs(position) <= len(available)
+    counted = available[position - (position > 0)] if is_counted else None
+    if column in available and (position is None or not hint or counted == column):
         return column
     if column in available:
-        raise ValueError(f"{given} is the name of a column and the number of another one{hint}")
+        raise ValueError(f"{option} is the name of a column and the number of another one{hint}")
     if is_counted and hint and not str(counted).isidentifier():
-        raise ValueError(f"{given} is the number of the column {counted[:40]!r}{hint}")
+        raise ValueError(f"{option} is the number of the column {counted[:40]!r}{hint}")
     if is_counted:
         return counted
-    shown = [str(name)[:40] for name in available]
-    if number is not None:
+    names = [str(name)[:40] for name in available]
+    if position is not None:
         raise ValueError(
-            f"{given}: columns are numbered from 1 to {len(available)}, or from -1 backwards; "
-            f"they are {shown}"
+            f"{option}: columns are numbered from 1 to {len(available)}, or from -1 backwards; "
+            f"they are {names}"
         )
     same = [name for name in available if str(name).lower() == column.lower()]
     if len(same) != 1:
-        suggestion = did_you_mean(column, shown) or ";"
-        raise ValueError(f"{given}: no such column{suggestion} its columns are {shown}{hint}")
+        suggestion = did_you_mean(column, names) or ";"
+        raise ValueError(f"{option}: no such column{suggestion} its columns are {names}{hint}")
     return same[0]
 
 # %% ../../nbs/data/02_readers.ipynb #2394881e
 def _csv_rows(file: SourceFile, delimiter: str) -> Iterator[tuple[int, list[str]]]:
     "Yield the number of the first line, and the cells, of each row."
-    taken = []
+    lines_of_row = []
 
     def feed() -> Iterator[str]:
         for line in file.lines():
-            taken.append(line)
+            lines_of_row.append(line)
             yield line.text + (line.line_end or "\n")  # a cell keeps the ends of its lines
 
     while True:
@@ -341,18 +341,21 @@ def _csv_rows(file: SourceFile, delimiter: str) -> Iterator[tuple[int, list[str]
                 csv.field_size_limit(limit)
                 if row is None:
                     return
-                first = taken[0].number
-                file.position.line, file.position.offset = taken[-1].number, taken[-1].end
-                taken.clear()
+                first = lines_of_row[0].number
+                file.position.line, file.position.offset = (
+                    lines_of_row[-1].number,
+                    lines_of_row[-1].end,
+                )
+                lines_of_row.clear()
                 if row:
                     yield first, row
         except csv.Error as error:
-            first, *following = taken
+            first, *following = lines_of_row
             file.handle(
                 ValueError(f"{file.path} line {first.number} is no row of a table ({error})")
             )
             file.unread(following)
-            taken.clear()
+            lines_of_row.clear()
         finally:
             csv.field_size_limit(limit)
 
@@ -367,7 +370,7 @@ def read_csv(file: SourceFile, options: ReadOptions) -> Rows:
             return
         learned["names"] = first[1]
         if not options.header:
-            learned["names"] = [str(number) for number in range(1, len(first[1]) + 1)]
+            learned["names"] = [str(n) for n in range(1, len(first[1]) + 1)]
             rows = chain([first], rows)
     names = learned["names"]
     columns = file.select(names)

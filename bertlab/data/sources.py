@@ -196,7 +196,7 @@ def dataset_rows(
     first: int = 1,  # number of the first row
 ) -> Iterator[tuple[str, dict]]:
     "Yield the address and the columns of each row of a dataset."
-    number = first - 1
+    row_number = first - 1
     for batch in data.iter(batch_size=batch_size):
         names = {column: column for column in batch}
         if columns is not None:
@@ -204,8 +204,10 @@ def dataset_rows(
                 names = {column: resolve_column(column, list(batch)) for column in columns}
             except ValueError as error:
                 raise ValueError(f"{name}: {error}") from None
-        for number, cells in enumerate(zip(*(batch[n] for n in names.values())), number + 1):
-            yield f"row {number}", dict(zip(names, cells))
+        for row_number, cells in enumerate(
+            zip(*(batch[n] for n in names.values())), row_number + 1
+        ):
+            yield f"row {row_number}", dict(zip(names, cells))
 
 # %% ../../nbs/data/03_sources.ipynb #c6e927ca
 def is_local(
@@ -247,9 +249,11 @@ def check_file_options(
 ) -> None:
     "Raise `ValueError` for options of hub datasets, given for something else."
     split = parse_split(options.split)[0] if can_slice else options.split
-    given = {"split": split, "config_name": options.config_name, "streaming": streaming}
+    options_given = {"split": split, "config_name": options.config_name, "streaming": streaming}
     usual = {"split": "train", "config_name": None, "streaming": False}
-    if unread := [f"{name}={value!r}" for name, value in given.items() if value != usual[name]]:
+    if unread := [
+        f"{name}={value!r}" for name, value in options_given.items() if value != usual[name]
+    ]:
         raise ValueError(
             f"{source} is no hub dataset and has only the split 'train': leave out "
             f"{', '.join(unread)}"
@@ -335,10 +339,10 @@ def iter_documents(
                 handle(error)
                 continue
             # Relative, so that a directory that moves keeps its split, which hashes these names.
-            shown = Path(path).relative_to(name).as_posix() if is_folder else path
-            shown = os.path.basename(path) if files and not is_folder else shown
-            place = f"{shown}:{where.split()[-1]}"
-            yield Document(texts[-1], place, texts[0] if texts[1:] else None)
+            file_name = Path(path).relative_to(name).as_posix() if is_folder else path
+            file_name = os.path.basename(path) if files and not is_folder else file_name
+            address = f"{file_name}:{where.split()[-1]}"
+            yield Document(texts[-1], address, texts[0] if texts[1:] else None)
 
     _, begin, stop = parse_split(options.split) if "+" not in options.split else (0, None, None)
     readers = [
@@ -386,9 +390,9 @@ class TextStream:
     def __iter__(self) -> Iterator[str]:
         while self.part < len(self.parts):
             for text in self._read_part():
-                number, self.number = self.number, self.number + 1
-                is_left_out = self.leave_out and self.leave_out(number)
-                if number % self.num_shards == self.shard and not is_left_out:
+                index, self.number = self.number, self.number + 1
+                is_left_out = self.leave_out and self.leave_out(index)
+                if index % self.num_shards == self.shard and not is_left_out:
                     yield text
             self.part, self.position, self.hub, self.data = self.part + 1, Position(), None, None
         self.reset()

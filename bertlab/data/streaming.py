@@ -233,10 +233,10 @@ class PackedStream(IterableDataset):
 
     def locate(self, row: int) -> tuple[int, int]:  # shard, row of the shard
         "Find a row of the whole stream."
-        turn, place = divmod(row, self.turn)
+        turn, position = divmod(row, self.turn)
         group, turn = self.turns(turn)
         turn, shard = divmod(turn, self.group_sizes[group])
-        return sum(self.group_sizes[:group]) + shard, turn * self.turn + place
+        return sum(self.group_sizes[:group]) + shard, turn * self.turn + position
 
     def __iter__(self) -> Iterator[dict]:
         "The rows of this process, or of this worker, from where `load_state_dict` has put it."

@@ -216,9 +216,11 @@ def _check_label_ids(
 ) -> None:
     "Raise `RowError` with the column for a label that is neither an id nor -100."
     labels, end = np.asarray(labels), np.inf if num_labels is None else num_labels
-    for row, *rest in np.argwhere((labels != IGNORE_INDEX) & ((labels < 0) | (labels >= end)))[:1]:
+    for row, *position in np.argwhere((labels != IGNORE_INDEX) & ((labels < 0) | (labels >= end)))[
+        :1
+    ]:
         raise RowError(
-            f"the column {column!r} has the label {labels[(row, *rest)]}; labels are 0 or more "
+            f"the column {column!r} has the label {labels[(row, *position)]}; labels are 0 or more "
             f"and below {end} (num_labels), or {IGNORE_INDEX}",
             row,
         )

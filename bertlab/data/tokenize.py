@@ -89,8 +89,8 @@ def find_parts(
 
 def _is_in_memory(source: Any) -> bool:
     "Whether a source is documents of token ids in memory, and not names."
-    named = isinstance(source, (str, os.PathLike)) or not isinstance(source, Sequence)
-    return not named and bool(source) and not isinstance(source[0], (str, os.PathLike))
+    is_named = isinstance(source, (str, os.PathLike)) or not isinstance(source, Sequence)
+    return not is_named and bool(source) and not isinstance(source[0], (str, os.PathLike))
 
 
 def _row_parts(
@@ -108,11 +108,11 @@ def _file_parts(files: list[Path]) -> list[Part]:
     limit = min(max(sum(sizes) // 256, PART_BYTES[0]), PART_BYTES[1])
     groups: list[list[int]] = []
     filled = limit + 1
-    for number, size in enumerate(sizes):
+    for index, size in enumerate(sizes):
         if filled + size > limit and filled:
             groups.append([])
             filled = 0
-        groups[-1].append(number)
+        groups[-1].append(index)
         filled += size
     return [Part("files", tuple(str(files[n].absolute()) for n in group), (0, 0),
                  tuple(_stamp(files[n]) for n in group)) for group in groups]  # fmt: skip
@@ -247,7 +247,7 @@ def kept_documents(
     "Documents that pass all filters; token ids pass any."
     keeps = [(name, make_filter(name)) for name in filters]
     repeated = set() if removed is None else set(removed.tolist())
-    number = 0
+    index = 0
     for document in documents:
         for name, keep in keeps if isinstance(document, str) else ():
             document = keep(document)
@@ -255,11 +255,11 @@ def kept_documents(
                 notes[f"left out by {name}"] += 1
                 break
         else:
-            if number in repeated:
+            if index in repeated:
                 notes["left out as near duplicates"] += 1
             else:
                 yield document
-            number += 1
+            index += 1
 
 # %% ../../nbs/data/18_tokenize.ipynb #205eb26d
 @dataclass(frozen=True)
@@ -349,13 +349,13 @@ def run_locally(
     disable = None if progress is None else not progress
     with tqdm(total=len(numbers), unit="part", desc="tokenizing", disable=disable) as bar:
         if num_proc == 1 or len(numbers) < 2:
-            for number in numbers:
-                tokenize_part(job, number)
+            for part in numbers:
+                tokenize_part(job, part)
                 bar.update()
             return
         context = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
         with ProcessPoolExecutor(min(num_proc, len(numbers)), context, _begin_worker) as pool:
-            futures = [pool.submit(tokenize_part, job, number) for number in numbers]
+            futures = [pool.submit(tokenize_part, job, part) for part in numbers]
             try:
                 for future in as_completed(futures):
                     future.result()
@@ -374,8 +374,8 @@ def _documents_step(data: Any, rank: int, world_size: int, job: TokenizeJob) -> 
     from datatrove.data import Document
 
     documents = read_part(job.parts[rank], job.reading, Counter())
-    for number, text in enumerate(kept_documents(documents, job.filters, Counter())):
-        yield Document(text=text if isinstance(text, str) else "", id=f"{rank}/{number}")
+    for index, text in enumerate(kept_documents(documents, job.filters, Counter())):
+        yield Document(text=text if isinstance(text, str) else "", id=f"{rank}/{index}")
 
 
 def _stages(job: TokenizeJob, writes: bool) -> list[tuple[str, list, int]]:  # name, steps, tasks
@@ -415,16 +415,16 @@ def run_stages(
     writes: bool = True,  # False: only what finds near duplicates
 ) -> None:
     "Run the stages through datatrove; on a cluster they are queued, each behind the one before."
-    kind = {
+    class_name = {
         "local": "LocalPipelineExecutor",
         "slurm": "SlurmPipelineExecutor",
         "ray": "RayPipelineExecutor",
     }[executor]
-    executor_cls = getattr(import_module(f"datatrove.executor.{executor}"), kind)
+    executor_cls = getattr(import_module(f"datatrove.executor.{executor}"), class_name)
     import_module("loguru").logger.disable("datatrove")  # its logs are in files
     last = None
     for name, steps, tasks in _stages(job, writes):
-        own = {
+        settings = {
             "tasks": tasks,
             "workers": min(num_proc, tasks),
             "logging_dir": str(job.steps / "logs" / name),
@@ -432,11 +432,11 @@ def run_stages(
             **options,
         }
         if executor == "slurm":
-            own["job_name"] = f"bertlab-{name}"
+            settings["job_name"] = f"bertlab-{name}"
         if executor == "local" and sys.platform == "linux":
-            own.setdefault("start_method", "fork")
+            settings.setdefault("start_method", "fork")
         try:
-            last = executor_cls(steps, **own)
+            last = executor_cls(steps, **settings)
         except TypeError as error:
             raise ValueError(f"executor_options: {error}") from None
         except ImportError as error:
@@ -453,8 +453,8 @@ def finish_job(job: TokenizeJob) -> dict:  # the content of tokens.json
     "Turn the parts into a dataset, with counts of what the filters left out."
     before = _read_info(Path(job.output)) if job.first else {}
     notes, num_parts = Counter(), job.first + len(job.parts)
-    for number in range(num_parts):
-        if record := part_record(Path(job.output), number):
+    for part in range(num_parts):
+        if record := part_record(Path(job.output), part):
             notes.update(record["notes"])
     info = {"tokenizer": job.fingerprint, "jobs": [*before.get("jobs", ()), job.key()],
             "notes": dict(notes)}  # fmt: skip
@@ -489,17 +489,20 @@ def check_output(
     info = _read_info(output)
     if job.key() in info.get("jobs", ()):
         return None
-    kept = output / "tokenizer"
-    other = kept.exists() and tokenizer_fingerprint(load_tokenizer(kept)) != job.fingerprint
-    if info and append and not other:
+    saved_tokenizer = output / "tokenizer"
+    is_other = (
+        saved_tokenizer.exists()
+        and tokenizer_fingerprint(load_tokenizer(saved_tokenizer)) != job.fingerprint
+    )
+    if info and append and not is_other:
         return replace(job, first=info["parts"])
     started = [part_record(output, n) for n in range(len(job.parts))] if not info else []
     mine = [record is None or record["key"] == job.key(n) for n, record in enumerate(started)]
-    if info or other or not all(mine):
-        reason = "another tokenizer" if other else "other tokens"
+    if info or is_other or not all(mine):
+        reason = "another tokenizer" if is_other else "other tokens"
         raise ValueError(
             f"output {output} holds {reason}: pass --append to add these (with the tokenizer in "
-            f"{kept}), --overwrite to start again, or choose another --output"
+            f"{saved_tokenizer}), --overwrite to start again, or choose another --output"
         )
     return job
 

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['SPECIAL_TOKENS', 'TOKENIZER_TRAINERS', 'TOKENIZER_FILES', 'iter_texts', 'byte_letters', 'unknown_fraction',
            'normalization_note', 'train_tokenizer', 'save_tokenizer', 'load_tokenizer', 'num_token_ids',
-           'check_same_vocabulary', 'unused_token_ids', 'hide_special_pieces', 'tokenize_plain', 'resolve_tokenizer']
+           'check_same_vocabulary', 'unused_token_ids', 'tokenize_plain', 'resolve_tokenizer']
 
 # %% ../../nbs/data/05_tokenizers.ipynb #34962f81
 import json
@@ -488,23 +488,6 @@ def _check_tokenizer(tokenizer: Any, name: str) -> None:
         )
 
 # %% ../../nbs/data/05_tokenizers.ipynb #5b0hide2
-def hide_special_pieces(
-    serialized: str,  # a tokenizer of `tokenizers` as JSON
-) -> str:  # the same ids for everything else
-    "Rename the special tokens that a Unigram model would find in a text as pieces."
-    state = json.loads(serialized)
-    if state["model"]["type"] != "Unigram":
-        return serialized
-    pieces = {piece for piece, _ in state["model"]["vocab"]}
-    hidden = {token["content"] for token in state["added_tokens"] if token["special"]} & pieces
-    state["added_tokens"] = [t for t in state["added_tokens"] if t["content"] not in hidden]
-    state["model"]["vocab"] = [
-        [8 * "\0" + piece if piece in hidden else piece, score]
-        for piece, score in state["model"]["vocab"]
-    ]
-    return json.dumps(state)
-
-
 def tokenize_plain(
     tokenizer: Any,  # of transformers
     *texts: Any,  # as for a call

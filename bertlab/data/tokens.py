@@ -24,7 +24,6 @@ import numpy as np
 
 from ..core.files import atomic_write
 from .masking import GOLDEN, splitmix64
-from .tokenizers import hide_special_pieces
 
 # %% ../../nbs/data/11_tokens.ipynb #8297eeb6
 BLOCK_TOKENS = 1 << 22  # a block ends with the document that brings it to this many tokens,
@@ -226,11 +225,11 @@ class TokenizedDocuments(Sequence):
         if len(self._excluded):  # the number before documents were excluded
             index += int(np.searchsorted(self._excluded - np.arange(len(self._excluded)), index,
                                          "right"))  # fmt: skip
-        number = int(np.searchsorted(self._first, index, "right")) - 1
-        source = self._sources[number]
+        block = int(np.searchsorted(self._first, index, "right")) - 1
+        source = self._sources[block]
         if not isinstance(source, Block):
-            source = _read_chunks(source, f"block {number} of {self.path or 'the dataset'}")
-        begin, end = source.offsets[index - self._first[number] :][:2]
+            source = _read_chunks(source, f"block {block} of {self.path or 'the dataset'}")
+        begin, end = source.offsets[index - self._first[block] :][:2]
         return source.tokens[begin:end]
 
     def select(self, indices: Iterable[int]) -> "TokenizedDocuments":
@@ -462,8 +461,8 @@ def exclude_documents(
 ) -> TokenizedDocuments:
     "Leave out each document with one of these hashes."
     facts = documents._origin, documents.path, documents.info
-    found = _find_hashes(_restore(*facts, documents._excluded[:0]), np.unique(hashes))
-    return _restore(*facts, np.union1d(documents._excluded, found))
+    excluded = _find_hashes(_restore(*facts, documents._excluded[:0]), np.unique(hashes))
+    return _restore(*facts, np.union1d(documents._excluded, excluded))
 
 
 HELD_OUT_AMONG = 10_000  # first documents of a source, of which some are held out
@@ -515,14 +514,22 @@ class BatchEncoder:
     def __init__(self, serialized: str):
         from tokenizers import Tokenizer  # here, because it is needed only where text is tokenized
 
-        self.backend = Tokenizer.from_str(hide_special_pieces(serialized))
+        self.backend = Tokenizer.from_str(serialized)
         self.backend.encode_special_tokens = True  # "[MASK]" in a text is the word
+        # A Unigram model has special tokens as pieces; in a text they are unknown words.
+        state, self.special_ids, self.unknown_id = json.loads(serialized), [], None
+        if state["model"]["type"] == "Unigram":
+            self.special_ids = [token["id"] for token in state["added_tokens"] if token["special"]]
+            self.unknown_id = state["model"]["unk_id"]
 
     def __call__(self, texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
         "Tokenize without special tokens: the ids of all texts joined, and tokens per text."
         encodings = self.backend.encode_batch_fast(texts, add_special_tokens=False)
-        ids = [np.array(encoding.ids, dtype=np.int32) for encoding in encodings]
-        return np.concatenate(ids), np.array([len(part) for part in ids], dtype=np.int64)
+        parts = [np.array(encoding.ids, dtype=np.int32) for encoding in encodings]
+        ids = np.concatenate(parts)
+        if self.special_ids:
+            ids[np.isin(ids, self.special_ids)] = self.unknown_id
+        return ids, np.array([len(part) for part in parts], dtype=np.int64)
 
 
 BATCH_CHARS, BATCH_TEXTS = 500_000, 2000  # a batch ends with whichever comes first
@@ -531,11 +538,10 @@ BATCH_CHARS, BATCH_TEXTS = 500_000, 2000  # a batch ends with whichever comes fi
 def text_batches(texts: Iterable[str]) -> Iterator[list[str]]:
     "Group texts into batches of about equal work."
     batch, num_chars = [], 0
-    for number, text in enumerate(texts):
+    for n, text in enumerate(texts):
         if not isinstance(text, str):
             raise ValueError(
-                f"texts[{number}] is {type(text).__name__}, not text: give one string for each "
-                "document"
+                f"texts[{n}] is {type(text).__name__}, not text: give one string for each document"
             )
         batch.append(text)
         num_chars += len(text)

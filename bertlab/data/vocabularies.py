@@ -181,15 +181,15 @@ def extend_tokenizer(
             "these texts; lower min_count, or give more text"
         )
     parts, total = {}, sum(count * len(word) for word, count in words.items())
-    for id, ((left, right), count) in merged.items():
-        parts[id] = [*parts.get(left, [left]), *parts.get(right, [right])]
+    for id, ((remaining, right), count) in merged.items():
+        parts[id] = [*parts.get(remaining, [remaining]), *parts.get(right, [right])]
         if model["type"] == "Unigram":
-            score = model["vocab"][left][1] + model["vocab"][right][1]
+            score = model["vocab"][remaining][1] + model["vocab"][right][1]
             model["vocab"].append([names[id], max(log(count / total), score + 1e-3)])
             continue
         model["vocab"][names[id]] = id
         if model["type"] == "BPE":
-            model["merges"].append([names[left], names[right]])
+            model["merges"].append([names[remaining], names[right]])
     return ExtendedTokenizer(with_tokenizer_state(tokenizer, state), parts)
 
 # %% ../../nbs/data/20_vocabularies.ipynb #b5dc1b42
@@ -263,26 +263,26 @@ def trim_tokenizer(
     used.update(tokenizer.all_special_ids)
     prefix = model.get("continuing_subword_prefix") or ""
     marks = (prefix, "▁") if prefix else ("▁",)
-    kept = {*keep, *(piece for piece, id in entries.items() if id in used)}
-    kept |= {token["content"] for token in state["added_tokens"] if token["special"]}
+    kept_ids = {*keep, *(piece for piece, id in entries.items() if id in used)}
+    kept_ids |= {token["content"] for token in state["added_tokens"] if token["special"]}
     for piece in entries if keep_characters else ():
         bare = next((piece[len(mark) :] for mark in marks if piece.startswith(mark)), piece)
         if len(piece) == 1 or len(bare) == 1:
-            kept.add(piece)
+            kept_ids.add(piece)
     if model["type"] == "BPE":
         letters = byte_letters()  # without them byte-level BPE cannot write every text
-        kept |= {piece for piece in entries if piece in letters}
-        _keep_joins(model, kept)
+        kept_ids |= {piece for piece in entries if piece in letters}
+        _keep_joins(model, kept_ids)
     if model.get("byte_fallback"):
-        kept |= {piece for piece in entries if piece.startswith("<0x")}
-    kept &= entries.keys()
-    old_ids = sorted(entries[piece] for piece in kept)
+        kept_ids |= {piece for piece in entries if piece.startswith("<0x")}
+    kept_ids &= entries.keys()
+    old_ids = sorted(entries[piece] for piece in kept_ids)
     new_id = {old: new for new, old in enumerate(old_ids)}
     if model["type"] == "Unigram":
         model["vocab"] = [model["vocab"][old] for old in old_ids]
         model["unk_id"] = new_id.get(model["unk_id"])
     else:
-        model["vocab"] = {piece: new_id[id] for piece, id in entries.items() if piece in kept}
+        model["vocab"] = {piece: new_id[id] for piece, id in entries.items() if piece in kept_ids}
     state["added_tokens"] = [
         {**token, "id": new_id[token["id"]]}
         for token in state["added_tokens"]

@@ -4,13 +4,11 @@ import gzip
 import hashlib
 import json
 import os
-import random
 import re
 import string
 import subprocess
 import sys
 import textwrap
-import tracemalloc
 import unicodedata
 from collections import Counter
 from pathlib import Path
@@ -245,20 +243,6 @@ def test_texts_of_marks_alone_are_not_taken_for_copies_of_each_other():
     )
 
 
-def test_words_that_differ_in_vowel_signs_or_accents_are_different_words():
-    hindi, thai = ["दिन", "दान", "दीन"], ["น้ำมา", "นำมา"]
-    whole = ["con má", "con mà", "con mả"]  # Vietnamese: an accent is another word
-    apart = [unicodedata.normalize("NFD", text) for text in whole]
-    assert len({normalized_words(text) for text in [*hindi, *thai, *whole]}) == 8
-    assert [normalized_words(text) for text in apart] == [normalized_words(text) for text in whole]
-    assert word_ngrams("यह दिन है", 2) == [("यह", "दिन"), ("दिन", "है")]
-    kept = deduplicate([Document(text, "") for text in [*hindi, *whole, *apart]], 1, Counter())
-    assert [d.text for d in kept] == [*hindi, *whole]
-    assert normalized_words("I ❤\ufe0f you") == normalized_words("I ❤ you"), (
-        "a mark on no letter is no word"
-    )
-
-
 def test_word_runs_by_hand():
     assert word_ngrams("A b, c d", 3) == [("a", "b", "c"), ("b", "c", "d")]
     assert word_ngrams("A b", 3) == [("a", "b")]
@@ -319,22 +303,6 @@ def test_words_are_letters_with_their_marks(text):
         assert word_ngrams(text, num_words) == runs
 
 
-def test_a_book_to_train_on_is_not_kept_in_memory_as_runs():
-    draw = random.Random(0)
-    book = Document(
-        "".join(
-            draw.choice("天地人大小上下左右中国火车学校朋友今明昨早晚来去") for _ in range(30_000)
-        ),
-        "b:1",
-    )
-    ngram_overlap([book], [])  # what is compiled once
-    tracemalloc.start()
-    assert ngram_overlap([Document(book.text[1000:1100], "a:1")], [book]) == [1.0]
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert peak < 150 * len(book.text)  # its letters and words; all runs take 176 each beside them
-
-
 PARAGRAPHS = {
     "chinese": "今天早上我和朋友一起坐火车去北京大学参观,那里的学生很多,图书馆也非常大,我们在湖边走了很久才回家。",
     "japanese": "わたしはきのう友だちと電車で大学へ行きました。図書館はとても大きくて、学生がたくさんいました。",
@@ -349,23 +317,6 @@ def test_a_copy_with_one_letter_changed_is_a_near_twin_also_without_spaces(scrip
     assert text[12] != text[20] and 0.5 < ngram_overlap([Document(text, "")], [changed])[0] < 1
     others = [Document(PARAGRAPHS[other], "") for other in PARAGRAPHS if other != script]
     assert ngram_overlap([Document(text, "")], others) == [0.0]
-
-
-def test_near_twins_of_chinese_documents_are_dropped_and_training_stays_as_it_was():
-    draw = random.Random(0)
-    clause = lambda: "".join(
-        draw.choice("天地人大小上下左右中国火车学校朋友今明昨早晚来去") for _ in range(9)
-    )  # noqa: E731
-    alone = [Document(",".join(clause() for _ in range(6)), f"a{n}:1") for n in range(80)]
-    pairs = [[Document(",".join([*first, clause()]) + "。", f"p{n}{side}:1") for side in "ab"]
-             for n in range(10) for first in [[clause() for _ in range(5)]]]  # fmt: skip
-    made = make_corpus("zh", [*alone, *sum(pairs, [])], 0.2)
-    held = {d.source[:-3] for d in made.validation if d.source[0] == "p"}
-    assert made.num_dropped["held out, but half or more is in training"] > 0
-    trained = {d.source[:-3] for d in made.train if d.source[0] == "p"}
-    assert not held & trained, "no twin of a training text is left"
-    train, _, _ = train_validation_split([*alone, *sum(pairs, [])], 0.2, lambda d: d.group)
-    assert made.train == train
 
 
 def test_overlap_counts_runs_of_all_others_together():
@@ -570,30 +521,6 @@ def test_the_hash_changes_with_a_text_its_side_its_place_and_its_borders():
     ]
     assert len({sha(*variant) for variant in variants}) == len(variants)
     assert sha(["ab", "c"]) == sha(["ab", "c"])
-
-
-def test_the_description_names_size_hash_version_and_what_was_left_out(embedded):
-    text = embedded.describe()
-    for part in (
-        "train",
-        "validation",
-        "duplicates",
-        "too short",
-        "top-level module",
-        embedded.python_version,
-    ):
-        assert part in text
-    assert embedded.sha256[:16] in text and f"{len(embedded.train):,} documents" in text
-
-
-@pytest.mark.parametrize("files", [{}, {"abc.py": '"""One docstring."""'}], ids=["none", "one"])
-def test_a_python_without_its_source_is_told_what_to_do(tmp_path, monkeypatch, files):
-    for name, content in files.items():
-        (tmp_path / name).write_text(content)
-    monkeypatch.setattr("sysconfig.get_paths", lambda: {"stdlib": str(tmp_path)})
-    with pytest.raises(ValueError) as error:
-        embedded_corpus()
-    assert str(len(files)) in only_line(error) and "source" in str(error.value)
 
 
 def test_the_larger_level_trains_on_more_and_is_validated_on_the_same_modules(
@@ -1162,14 +1089,6 @@ BAD_TOKENIZERS = {
     "a model without a tokenizer": (model_alone, "has none of"),
     "broken file": (lambda p: (p / "tokenizer.json").write_text("{"), "cannot be loaded"),
 }
-
-
-@pytest.mark.parametrize("prepare, word", BAD_TOKENIZERS.values(), ids=BAD_TOKENIZERS.keys())
-def test_a_directory_that_is_no_tokenizer_gets_one_line(tmp_path, prepare, word):
-    prepare(tmp_path)
-    with pytest.raises(ValueError) as error:
-        load_tokenizer(tmp_path)
-    assert word in only_line(error) and tmp_path.name in str(error.value)
 
 
 def test_a_tokenizer_that_is_not_there_gets_one_line_without_asking_a_network(

@@ -1,7 +1,6 @@
 """Data modules: every parameter does its thing, processes share fairly, mistakes are named early."""
 
 import json
-import pickle
 import re
 from itertools import islice
 
@@ -12,12 +11,10 @@ from test_training import word_tokenizer
 
 from bertlab.data.collators import MaskedDiffusionCollator, MaskedLanguageModelingCollator
 from bertlab.data.corpus import load_corpus
-from bertlab.data.documents import CONTENT_VERSION
 from bertlab.data.loaders import BlankRows, EpochBatches
 from bertlab.data.module import PretrainingDataConfig, PretrainingDataModule
 from bertlab.data.packing import PackedDataset
 from bertlab.data.rows import Collator
-from bertlab.data.tokenizers import train_tokenizer
 from bertlab.data.tokens import TokenizedDocuments, finish_dataset, write_part
 
 WORDS = [f"w{i}" for i in range(90)]
@@ -70,17 +67,6 @@ def test_every_document_is_trained_on_or_held_out_and_none_is_both(tmp_path):
     assert sorted(train + held) == sorted(set(texts)) and not set(train) & set(held)
     assert 0.05 < len(held) / len(texts) < 0.15
     assert "held out" in data.describe() and "normalization" not in data.describe()
-
-
-def test_it_is_said_of_a_text_whose_bytes_the_tokenizer_changes(tmp_path):
-    texts = [f"나는 학교에 갑니다 그리고 집에 옵니다 {n}" for n in range(60)]
-    data = PretrainingDataModule(write_lines(tmp_path / "a.txt", texts), train_tokenizer(texts, 400, strip_accents=True),
-                                 max_sequence_length=32)  # fmt: skip
-    data.setup()
-    assert (
-        "a.txt: normalization turns each byte of this text into 2." in data.describe()
-        and "bits per byte" in data.describe()
-    )
 
 
 def test_a_named_validation_set_is_read_whole_and_nothing_is_held_out(tmp_path):
@@ -190,27 +176,6 @@ def test_token_ids_with_special_tokens_are_refused_and_not_given_them_twice():
         data.setup()
 
 
-def test_shards_of_rows_with_special_tokens_are_refused_too(tmp_path):
-    from bertlab.data.tokenize import tokenize_dataset
-
-    cls, sep = TOKENIZER.cls_token_id, TOKENIZER.sep_token_id
-    rows = [
-        [cls, *TOKENIZER(text, add_special_tokens=False)["input_ids"], sep]
-        for text in make_texts(20)
-    ]
-    (tmp_path / "ids.jsonl").write_text("\n".join(json.dumps({"input_ids": ids}) for ids in rows))
-    TOKENIZER.save_pretrained(tmp_path / "tok")
-    tokenize_dataset(
-        str(tmp_path / "ids.jsonl"),
-        str(tmp_path / "tok"),
-        tmp_path / "shards",
-        text_column="input_ids",
-        num_proc=1,
-    )
-    with pytest.raises(ValueError, match="add_special_tokens=False"):
-        set_up(str(tmp_path / "shards"))
-
-
 def test_a_file_of_another_kind_has_other_tokens_in_the_cache(tmp_path):
     texts = make_texts(30)
     lines = "\n".join(json.dumps({"text": text}) for text in texts)
@@ -227,15 +192,6 @@ def test_a_file_of_another_kind_has_other_tokens_in_the_cache(tmp_path):
         data_kwargs={"validation_fraction": 0.0},
     )
     assert texts_of(as_rows.train_dataset) == sorted(texts) != texts_of(as_text.train_dataset)
-
-
-def test_without_rates_all_documents_of_all_sources_are_read_once(tmp_path):
-    texts = [make_texts(50, seed=n) for n in range(2)]
-    paths = [write_lines(tmp_path / f"{n}.txt", t) for n, t in enumerate(texts)]
-    data = set_up(paths, val_dataset_name_or_path=paths[0])
-    assert texts_of(data.train_dataset) == sorted(texts[0] + texts[1])
-    ids = [original_ids(b) for b in take(data.train_dataloader(), len(data.train_dataloader()))]
-    assert torch.cat(ids).shape[1] == 32
 
 
 def test_what_one_source_trains_on_is_not_held_out_of_another(tmp_path):
@@ -306,21 +262,6 @@ def test_a_changed_file_or_tokenizer_is_never_read_from_the_cache(tmp_path):
     )
     other.prepare_data()
     assert len(list(cache.glob("*.arrow"))) == 6
-
-
-def test_tokens_of_a_version_that_read_by_other_rules_are_not_taken_from_the_cache(
-    tmp_path, monkeypatch
-):
-    path, cache = write_lines(tmp_path / "a.txt", make_texts()), tmp_path / "cache"
-    before = set_up(path, cache_dir=cache)
-    rules = {"train": CONTENT_VERSION["train"], "validation": 0}
-    monkeypatch.setattr("bertlab.data.module.CONTENT_VERSION", rules)
-    after = set_up(path, cache_dir=cache)
-    assert len(list(cache.glob("*.arrow"))) == 3, "each part has its own count"
-    rules["train"] = 0
-    after = set_up(path, cache_dir=cache)
-    assert len(list(cache.glob("*.arrow"))) == 4
-    assert before.train_dataset.documents.fingerprint == after.train_dataset.documents.fingerprint
 
 
 def test_documents_that_are_too_long_are_split_overlapped_or_truncated(tmp_path):
@@ -449,19 +390,6 @@ def test_two_processes_read_disjoint_rows_equally_many_of_a_stream(tmp_path, num
     alone = {tuple(r.tolist()) for b in take(data.train_dataloader(), 10) for r in original_ids(b)}
     assert len(set(shares[0])) == len(set(shares[1])) == 20 and not set(shares[0]) & set(shares[1])
     assert set(shares[0]) | set(shares[1]) == alone
-
-
-@pytest.mark.parametrize("options", [{}, {"on_error": "skip"}])
-def test_every_stream_gives_the_same_rows_in_a_worker_that_is_spawned(tmp_path, options):
-    names = [
-        write_lines(tmp_path / name, make_texts(40, seed))
-        for seed, name in enumerate(["a.txt", "b.txt"])
-    ]
-    data = set_up(names, streaming=True, val_dataset_name_or_path=names[0], data_kwargs=options)
-    stream = data.train_dataloader().stream
-    copy = pickle.loads(pickle.dumps(stream))  # the workers of macOS and Windows get such a one
-    first = lambda rows: [row["input_ids"].tolist() for row in islice(rows, 6)]  # noqa: E731
-    assert first(copy) == first(stream)
 
 
 def read_pass(data):

@@ -220,14 +220,6 @@ def test_a_promise_is_kept_at_the_default_bound_which_is_one_number(sizes, way, 
     assert out["label_positions"].shape[1] == label_bound(0.05, 96, *way, promise)
 
 
-def test_a_promise_of_one_label_leaves_the_bound_of_the_recipes_as_it_was():
-    assert [label_bound(0.4, length, "exact", "token", 1) for length in (128, 256)] == [
-        label_bound(0.4, length, "exact") for length in (128, 256)
-    ]
-    assert label_bound(0.05, 96, "exact", "token", 1) == 32  # a third of the row: [CLS] word [SEP]
-    assert label_bound(0.05, 96, "exact", "word", 1) == 96  # a word may be as long as its document
-
-
 def test_a_row_that_promises_more_than_fits_says_so():
     rows = {
         "input_ids": np.full((1, 48), 9),
@@ -287,18 +279,6 @@ def test_span_lengths_follow_the_cut_geometric_law():
     short = MaskingConfig(span_stop_prob=1.0)
     assert (draw_span_lengths(np.array([0.0, 0.999999]), short) == 1).all()
     assert draw_span_lengths(np.array([1 - 2.0**-53]), MaskingConfig())[0] == 10
-
-
-def test_spans_hide_longer_runs_than_single_tokens():
-    rows = one_document(100)
-    runs = {}
-    for unit in ("token", "span"):
-        rule = MaskingConfig(0.15, selection="exact", unit=unit)
-        chosen = mask_tokens(rows, addresses_of(rows), V, rule)["labels"] >= 0
-        begins = chosen & ~np.pad(chosen, ((0, 0), (1, 0)))[:, :-1]
-        runs[unit] = chosen.sum() / begins.sum()
-    assert runs["token"] == pytest.approx(1 / 0.85, rel=0.02)  # runs of a fair coin
-    assert 3 < runs["span"] < 4.5
 
 
 def test_a_word_too_many_is_dropped_whole_and_counted():

@@ -1,10 +1,7 @@
 "Packing: no token lost, no row too full, the same for the same seed and epoch."
 
 import pickle
-import time
-import tracemalloc
 from collections import Counter
-from copy import deepcopy
 
 import numpy as np
 import pytest
@@ -18,7 +15,6 @@ from bertlab.data.packing import (
     PackingPlan,
     TokenizedDocuments,
     build_rows,
-    best_fit_decreasing,
     mark_context,
     pack_best_fit,
     split_into_windows,
@@ -112,19 +108,6 @@ def test_no_row_overflows_and_every_document_is_placed_once(case):
     assert sorted(sum(placed, [])) == [d for d, n in enumerate(lengths) if n]
 
 
-@many
-@given(lengths_and_capacity())
-def test_a_plan_asks_for_neither_time_nor_memory_of_an_empty_capacity(case):
-    lengths, capacity = case
-    for wide in (capacity + sum(lengths), 10**9, 10**30):  # one row takes them all, longest first
-        plan = pack_best_fit(lengths, wide)
-        assert [plan[r].tolist() for r in range(len(plan))] == slow_best_fit(lengths, wide)
-    counts = np.bincount(lengths, minlength=1).tolist()
-    assert best_fit_decreasing(counts, capacity) == best_fit_decreasing(
-        counts + [0] * (capacity + 1 - len(counts))
-    )
-
-
 @pytest.mark.parametrize("lengths, capacity", [([3, 9], 8), ([-1], 8), ([1], 0)])
 def test_impossible_lengths_are_refused(lengths, capacity):
     with pytest.raises(ValueError, match="capacity"):
@@ -138,20 +121,6 @@ def test_log_normal_documents_fill_rows_to_more_than_99_5_percent(mean, capacity
     lengths = rng.lognormal(np.log(mean) - 0.5, 1.0, 20_000).astype(int) + 1
     documents = TokenizedDocuments(np.zeros(lengths.sum(), np.int32), np.cumsum([0, *lengths]))
     assert PackedDataset(documents, capacity, **SPECIAL).efficiency >= 0.995
-
-
-def test_a_million_documents_are_planned_in_five_seconds_and_500_megabytes():
-    lengths = (
-        np.random.default_rng(0).lognormal(np.log(134) - 0.5, 1.0, 1_000_000).astype(np.int64) + 1
-    )
-    offsets = np.append(0, np.cumsum(lengths))
-    tracemalloc.start()
-    start = time.process_time()
-    windows = split_into_windows(offsets, 510)
-    EpochShuffle(pack_best_fit(windows.lengths + 2, 512), windows.lengths + 2)(0)
-    seconds, peak = time.process_time() - start, tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert seconds < 5 and peak < 500e6
 
 
 @many
@@ -252,14 +221,6 @@ def test_the_windows_of_a_document_worked_out_by_hand():
     # A document that just fits is not cut, and a window never brings nothing new.
     assert split_into_windows([0, 5], 5, stride=4).stops.tolist() == [5]
     assert split_into_windows([0, 6], 5, stride=4).starts.tolist() == [0, 1]
-
-
-def test_the_marks_of_a_row_worked_out_by_hand():
-    marked = mark_context(
-        lay([[[7, 8, 9], [5]]], 10, **SPECIAL), [(1, 1), (0, 0)], before=1, after=1
-    )
-    #                                          CLS 7  8  9 SEP CLS 5 SEP PAD PAD
-    assert marked["special_tokens_mask"].tolist() == [[1, 1, 0, 1, 1, 1, 0, 1, 1, 1]]
 
 
 @many
@@ -379,15 +340,6 @@ def read_epochs(rows):
     return [int(row["epoch"]) for row in rows]
 
 
-def test_copies_of_a_dataset_have_epochs_of_their_own():
-    dataset = PackedDataset(words(), 64, **SPECIAL)
-    dataset.set_epoch(2)
-    for copy in (deepcopy(dataset), pickle.loads(pickle.dumps(dataset))):
-        assert copy[0]["epoch"] == 2
-        copy.set_epoch(3)
-        assert (copy[0]["epoch"], dataset[0]["epoch"]) == (3, 2)
-
-
 def test_documents_meet_others_in_the_next_epoch():
     dataset = PackedDataset(words(), 64, **SPECIAL)
     first, second = (sorted(map(sorted, rows_of(dataset, epoch))) for epoch in (0, 1))
@@ -482,31 +434,6 @@ def test_no_documents_give_no_rows():
         dataset = PackedDataset(documents, 8, **SPECIAL)
         assert len(dataset) == 0 and dataset.efficiency == 0
         assert "0 rows" in dataset.report()
-
-
-def row_by_row(pieces, capacity, pad, cls=None, sep=None):
-    "The definition, token by token."
-    row = []
-    for number, ids in enumerate(pieces, start=1):
-        around = [*([cls] if cls is not None else []), *ids, *([sep] if sep is not None else [])]
-        row += [(token, number, position) for position, token in enumerate(around)]
-    return np.array(row + [(pad, 0, 0)] * (capacity - len(row)), dtype=np.int64).reshape(-1, 3).T
-
-
-@many
-@given(st.lists(st.lists(st.lists(st.integers(5, 90), max_size=7), max_size=4), min_size=1, max_size=5),
-       st.sampled_from([None, 1]), st.sampled_from([None, 2]), st.integers(0, 3))  # fmt: skip
-def test_rows_laid_at_once_are_those_laid_token_by_token(rows, cls, sep, spare):
-    around = (cls is not None) + (sep is not None)
-    capacity = max(sum(len(ids) + around for ids in pieces) for pieces in rows) + spare
-    capacity = max(capacity, 1)
-    built = lay(rows, capacity, pad_token_id=0, cls_token_id=cls, sep_token_id=sep)
-    for row, documents in zip(rows_in(built), rows, strict=True):
-        assert list(row) == ["input_ids", "attention_mask", "position_ids"]
-        assert {array.dtype for array in row.values()} == {np.dtype(np.int64)}
-        assert np.array_equal(
-            np.array(list(row.values())), row_by_row(documents, capacity, 0, cls, sep)
-        )
 
 
 @pytest.mark.parametrize("stride", [0, 3])

@@ -8,7 +8,6 @@ import itertools
 import json
 import lzma
 import pickle
-import tracemalloc
 from collections import Counter
 from pathlib import Path
 
@@ -311,25 +310,6 @@ def test_a_file_that_was_cut_is_named_even_where_rows_may_be_left_out(shelf, tmp
 
 
 # --- memory, keys and states ----------------------------------------------------------------------
-
-
-def test_the_memory_of_a_stream_does_not_grow_with_the_file(tmp_path):
-    def peak(num_lines: int) -> int:
-        for name, line in (
-            ("a.txt", "word " * 20),
-            ("a.jsonl", json.dumps({"text": "word " * 20})),
-        ):
-            (tmp_path / name).write_text(f"{line}\n" * num_lines)
-        (tmp_path / "a.csv").write_text("text\n" + f"{'word ' * 20}\n" * num_lines)
-        tracemalloc.start()
-        count = sum(1 for _ in TextStream(str(tmp_path), sample_by="line"))
-        highest = tracemalloc.get_traced_memory()[1]
-        tracemalloc.stop()
-        assert count == 3 * num_lines
-        return highest
-
-    peak(10)  # imports
-    assert peak(20_000) < 1.2 * peak(2000) < 2_000_000
 
 
 def test_a_state_of_other_files_is_refused(shelf):
