@@ -15,6 +15,7 @@ from typing import Any
 
 import lightning as L
 from lightning.pytorch.utilities import rank_zero_only
+from lightning.pytorch.utilities.seed import isolate_rng
 
 from .commands import COMMANDS
 from .parser import configuration
@@ -26,7 +27,6 @@ from ..data.tokenizers import load_tokenizer, resolve_tokenizer
 from ..model.heads import TokenPredictionModel
 from ..model.huggingface import check_tokenizer
 from ..model.mask_filling import fill_masks
-from ..train.checkpoints import isolate_rng
 from ..train.estimate import MemoryEstimate, estimate_memory
 from ..train.initialization import load_encoder
 from ..train.model_directories import saved_models

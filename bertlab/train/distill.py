@@ -12,9 +12,9 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 
-from .checkpoints import isolate_rng
 from ..data.tokenizers import check_same_vocabulary, load_tokenizer
 from ..model.encoder import BertLabModel
 from ..model.heads import TokenPredictionModel

@@ -15,8 +15,8 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-import torch
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -25,7 +25,7 @@ from ..core.serialization import load_json
 from ..data.packing import PackedDataset
 from ..model.adapters import save_adapter
 from ..model.huggingface import check_tokenizer, has_adapter, merged_copy, save_model
-from .checkpoints import check_writable, isolate_rng
+from .checkpoints import check_writable
 from .checkpoints import validates_after_batch
 from .history import paused, print_line
 from .parallel import full_state_dict

@@ -28,6 +28,7 @@ from lightning.pytorch.profilers import Profiler
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.seed import isolate_rng
 
 import bertlab
 from ..core.devices import check_device, describe_device, find_accelerator
@@ -48,7 +49,7 @@ from ..model.losses import unigram_counts, unigram_entropy
 from ..optim.optimizers import optimizer_spec
 from .averages import EMA
 from .checkpoints import TrainingCheckpoint, TrainingInterrupted, check_resume
-from .checkpoints import isolate_rng, latest_checkpoint
+from .checkpoints import latest_checkpoint
 from .config import PretrainingConfig, PretrainRunConfig, RunConfig
 from .history import History
 from .model_directories import ModelDirectories

@@ -51,7 +51,6 @@ from bertlab.train.checkpoints import (
     read_checkpoint,
     check_same_run,
     run_fingerprint,
-    isolate_rng,
     set_rng_state,
 )
 from bertlab.optim.budgets import BatchSizeWarmup
@@ -147,15 +146,6 @@ def test_a_model_is_written_as_what_it_can_be_and_scores_alike(tmp_path, make, k
     with torch.no_grad():
         want, got = model(ids, mask).logits, again(ids, attention_mask=mask).logits
     torch.testing.assert_close(got, want, atol=2e-5, rtol=1e-4)
-
-
-def test_what_draws_inside_leaves_no_trace_in_the_generators():
-    torch.manual_seed(0)
-    want = torch.rand(3)
-    torch.manual_seed(0)
-    with isolate_rng():
-        torch.rand(7), np.random.rand(3)
-    assert torch.equal(torch.rand(3), want)
 
 
 def test_a_run_leaves_its_last_and_best_models_and_is_not_changed_by_them(tmp_path):
@@ -338,7 +328,7 @@ def test_first_shards_that_were_cut_off_in_writing_are_passed_by(tmp_path, capsy
     place = tmp_path / "step-00000002.ckpt"
     place.mkdir()
     (place / "__0_0.distcp").write_bytes(b"half")
-    assert latest_checkpoint(tmp_path) is None and "not a complete" in capsys.readouterr().err
+    assert latest_checkpoint(tmp_path) is None and "incomplete" in capsys.readouterr().err
     for name in (".metadata", "meta.pt"):
         (place / name).write_bytes(b"not what it is called")
     with pytest.raises(ValueError, match="meta.pt is damaged"):
@@ -440,7 +430,7 @@ def test_a_checkpoint_of_a_run_with_every_callback_holds_only_what_safe_loading_
     trainer.fit(module, Texts())
     path = tmp_path / "checkpoints" / "step-00000004.ckpt"
     state = torch.load(path, weights_only=True)  # plain torch, nothing allowed besides
-    assert len(state["callbacks"]) >= 9
+    assert len(state["callbacks"]) >= 8
     again = PretrainingModule.load_from_checkpoint(path, weights_only=True)
     again.configure_model()
     assert again.hparams["scheduler_warmup_steps"] == 1
@@ -692,7 +682,7 @@ def test_the_rate_that_is_announced_is_the_run_s_and_not_that_of_an_override(
     fit(4)
     path = latest_checkpoint(tmp_path)
     check_resume(path, make_module(**options), make_data(), 8)
-    assert "the learning rate, 0.001 so far" in capsys.readouterr().out
+    assert "max_steps was 4" in capsys.readouterr().out
     fit(6, path, learning_rate=2e-3)
     assert "the learning rate goes from 0.001 to 0.002 at step 4" in capsys.readouterr().out
 
