@@ -331,8 +331,8 @@ def _missing_tpu() -> str:
     xla = installed_version("torch_xla")
     if xla is None:
         return (
-            "torch_xla is not installed; make an environment of its own for it with "
-            'pip install "bertlab[tpu]", which brings torch 2.9'
+            "torch_xla is not installed; in Colab, choose a TPU runtime, which has it; elsewhere, "
+            'install it in a separate environment with pip install "bertlab[tpu]" (torch 2.9)'
         )
     minor = ".".join(xla.split(".")[:2])
     if torch.__version__.split(".")[:2] != minor.split("."):
