@@ -152,7 +152,7 @@ def test_plain_peft_opens_parts_trained_in_full(shape, parts, tied, tmp_path):
     )
 
 
-def test_an_adapter_and_a_model_are_not_written_into_one_directory(tmp_path):
+def test_adapter_and_model_have_directories_of_their_own(tmp_path):
     model = build()
     add_adapter(model)
     save_adapter(model, tmp_path / "a")
@@ -172,7 +172,7 @@ def test_an_adapter_and_a_model_are_not_written_into_one_directory(tmp_path):
 
 
 @pytest.mark.parametrize("part", ["nope", "mlp.up_proj"])
-def test_a_part_that_cannot_be_free_is_refused_and_the_model_stays_as_it_was(part):
+def test_an_impossible_part_leaves_the_model_as_it_was(part):
     model = build()
     with pytest.raises(ValueError, match=f"modules_to_save '{part}'"):
         add_adapter(model, {"modules_to_save": [part]})

@@ -97,7 +97,7 @@ def test_words_revealed_earlier_are_seen_by_later_ones():
     assert wrong[1] < wrong[0] - 0.1
 
 
-def test_a_model_of_the_library_writes_text_without_special_tokens_and_stays_in_its_mode():
+def test_a_bertlab_model_writes_no_special_tokens():
     tokenizer = train_tokenizer(
         ["the cat sat on the mat", "the dog sat on the log"] * 20, vocab_size=80
     )

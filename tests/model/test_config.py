@@ -93,7 +93,7 @@ def size(model: torch.nn.Module) -> int:
 # ---- settings ---------------------------------------------------------------------------------
 
 
-def test_every_setting_away_from_its_default_survives_a_file_a_copy_and_a_pickle(tmp_path):
+def test_every_setting_survives_a_file_a_copy_and_a_pickle(tmp_path):
     assert sorted(OTHER) == sorted(OWN)
     config, default = BertLabConfig(**OTHER), BertLabConfig()
     assert all(getattr(config, name) != getattr(default, name) for name in OWN)
@@ -207,7 +207,7 @@ def test_neobert_by_the_numbers_of_its_paper():
 
 
 @pytest.mark.parametrize("preset", PRESETS, ids=lambda preset: preset.__name__)
-def test_a_preset_is_a_shape_that_can_be_overridden_and_knows_no_tokenizer(preset):
+def test_a_preset_can_be_overridden(preset):
     config = preset(vocab_size=77, num_attention_heads=1, num_hidden_layers=1, mask_token_id=4)
     assert (config.vocab_size, config.num_attention_heads, config.num_hidden_layers) == (77, 1, 1)
     assert config.mask_token_id == 4

@@ -33,7 +33,7 @@ def build(shape):
 
 
 @pytest.mark.parametrize("shape, how", PAIRS)
-def test_a_longer_model_is_saved_and_plain_transformers_gives_equal_scores(shape, how, tmp_path):
+def test_transformers_scores_a_longer_model_equally(shape, how, tmp_path):
     longer = extend_context(build(shape), 40, how, 5000.0 if how == "base" else None)
     save_model(longer, None, tmp_path)
     theirs = transformers.AutoModelForMaskedLM.from_pretrained(tmp_path).eval()
@@ -64,7 +64,7 @@ def test_stretched_angles_are_those_of_transformers(stretch):
     assert math.isclose(ours, scale)
 
 
-def test_a_table_is_repeated_or_interpolated_and_what_stands_in_front_of_it_stays():
+def test_a_table_is_repeated_or_interpolated():
     model = build("roberta")
     table = model.encoder.embeddings.positions.weight
     assert len(table) == 14

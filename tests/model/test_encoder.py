@@ -7,7 +7,6 @@ import sys
 
 import pytest
 import torch
-from packaging.version import Version
 from torch._dynamo.testing import CompileCounter
 from torch.nn import functional as F
 from transformers import AutoModelForMaskedLM
@@ -74,17 +73,6 @@ DOCUMENTS = torch.tensor(
 
 
 # ---- layers ----------------------------------------------------------------------------------
-
-
-def test_weights_missing_from_a_checkpoint_start_like_those_of_a_new_model(tmp_path):
-    encoder = BertLabModel(small(hidden_size=128, intermediate_size=256, initializer_range=0.02))
-    lively(encoder).save_pretrained(tmp_path)
-    model = BertLabForMaskedLM.from_pretrained(tmp_path)
-    assert torch.equal(
-        model.encoder.blocks[1].mlp.up_proj.weight, encoder.blocks[1].mlp.up_proj.weight
-    )
-    assert 0.9 * 0.04 / 8**0.5 < model.head.dense.weight.abs().max() <= 0.04 / 8**0.5
-    assert (model.head.bias == 0).all() and (model.head.norm.weight == 1).all()
 
 
 # ---- packed = alone (contract 3) -------------------------------------------------------------
@@ -221,7 +209,7 @@ def test_unpadded_layers_see_tokens_only(varlen_anywhere):
     assert all((x[DOCUMENTS == 0] == 0).all() for x in out.hidden_states)
 
 
-def test_zero_one_mask_equals_rows_cut_to_their_length_on_either_side():
+def test_a_zero_one_mask_equals_cut_rows():
     model, ids = lively(BertLabForMaskedLM(small())), some_ids(2, L)
     mask = torch.ones(2, L, dtype=torch.long)
     mask[0, 9:], mask[1, :4] = 0, 0
@@ -267,28 +255,10 @@ def test_a_post_norm_stream_may_be_as_precise_as_the_products():
     assert 0 < far[0] < far[1] < 0.1 * logits[True, False].abs().mean()
 
 
-def test_kernels_get_queries_keys_and_values_of_one_type_under_autocast(monkeypatch):
-    types = []
-
-    def look(q, k, v, scoring, dropout):
-        types.append({q.dtype, k.dtype, v.dtype})
-        return v
-
-    monkeypatch.setitem(ATTENTION_KERNELS, "look", AttentionKernel(lambda pattern: None, look))
-    model = lively(BertLabForMaskedLM(small(qk_norm=True)))
-    for block in model.encoder.blocks:  # some devices run norms in float32
-        for norm in (block.attention.q_norm, block.attention.k_norm):
-            norm.register_forward_hook(lambda module, args, out: out.float())
-    model.config._attn_implementation_internal = "look"
-    with torch.autocast("cpu", torch.bfloat16):
-        model(some_ids(1, L))
-    assert types == [{torch.bfloat16}] * 4
-
-
 # ---- what a forward pass takes and returns ---------------------------------------------------
 
 
-def test_vectors_in_place_of_ids_give_the_same_scores_and_a_gradient():
+def test_inputs_embeds_give_the_same_scores_and_a_gradient():
     encoder = lively(BertLabModel(small(embedding_positions="learned", type_vocab_size=2)))
     ids, segments = some_ids(5, L), some_ids(5, L) % 2
     vectors = encoder.get_input_embeddings()(ids).detach().requires_grad_()
@@ -300,7 +270,7 @@ def test_vectors_in_place_of_ids_give_the_same_scores_and_a_gradient():
     assert moved[0, :5].all() and not moved[0, 5:].any() and not moved[1:].any()
 
 
-def test_hidden_states_are_what_enters_each_block_and_what_leaves_the_last():
+def test_hidden_states_are_the_inputs_of_blocks_and_the_output():
     model = lively(BertLabModel(small()))
     ids, inputs = some_ids(2, L), []
     for block in model.blocks:
@@ -317,7 +287,7 @@ def test_hidden_states_are_what_enters_each_block_and_what_leaves_the_last():
 
 
 @pytest.mark.parametrize("kernel", ["eager", "auto"])
-def test_attention_weights_are_shares_inside_documents_and_windows(kernel):
+def test_attention_weights_stay_in_documents_and_windows(kernel):
     model = lively(BertLabModel(small(attn_implementation=kernel, num_key_value_heads=1)))
     out = model(some_ids(5, L), DOCUMENTS, output_attentions=True)
     assert [tuple(w.shape) for w in out.attentions] == [(5, 2, L, L)] * 4
@@ -336,7 +306,7 @@ def test_attention_weights_are_shares_inside_documents_and_windows(kernel):
 # ---- which kernel ----------------------------------------------------------------------------
 
 
-def test_every_kernel_can_be_chosen_later_and_the_bare_encoder_obeys():
+def test_every_kernel_can_be_chosen_later():
     for model in (BertLabModel(small()), BertLabForMaskedLM(small()).encoder):
         for name in ("eager", "auto", "flex", "varlen", "flex_attention", "sdpa"):
             model.set_attn_implementation(name)
@@ -346,7 +316,7 @@ def test_every_kernel_can_be_chosen_later_and_the_bare_encoder_obeys():
         assert model.attention_kernel(torch.device("cpu"), L)[0] == "flex"
 
 
-def test_auto_says_what_it_picked_once_and_follows_autocast(caplog):
+def test_auto_logs_its_choice_once_and_follows_autocast(caplog):
     model, ids = BertLabForMaskedLM(small(attn_implementation="auto")), some_ids(1, L)
     caplog.set_level(logging.INFO, "bertlab.model.encoder")
     model(ids), model(ids)
@@ -363,7 +333,7 @@ def test_auto_says_what_it_picked_once_and_follows_autocast(caplog):
 
 
 @pytest.mark.parametrize("share", [dict(sequence_shard=object()), dict(local_heads=slice(0, 1))])
-def test_processes_that_share_a_model_take_the_kernel_that_was_tried_there(share, monkeypatch):
+def test_processes_that_share_a_model_take_sdpa(share, monkeypatch):
     monkeypatch.setattr("bertlab.model.encoder.device_capability", lambda device: (9, 0))
     config = small(hidden_size=64, num_attention_heads=2, attn_implementation="auto")
     model, gpu = BertLabModel(config).bfloat16(), torch.device("cuda")
@@ -372,7 +342,7 @@ def test_processes_that_share_a_model_take_the_kernel_that_was_tried_there(share
     assert model.attention_kernel(gpu, 512)[0] == "sdpa"
 
 
-def test_on_a_cpu_the_kernel_that_nobody_asked_for_is_the_one_that_trains_faster():
+def test_the_default_kernel_on_a_cpu_is_the_faster_one():
     cpu, model = torch.device("cpu"), BertLabForMaskedLM(small(attention_dropout=0.1)).train()
     assert model.config._attn_implementation == "sdpa"  # by transformers
     choose = model.encoder.attention_kernel
@@ -415,13 +385,13 @@ def labelled():
 
 
 @pytest.mark.parametrize("kernel", ["sdpa", "varlen"])
-def test_a_batch_of_padding_alone_has_a_loss_of_0_at_label_positions_too(kernel, varlen_anywhere):
+def test_a_batch_of_padding_has_a_loss_of_0(kernel, varlen_anywhere):
     model = lively(BertLabForMaskedLM(small(attn_implementation=kernel)))
-    asked = dict(attention_mask=torch.zeros(2, L, dtype=torch.long), labels=torch.full((2, L), -100),
+    requested = dict(attention_mask=torch.zeros(2, L, dtype=torch.long), labels=torch.full((2, L), -100),
                  label_positions=torch.zeros(2, 3, dtype=torch.long))  # fmt: skip
-    found = model(some_ids(2, L), **asked)
-    found.loss.backward()
-    assert found.loss == 0 and found.logits.shape == (2, 3, 50) and found.logits.isfinite().all()
+    result = model(some_ids(2, L), **requested)
+    result.loss.backward()
+    assert result.loss == 0 and result.logits.shape == (2, 3, 50) and result.logits.isfinite().all()
 
 
 def gather_rows(values, positions):
@@ -431,7 +401,7 @@ def gather_rows(values, positions):
 # ---- at home in transformers -----------------------------------------------------------------
 
 
-def test_tied_decoder_follows_the_embedding_even_when_its_object_is_replaced():
+def test_a_tied_decoder_follows_a_replaced_embedding():
     model, ids = lively(BertLabForMaskedLM(small())), some_ids(1, L)
     assert not any("decoder" in name for name, _ in model.named_parameters())
     x = model.encoder(ids).last_hidden_state
@@ -466,26 +436,12 @@ def test_saving_and_loading_loses_nothing(tmp_path, tied):
         assert torch.equal(loaded(ids).logits, model(ids).logits)
 
 
-def test_encoder_alone_loads_from_the_directory_of_a_whole_model(tmp_path):
-    model, ids = lively(BertLabForMaskedLM(small())), some_ids(1, L)
-    model.save_pretrained(tmp_path)
-    encoder = BertLabModel.from_pretrained(tmp_path)
-    assert torch.equal(encoder(ids).last_hidden_state, model.encoder(ids).last_hidden_state)
-
-
-def test_output_of_a_tokenizer_is_accepted_and_a_tuple_can_be_asked_for():
-    model = lively(BertLabForMaskedLM(small()))
-    batch = {"input_ids": some_ids(1, 4), "attention_mask": torch.ones(1, 4, dtype=torch.long)}
-    logits = model(**batch, token_type_ids=torch.zeros(1, 4, dtype=torch.long)).logits
-    assert torch.equal(logits, model(**batch, return_dict=False)[0])
-
-
 @pytest.mark.parametrize(
     "positions, kernel",
     [("rope", "sdpa"), ("rope", "eager"), ("rope", "auto"), ("alibi", "sdpa"), ("learned", "eager"),
      ("learned_and_rope", "auto")],
 )  # fmt: skip
-def test_whole_graph_is_traced_without_a_break_and_not_again_for_other_documents(positions, kernel):
+def test_one_graph_serves_all_documents(positions, kernel):
     model = lively(BertLabForMaskedLM(small(attn_implementation=kernel, **POSITIONS[positions])))
     torch._dynamo.reset()
     counter = CompileCounter()
@@ -498,27 +454,9 @@ def test_whole_graph_is_traced_without_a_break_and_not_again_for_other_documents
     assert counter.frame_count == 1
 
 
-def test_flex_is_traced_into_the_same_graph():
-    model, ids = lively(BertLabForMaskedLM(small(attn_implementation="flex"))), some_ids(2, L)
-    torch._dynamo.reset()
-    counter = CompileCounter()
-    whole = Version(torch.__version__) >= Version(
-        "2.11"
-    )  # torch 2.9 breaks the graph where the blocks are written
-    compiled = torch.compile(model, backend=counter, fullgraph=whole)
-    with torch.no_grad():
-        for documents in (DOCUMENTS[:2], DOCUMENTS[2:4]):
-            torch.testing.assert_close(
-                compiled(ids, documents).logits, model(ids, documents).logits
-            )
-    assert counter.frame_count == 1 or not whole
-
-
 @pytest.mark.parametrize("initialization", ["megatron", "xavier"])
 @pytest.mark.parametrize("mlp", ["glu", "plain"])
-def test_deepnorm_begins_values_outputs_and_mlps_smaller_and_queries_keys_and_gates_not(
-    mlp, initialization
-):
+def test_deepnorm_scales_values_outputs_and_mlps_alone(mlp, initialization):
     shape = dict(vocab_size=50, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
                  num_key_value_heads=2, mlp=mlp, norm_position="post", output_gate="element")  # fmt: skip
     torch.manual_seed(0)
@@ -553,9 +491,7 @@ def test_deepnorm_begins_values_outputs_and_mlps_smaller_and_queries_keys_and_ga
 
 
 @pytest.mark.parametrize("initialization", ["megatron", "xavier"])
-def test_what_a_checkpoint_brings_is_not_begun_again_where_its_neighbour_is_missing(
-    tmp_path, initialization
-):
+def test_only_missing_weights_of_a_layer_are_initialized(tmp_path, initialization):
     settings = dict(
         norm="deep", norm_position="post", attention_bias=True, initialization=initialization
     )
@@ -575,7 +511,7 @@ def test_what_a_checkpoint_brings_is_not_begun_again_where_its_neighbour_is_miss
 @pytest.mark.parametrize(
     "key_heads, gate, mlp", [(8, "none", "glu"), (2, "element", "glu"), (2, "head", "plain")]
 )
-def test_xavier_begins_each_map_of_a_fused_matrix_by_its_own_fans(key_heads, gate, mlp):
+def test_xavier_uses_the_fans_of_each_part_of_a_matrix(key_heads, gate, mlp):
     D, I, keys = 128, 320, 16 * key_heads
     config = small(hidden_size=D, intermediate_size=I, num_attention_heads=8, num_key_value_heads=key_heads, mlp=mlp,
                    output_gate=gate, initialization="xavier", num_hidden_layers=2)  # fmt: skip
@@ -624,7 +560,7 @@ def test_windows_and_rare_labels_make_a_token_cheaper():
     assert training_flops_per_token(config, 3, 1.0)["scores"] == 12 * 16 * 3 * 4
 
 
-# ---- what is wanted alone ----------------------------------------------------------------------
+# ---- what is expected alone ----------------------------------------------------------------------
 
 
 WANTED = torch.tensor(
@@ -639,22 +575,20 @@ WANTED = torch.tensor(
      dict(num_hidden_layers=1), dict(attention_positions="alibi"), dict(norm_position="pre_and_post")],
     ids=str,
 )  # fmt: skip
-def test_wanted_vectors_and_their_gradients_are_those_of_the_whole(
-    settings, kernel, varlen_anywhere
-):
+def test_output_positions_have_the_vectors_of_the_full_pass(settings, kernel, varlen_anywhere):
     model = lively(BertLabModel(small(attn_implementation=kernel, **settings))).double()
     ids, real = some_ids(*DOCUMENTS.shape), DOCUMENTS.gather(1, WANTED[: len(DOCUMENTS)]) != 0
-    wanted = WANTED[: len(DOCUMENTS)]
-    found = []
-    for fewer in (None, wanted):
+    expected = WANTED[: len(DOCUMENTS)]
+    result = []
+    for fewer in (None, expected):
         x = model(ids, DOCUMENTS, output_positions=fewer).last_hidden_state
-        x = gather_rows(x, wanted) if fewer is None else x
-        assert x.shape == (*wanted.shape, 16) and x.isfinite().all()
+        x = gather_rows(x, expected) if fewer is None else x
+        assert x.shape == (*expected.shape, 16) and x.isfinite().all()
         model.zero_grad()
         (x[real] * torch.arange(16)).sum().backward()
-        found.append((x[real].detach(), [p.grad.clone() for p in model.parameters()]))
+        result.append((x[real].detach(), [p.grad.clone() for p in model.parameters()]))
     off = 1e-5 if kernel == "eager" else 1e-9  # its shares are made in float32
-    for one, other in zip(*found):
+    for one, other in zip(*result):
         torch.testing.assert_close(one, other, rtol=off, atol=off)
 
 
@@ -691,7 +625,7 @@ def test_checkpointed_blocks_know_what_is_wanted():
 # ---- refusals --------------------------------------------------------------------------------
 
 
-def test_configuration_changed_after_it_was_built_is_checked_by_the_model():
+def test_the_model_checks_a_changed_configuration():
     config = small()
     config.num_attention_heads = 3
     with pytest.raises(ValueError, match="num_attention_heads=3"):
@@ -722,11 +656,11 @@ def test_configuration_module_does_not_import_models():
     assert done.stdout.strip() == "False", done.stderr
 
 
-@pytest.mark.parametrize("asked", ["sdpa", "auto", "eager"])
+@pytest.mark.parametrize("requested", ["sdpa", "auto", "eager"])
 @pytest.mark.parametrize("autocast", [False, True])
-def test_a_first_pass_without_gradients_drops_what_the_second_drops(asked, autocast):
+def test_a_pass_without_gradients_drops_the_same_numbers(requested, autocast):
     "Gradient caching and reentrant checkpoints compute a pass under no_grad and then again."
-    model = BertLabModel(small(attention_dropout=0.3, attn_implementation=asked)).train()
+    model = BertLabModel(small(attention_dropout=0.3, attn_implementation=requested)).train()
     ids = torch.arange(5, 35).view(2, 15)
     passes = []
     for gradients in (False, True):

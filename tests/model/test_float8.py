@@ -60,10 +60,10 @@ def loss_and_gradient(model, ids):
 
 
 class StandIn:
-    "What convert_to_float8 asks of torchao, which is no dependency: it writes down what it was asked."
+    "What convert_to_float8 asks of torchao, which is no dependency: it writes down what it was requested."
 
     def __init__(self):
-        self.asked = []
+        self.requested = []
 
     def module(self):
         from dataclasses import dataclass
@@ -84,17 +84,17 @@ class StandIn:
                 for n, m in model.named_modules()
                 if isinstance(m, nn.Linear) and module_filter_fn(m, n)
             ]
-            self.asked.append((names, config))
+            self.requested.append((names, config))
 
         return SimpleNamespace(Float8LinearConfig=Config, convert_to_float8_training=convert)
 
 
 @pytest.fixture
 def stand_in(monkeypatch):
-    found = StandIn()
+    result = StandIn()
     monkeypatch.setitem(sys.modules, "torchao", SimpleNamespace())
-    monkeypatch.setitem(sys.modules, "torchao.float8", found.module())
-    return found
+    monkeypatch.setitem(sys.modules, "torchao.float8", result.module())
+    return result
 
 
 def on_a_card(monkeypatch, capability, name="NVIDIA Test"):
@@ -169,7 +169,7 @@ def test_mistakes_are_answered_before_torchao_is_asked(stand_in):
         convert_to_float8(model)
     with pytest.raises(ValueError, match="this is mps"):
         convert_to_float8(model, device="mps")
-    assert stand_in.asked == []
+    assert stand_in.requested == []
 
 
 @needs_no_torchao
@@ -181,22 +181,20 @@ def test_a_missing_torchao_is_named_with_its_extra(monkeypatch):
         convert_to_float8(BertLabForMaskedLM(small()), device="cuda")
 
 
-def test_torchao_gets_the_recipe_the_layers_and_padding_for_any_number_of_tokens(
-    stand_in, monkeypatch
-):
+def test_torchao_gets_recipe_layers_and_padding(stand_in, monkeypatch):
     model = BertLabForMaskedLM(small(output_gate="head"))
     on_a_card(monkeypatch, (9, 0))
     names = convert_to_float8(model, "rowwise", device="cuda")
-    ((asked, config),) = stand_in.asked
-    assert sorted(asked) == sorted(names) == sorted(float8_layers(model))
+    ((requested, config),) = stand_in.requested
+    assert sorted(requested) == sorted(names) == sorted(float8_layers(model))
     assert (config.recipe, config.emulate, config.pad_inner_dim) == ("rowwise", False, True)
     convert_to_float8(model, emulate=True)  # on the CPU that the weights are on
-    assert stand_in.asked[1][1].emulate
+    assert stand_in.requested[1][1].emulate
 
 
 @needs_torchao
 @pytest.mark.parametrize("recipe", FLOAT8_RECIPES)
-def test_emulated_products_are_close_keep_names_and_work_with_checkpointing(recipe):
+def test_emulated_products_are_close_and_recompute(recipe):
     plain = lively(BertLabForMaskedLM(small()))
     ids = torch.randint(64, (3, 17))  # 51 tokens: no multiple of 16
     loss, gradient = loss_and_gradient(plain, ids)
@@ -219,11 +217,11 @@ def test_a_gpu_multiplies_in_float8_as_the_rehearsal_says():
         pytest.skip("needs a GPU of capability 8.9")
     plain = lively(BertLabForMaskedLM(small())).cuda()
     ids = torch.randint(64, (3, 17), device="cuda")
-    found = []
+    result = []
     for emulate in (False, True):
         model = copy.deepcopy(plain)
         assert len(convert_to_float8(model, emulate=emulate)) == 8
         with torch.autocast("cuda", torch.bfloat16):
-            found.append(loss_and_gradient(model, ids))
-    assert (found[0][0] - found[1][0]).abs() < 0.02 * found[1][0]
-    assert torch.cosine_similarity(found[0][1], found[1][1], dim=0) > 0.98
+            result.append(loss_and_gradient(model, ids))
+    assert (result[0][0] - result[1][0]).abs() < 0.02 * result[1][0]
+    assert torch.cosine_similarity(result[0][1], result[1][1], dim=0) > 0.98

@@ -51,16 +51,16 @@ def test_texts_do_not_depend_on_how_many_are_written_at_once(sampler):
     "kind", [BertLabForMaskedLM, BertLabForMaskedDiffusion, BertLabForEnhancedMaskedLM]
 )
 def test_every_objective_writes(kind):
-    found = generate_with_steps(made(kind), TOKENIZER, PROMPTS[:2], max_new_tokens=5)
-    for one in found:
+    result = generate_with_steps(made(kind), TOKENIZER, PROMPTS[:2], max_new_tokens=5)
+    for one in result:
         assert MASK not in one.ids and not set(one.ids[1:-1].tolist()) & set(
             TOKENIZER.all_special_ids
         )
-    assert found[1].text.startswith("a bird")
+    assert result[1].text.startswith("a bird")
 
 
 @pytest.mark.parametrize("kind", ["bert", "roberta", "modernbert"])
-def test_models_of_transformers_write_alike_as_theirs_and_as_ours(kind):
+def test_transformers_models_write_alike_after_conversion(kind):
     from bertlab.model.families import FAMILIES
     from bertlab.model.huggingface import from_huggingface
 
@@ -80,9 +80,9 @@ def test_models_of_transformers_write_alike_as_theirs_and_as_ours(kind):
     torch.manual_seed(1)
     config = FAMILIES[kind].get_class("Config")(**shape, **more)
     theirs = FAMILIES[kind].get_class("ForMaskedLM")(config).eval()
-    asked = dict(max_new_tokens=6, seed=3)
-    assert generate(theirs, TOKENIZER, PROMPTS, **asked) == generate(
-        from_huggingface(theirs), TOKENIZER, PROMPTS, **asked
+    requested = dict(max_new_tokens=6, seed=3)
+    assert generate(theirs, TOKENIZER, PROMPTS, **requested) == generate(
+        from_huggingface(theirs), TOKENIZER, PROMPTS, **requested
     )
     with pytest.raises(ValueError, match="the model reads 40"):
         generate(theirs, TOKENIZER, ["the"], max_new_tokens=40)
@@ -120,7 +120,7 @@ def test_rewriting_hides_the_share_and_keeps_the_rest():
     assert (other.states[0] != one.states[0]).any()
 
 
-def test_a_gap_of_unknown_length_gets_the_length_that_its_neighbours_like_best():
+def test_a_gap_gets_the_length_that_fits_best():
     class OneLength(torch.nn.Module):
         "Likes 'on' only where three tokens stand between 'sat' and it; all else alike."
 
@@ -157,7 +157,7 @@ def test_a_text_may_end_early_only_where_it_is_allowed_to():
     assert not full.ended and (full.ids[1:-1] != SEP).all()
 
 
-def test_the_likelihood_of_a_writing_is_the_chain_rule_in_its_order():
+def test_the_likelihood_is_the_chain_rule_in_order():
     one = generate_with_steps(MODEL, TOKENIZER, ["the [MASK] sat [MASK] the [MASK]"], seed=2)[0]
     vocabulary, total = vocabulary_of(TOKENIZER), 0.0
     for before, after in zip(one.states, one.states[1:]):
@@ -184,7 +184,7 @@ def test_what_cannot_be_written_is_refused(options, said):
 
 
 @pytest.mark.parametrize("kind", ["mask", "cls", "sep", "pad"])
-def test_a_tokenizer_without_a_token_that_rows_are_made_of_is_refused(kind, monkeypatch):
+def test_a_tokenizer_without_a_special_token_is_refused(kind, monkeypatch):
     other = train_tokenizer(TEXTS, vocab_size=90)
     setattr(other, f"{kind}_token", None)
     with pytest.raises(ValueError, match=f"no {kind} token"):

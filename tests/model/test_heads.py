@@ -1,8 +1,5 @@
 "The word head and the three models around it: masked, diffused, rebuilt."
 
-import copy
-
-import numpy as np
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
@@ -123,7 +120,7 @@ def test_the_decoder_follows_a_resized_vocabulary(cls, variant):
 
 @pytest.mark.parametrize("cls", MODELS)
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_sparse_and_chunked_losses_and_gradients_are_the_dense_ones(cls, variant):
+def test_sparse_and_chunked_losses_equal_the_dense_ones(cls, variant):
     model = lively(cls(small(**VARIANTS[variant])))
     batch, at = some_batch()
     ways = [dict(loss_config=LossConfig(0.1, 1e-3)), dict(loss_config=LossConfig(0.1, 1e-3), label_positions=at),
@@ -203,27 +200,8 @@ def test_the_auto_class_brings_back_the_class_that_was_saved(cls, variant, tmp_p
     assert torch.equal(expected, got)
 
 
-def test_without_a_saved_name_the_auto_class_takes_the_plain_model():
-    assert type(AutoModelForMaskedLM.from_config(small(architectures=[]))) is BertLabForMaskedLM
-
-
 @pytest.mark.parametrize("cls", MODELS)
-def test_vectors_states_and_weights_pass_through(cls):
-    model = lively(cls(small()))
-    model.set_attn_implementation("eager")
-    batch, _ = some_batch()
-    vectors = model.get_input_embeddings()(batch["input_ids"])
-    out = model(**batch, **keyed(model), output_hidden_states=True, output_attentions=True)
-    same = model(inputs_embeds=vectors, attention_mask=DOCUMENTS, **keyed(model))
-    torch.testing.assert_close(out.logits, same.logits, **TOLERANCE)
-    assert len(out.hidden_states) == 3 and out.hidden_states[0].shape == (B, L, 16)
-    assert len(out.attentions) == 2 and out.attentions[0].shape == (B, 2, L, L)
-    assert same.hidden_states is same.attentions is same.loss is None
-    assert isinstance(model(**batch, return_dict=False), tuple)
-
-
-@pytest.mark.parametrize("cls", MODELS)
-def test_a_step_compiles_in_one_graph_and_new_documents_do_not_recompile(cls):
+def test_new_documents_do_not_recompile_a_step(cls):
     model, counter = cls(small()).train(), CompileCounter()
     compiled = torch.compile(model, backend=counter, fullgraph=True, dynamic=False)
     batch, at = some_batch()
@@ -301,7 +279,7 @@ def test_a_coin_depends_on_key_query_and_place_alone():
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_a_token_is_rebuilt_from_those_that_its_coins_let_through(variant):
+def test_a_token_is_rebuilt_from_sampled_tokens_alone(variant):
     "By the gradient: exactly these encoder vectors have a part in it, and never its own."
     model = lively(BertLabForEnhancedMaskedLM(small(**VARIANTS[variant])))
     x = torch.randn(B, L, 16, requires_grad=True)
@@ -329,7 +307,7 @@ def test_rows_take_their_coins_with_them_wherever_they_stand():
     torch.testing.assert_close(longer[:, :L], whole, **TOLERANCE)
 
 
-def test_keys_decide_in_training_and_torch_draws_them_where_there_are_none():
+def test_row_keys_decide_in_training():
     model = lively(BertLabForEnhancedMaskedLM(small())).train()
     batch, _ = some_batch()
     loss = lambda **more: model(**batch, **more).loss.item()
@@ -338,20 +316,3 @@ def test_keys_decide_in_training_and_torch_draws_them_where_there_are_none():
     first, second = loss(), loss()
     torch.manual_seed(3)
     assert loss() == first != second
-
-
-def test_nobody_can_guess_noise():
-    "A model that peeks at the token would; the encoder is frozen, so that it cannot pass it on."
-    model = BertLabForEnhancedMaskedLM(small(num_hidden_layers=1)).train()
-    trained = [*model.decoder.parameters(), *model.head.parameters()]
-    optimizer, losses = torch.optim.Adam(trained, lr=5e-3), []
-    identity = copy.copy(model.encoder.embeddings)  # vectors of the tokens alone: nobody was told
-    for _ in range(60):
-        ids = torch.randint(5, V, (8, L))
-        places = torch.arange(L).expand(8, -1)
-        x = identity(ids, places).detach() * 50
-        y = model.rebuild(x, torch.ones_like(ids), places, torch.randint(2**62, (8,)))
-        logits, parts = model.score(y, ids)
-        optimizer.zero_grad(), parts.mean().backward(), optimizer.step()
-        losses.append(parts.mean().item())
-    assert min(losses) > np.log(V - 5) - 0.15

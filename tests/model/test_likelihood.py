@@ -52,13 +52,13 @@ ALL = [[6, 8, 5, 6, 7], [5, 5, 5, 5, 5], [8, 7, 6, 5, 8]]
 
 
 def test_the_bound_is_the_mean_over_all_orders():
-    found = diffusion_nll_bound(Tables(), torch.tensor(ALL), TOY, num_draws=None)
-    assert found.nats == pytest.approx([all_orders(text) for text in ALL], abs=1e-4)
-    assert (found.variance == 0).all() and found.num_tokens.tolist() == [5, 5, 5]
+    result = diffusion_nll_bound(Tables(), torch.tensor(ALL), TOY, num_draws=None)
+    assert result.nats == pytest.approx([all_orders(text) for text in ALL], abs=1e-4)
+    assert (result.variance == 0).all() and result.num_tokens.tolist() == [5, 5, 5]
 
 
 @pytest.mark.parametrize("schedule", NOISE_SCHEDULES)
-def test_the_weighted_loss_of_training_integrates_to_the_same_bound(schedule):
+def test_the_training_loss_integrates_to_the_same_bound(schedule):
     # Every set of hidden tokens at every time of a fine grid, weighed as `noise_batch` does.
     rule, text = DiffusionConfig(noise_eps=0.0, sampling_eps=0.0, schedule=schedule), ALL[0]
     costs = {}
@@ -74,14 +74,14 @@ def test_the_weighted_loss_of_training_integrates_to_the_same_bound(schedule):
     assert total == pytest.approx(all_orders(text), abs=1e-4)
 
 
-def test_drawn_sets_are_unbiased_and_their_error_is_as_large_as_is_said():
-    truth, found = all_orders(ALL[0]), []
+def test_drawn_sets_are_unbiased_with_a_true_error():
+    truth, result = all_orders(ALL[0]), []
     for seed in range(60):
-        found.append(
+        result.append(
             diffusion_nll_bound(Tables(), torch.tensor(ALL[:1] * 8), TOY, num_draws=8, seed=seed)
         )
-    means = np.array([one.nats.mean() for one in found])
-    said = np.array([one.standard_error * 5 for one in found])
+    means = np.array([one.nats.mean() for one in result])
+    said = np.array([one.standard_error * 5 for one in result])
     assert abs(means.mean() - truth) < 4 * means.std(ddof=1) / math.sqrt(60)
     # The scatter of 60 means is known to about 9 %; four times that, and the error's own scatter.
     assert 0.6 < means.std(ddof=1) / math.sqrt((said**2).mean()) < 1.45
@@ -94,9 +94,9 @@ def test_padding_and_special_tokens_cost_nothing():
 
     ids = torch.tensor([[1, 6, 7, 8, 2, 0, 0], [1, 5, 2, 0, 0, 0, 0]])
     for draws in (None, 8):
-        found = diffusion_nll_bound(Uniform(), ids, TOY, (ids > 0).long(), num_draws=draws)
-        assert found.num_tokens.tolist() == [3, 1]
-        assert found.nats == pytest.approx(np.array([3, 1]) * math.log(4))  # four words
+        result = diffusion_nll_bound(Uniform(), ids, TOY, (ids > 0).long(), num_draws=draws)
+        assert result.num_tokens.tolist() == [3, 1]
+        assert result.nats == pytest.approx(np.array([3, 1]) * math.log(4))  # four words
 
 
 def test_bits_per_byte_by_hand():
@@ -108,10 +108,10 @@ def test_bits_per_byte_by_hand():
 
     ids = tokenizer("the cat", return_tensors="pt").input_ids
     words = Vocabulary(len(tokenizer), 0, tokenizer.mask_token_id, tuple(tokenizer.all_special_ids))
-    found = diffusion_nll_bound(Uniform(), ids, words, tokenizer=tokenizer, num_draws=4)
+    result = diffusion_nll_bound(Uniform(), ids, words, tokenizer=tokenizer, num_draws=4)
     ordinary = len(tokenizer) - len(tokenizer.all_special_ids)
-    assert found.num_bytes == 6 and found.bits_per_byte == pytest.approx(
-        found.num_tokens[0] * math.log2(ordinary) / 6
+    assert result.num_bytes == 6 and result.bits_per_byte == pytest.approx(
+        result.num_tokens[0] * math.log2(ordinary) / 6
     )
 
 
@@ -135,7 +135,7 @@ def test_a_causal_reader_adds_up_its_scores_of_words():
     twin = BertLabForCausalLM(modernbert_tiny(vocab_size=9, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
                                               num_attention_heads=1, initializer_range=0.5)).eval()  # fmt: skip
     ids = torch.tensor([[1, 6, 7, 2, 0], [1, 8, 8, 5, 2]])
-    found = causal_nll(twin, ids, TOY, (ids > 0).long())
+    result = causal_nll(twin, ids, TOY, (ids > 0).long())
     with torch.no_grad():
         alone = [
             twin(row[None]).logits[0, :, 5:].double().log_softmax(-1)
@@ -145,23 +145,23 @@ def test_a_causal_reader_adds_up_its_scores_of_words():
         -(alone[0][1, 1] + alone[0][2, 2]).item(),
         -(alone[1][1, 3] + alone[1][2, 3] + alone[1][3, 0]).item(),
     ]
-    assert found.nats == pytest.approx(by_hand, abs=1e-4) and found.num_tokens.tolist() == [2, 3]
+    assert result.nats == pytest.approx(by_hand, abs=1e-4) and result.num_tokens.tolist() == [2, 3]
     assert generative_perplexity(twin, ids, TOY, (ids > 0).long()) == pytest.approx(
         math.exp(sum(by_hand) / 5), rel=1e-4
     )
 
 
 def test_repeats_by_hand():
-    found = repetition_stats([[1, 2, 1, 2, 1, 2], [3, 3]])
+    result = repetition_stats([[1, 2, 1, 2, 1, 2], [3, 3]])
     assert (
-        found["distinct_1"] == 3 / 8
-        and found["distinct_2"] == 3 / 6
-        and found["distinct_3"] == 2 / 4
+        result["distinct_1"] == 3 / 8
+        and result["distinct_2"] == 3 / 6
+        and result["distinct_3"] == 2 / 4
     )
-    assert found["repeated_4"] == 1 / 3  # 1212 2121 1212
-    assert found["stutter"] == 1 / 6
+    assert result["repeated_4"] == 1 / 3  # 1212 2121 1212
+    assert result["stutter"] == 1 / 6
     p = np.array([3, 3, 2]) / 8
-    assert found["entropy"] == pytest.approx(-(p * np.log(p)).sum())
+    assert result["entropy"] == pytest.approx(-(p * np.log(p)).sum())
     assert math.isnan(repetition_stats([[1]])["distinct_2"])
     with pytest.raises(ValueError, match="no token"):
         repetition_stats([[], []])

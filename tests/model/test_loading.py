@@ -191,14 +191,14 @@ def test_an_encoder_goes_into_a_model_with_a_head_and_back(family, ours):
 # ---- tied weights ---------------------------------------------------------------------------------
 
 
-def test_a_tied_source_fills_an_untied_decoder_with_the_embedding(model):
+def test_a_tied_source_fills_an_untied_decoder(model):
     untied = lively(BertLabForMaskedLM(config(tie_word_embeddings=False)))
     for source in (model.state_dict(), to_huggingface(model).state_dict()):
         assert load_state_dict(untied, source).complete
         assert torch.equal(untied.head.decoder, model.encoder.embeddings.tokens.weight)
 
 
-def test_an_untied_decoder_goes_into_a_tied_model_only_where_it_is_the_embedding(model):
+def test_a_tied_model_takes_only_its_embedding_as_decoder(model):
     untied = BertLabForMaskedLM(config(tie_word_embeddings=False))
     load_state_dict(untied, model.state_dict())
     assert load_state_dict(model, untied.state_dict()).complete
@@ -262,7 +262,7 @@ def test_a_pattern_that_fits_nothing_is_named_with_a_likely_one(model):
 # ---- strict, partial, and types of numbers --------------------------------------------------------
 
 
-def test_strict_loading_names_all_three_kinds_and_changes_nothing(model):
+def test_strict_loading_names_problems_and_changes_nothing(model):
     before = {n: w.clone() for n, w in model.state_dict().items()}
     wrong = {n: w + 1 for n, w in before.items()}
     wrong["stranger"] = torch.ones(2)
@@ -270,13 +270,13 @@ def test_strict_loading_names_all_three_kinds_and_changes_nothing(model):
     wrong["head.dense.weight"] = torch.ones(1, 1)  # copy_ would spread it out in silence
     with pytest.raises(ValueError) as caught:
         load_state_dict(model, wrong)
-    said = str(caught.value)
+    words = str(caught.value)
     assert (
-        "2 missing (head.bias, head.norm.weight)" in said
-        or "2 missing (head.norm.weight, head.bias)" in said
+        "2 missing (head.bias, head.norm.weight)" in words
+        or "2 missing (head.norm.weight, head.bias)" in words
     )
-    assert "1 unexpected (stranger)" in said and "strict=False" in said and "\n" not in said
-    assert all(word in said for word in ("head.dense.weight", "float32[1, 1]", "float32[32, 32]"))
+    assert "1 unexpected (stranger)" in words and "strict=False" in words and "\n" not in words
+    assert all(word in words for word in ("head.dense.weight", "float32[1, 1]", "float32[32, 32]"))
     assert all(torch.equal(w, before[n]) for n, w in model.state_dict().items())
     report = load_state_dict(model, wrong, strict=False)
     assert {*report.missing_keys} == {

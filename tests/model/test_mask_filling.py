@@ -44,9 +44,7 @@ TEXTS = [
 
 
 @pytest.mark.parametrize("side", ["right", "left"])
-def test_each_mask_of_each_padded_text_is_answered_as_if_the_text_were_alone(
-    model, tokenizer, side
-):
+def test_masks_of_padded_texts_are_filled_as_alone(model, tokenizer, side):
     tokenizer.padding_side = side
     answers = fill_masks(model, tokenizer, TEXTS, top_k=3)
     tokenizer.padding_side = "right"
@@ -85,7 +83,7 @@ def test_a_token_that_the_model_has_no_row_for_is_refused(model, tokenizer):
         fill_mask(model, larger, ["the [MASK] zebra"])
 
 
-def test_the_model_is_left_in_the_mode_it_was_in_even_after_an_error(model, tokenizer):
+def test_the_mode_is_restored_even_after_an_error(model, tokenizer):
     class Broken(torch.nn.Linear):
         def forward(self, **_):
             assert not self.training
@@ -138,17 +136,17 @@ def their_model(kind, tokenizer, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["modernbert", "bert", "roberta"])
-def test_models_of_transformers_answer_what_their_pipeline_answers(kind, tokenizer, tmp_path):
+def test_transformers_models_answer_as_their_pipeline(kind, tokenizer, tmp_path):
     from transformers import pipeline
 
     torch.manual_seed(0)
     model = their_model(kind, tokenizer, tmp_path)
     filler = pipeline("fill-mask", model=model, tokenizer=tokenizer, top_k=4)
-    for text, found in zip(TEXTS, fill_masks(model, tokenizer, TEXTS, top_k=4), strict=True):
+    for text, result in zip(TEXTS, fill_masks(model, tokenizer, TEXTS, top_k=4), strict=True):
         alone = filler(text)
         alone = alone if isinstance(alone[0], list) else [alone]
-        assert len(alone) == len(found)
-        for theirs, ours in zip(alone, found):
+        assert len(alone) == len(result)
+        for theirs, ours in zip(alone, result):
             assert [word for word, _ in ours] == [one["token_str"].strip() for one in theirs]
             assert [p for _, p in ours] == pytest.approx([one["score"] for one in theirs], rel=1e-4)
 
@@ -188,9 +186,7 @@ def test_a_row_is_as_long_as_the_table_of_positions_allows(family, longest):
 
 @pytest.mark.parametrize("family, longest", [("Roberta", 16), ("Bert", 18)])
 @pytest.mark.parametrize("targets", [["query"], ["position_embeddings", "query"]])
-def test_a_model_inside_adapters_or_a_compiler_is_as_long_as_it_is_alone(
-    family, longest, targets, tokenizer
-):
+def test_a_wrapped_model_is_as_long_as_alone(family, longest, targets, tokenizer):
     peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
     config = getattr(transformers, f"{family}Config")(hidden_size=16, intermediate_size=20, num_hidden_layers=1, num_attention_heads=2,
                                                       vocab_size=len(tokenizer), pad_token_id=1, max_position_embeddings=18)  # fmt: skip

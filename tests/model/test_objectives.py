@@ -47,7 +47,7 @@ def model_of(objective, dtype=torch.float64):
 
 
 @pytest.mark.parametrize("objective", MODELS)
-def test_a_batch_of_the_collator_trains_the_model_of_its_objective(objective):
+def test_a_collators_batch_trains_its_objective(objective):
     model, batch = model_of(objective).train(), batch_of(objective, rows())
     optimizer, losses = torch.optim.Adam(model.parameters(), 0.01), []
     for _ in range(40):
@@ -70,7 +70,7 @@ def test_sum_and_count_of_two_halves_are_those_of_the_batch(objective):
         torch.testing.assert_close(total, getattr(whole, name).double(), rtol=1e-9, atol=1e-9)
 
 
-def test_enhanced_rows_are_rebuilt_from_the_same_tokens_in_any_batch_and_from_others_in_another_epoch():
+def test_enhanced_rows_sample_by_row_and_epoch():
     model, which = model_of("enhanced_mlm").train(), rows()
     batch = batch_of("enhanced_mlm", which)
     alone = batch_of("enhanced_mlm", which[3:4])

@@ -196,7 +196,7 @@ def test_a_prompt_is_answered_alike_in_batches_of_any_size(sampler):
 
 
 class Flat(torch.nn.Module):
-    "The same distribution everywhere; counts how often it is asked."
+    "The same distribution everywhere; counts how often it is requested."
 
     def __init__(self, end=0.0):
         super().__init__()
@@ -214,9 +214,7 @@ class Flat(torch.nn.Module):
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(st.sampled_from(list(SAMPLERS)), st.integers(1, 9), st.integers(1, 12), st.sampled_from([None, 1, 3]),
        st.sampled_from([0.0, 0.7, 1.0]), st.lists(st.sampled_from([MASK, 5, 1]), min_size=7, max_size=7))  # fmt: skip
-def test_all_is_filled_in_the_steps_asked_for_and_what_is_given_stays(
-    sampler, num_steps, gaps, size, heat, mixed
-):
+def test_all_gaps_are_filled_and_the_prompt_stays(sampler, num_steps, gaps, size, heat, mixed):
     ids = torch.tensor([[MASK] * gaps + [1] * (12 - gaps) + mixed, [5] * 12 + [MASK] + [6] * 6])
     most = max(-(-n // size) if size else 1 for n in (ids == MASK).sum(1).tolist())
     rule = SamplingConfig(
@@ -266,7 +264,7 @@ def test_blocks_are_finished_from_left_to_right():
     ]
 
 
-def test_a_text_that_has_ended_has_nothing_but_ends_to_its_right_in_its_gap():
+def test_an_ended_gap_has_only_ends_to_its_right():
     ids = torch.tensor([[2, *[MASK] * 9, 6, MASK, MASK]] * 60)
     for sampler in SAMPLERS:
         last = unmask(
