@@ -8,6 +8,7 @@ stopped while the code and the machine are the same, and `--fresh` starts again.
 
 import argparse
 import hashlib
+import io
 import json
 import os
 import platform
@@ -20,6 +21,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from bertlab.core.files import atomic_write
+from bertlab.core.plots import compact_png
 
 ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build" / "benchmarks"
@@ -158,7 +160,8 @@ def write_result(options: argparse.Namespace, result: dict, draw: Callable | Non
         Path(temporary).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     if draw is not None:
         with atomic_write(path.with_suffix(".png")) as temporary:
-            draw(result).savefig(temporary, format="png", dpi=110, bbox_inches="tight")
+            draw(result).savefig(drawn := io.BytesIO(), format="png", dpi=110, bbox_inches="tight")
+            temporary.write_bytes(compact_png(drawn.getvalue()))
     print(f"written to {path}")
 
 
