@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from bertlab.cli.commands import COMMANDS
-from bertlab.cli.parser import Command, parse, printed, read_options
+from bertlab.cli.parser import Command, configuration, parse, printed, read_options
 from bertlab.core.serialization import load_yaml
 
 PRETRAIN = COMMANDS["pretrain"]
@@ -227,3 +227,65 @@ def load_yaml_text(text):
     from bertlab.core.serialization import parse_yaml
 
     return parse_yaml(text, "text")
+
+
+LIGHTNING_CLI = """
+seed_everything: 7
+model:
+  class_path: bertblocks.training.modules.BertBlocksPretrainingModule
+  init_args:
+    pretrained_tokenizer_name_or_path: ${data.init_args.pretrained_tokenizer_name_or_path}
+    learning_rate: 0.001
+    optimizer_class: adamw
+    model_config_kwargs:
+      num_blocks: 2
+      hidden_size: 64
+      norm_kind: pre
+      block_pos_enc_kind: POSITIONS
+      local_attention: [16, 16]
+      max_sequence_length: ${data.init_args.max_sequence_length}
+data:
+  class_path: bertblocks.training.modules.BertBlocksPretrainingDataModule
+  init_args:
+    train_dataset_name_or_path: text.txt
+    pretrained_tokenizer_name_or_path: tokenizer
+    max_sequence_length: 128
+trainer:
+  max_steps: 50
+  default_root_dir: runs/${seed_everything}
+  callbacks:
+  - class_path: lightning.pytorch.callbacks.LearningRateMonitor
+    init_args: {logging_interval: step}
+ckpt_path: null
+"""
+
+
+@pytest.mark.parametrize("positions, setting", [
+    ("rope", "attention_positions"), ("learned", "embedding_positions"),
+])  # fmt: skip
+def test_a_file_of_lightning_cli_is_read(tmp_path, positions, setting):
+    path = tmp_path / "theirs.yaml"
+    path.write_text(LIGHTNING_CLI.replace("POSITIONS", positions))
+    words = ["--config", str(path), "--model.learning_rate", "0.002"]
+    config = configuration(COMMANDS["pretrain"], words)
+    assert config["seed_everything"] == 7 and config["run"]["output"] == "runs/7"
+    assert config["model"]["learning_rate"] == 0.002
+    assert config["model"]["pretrained_tokenizer_name_or_path"] == "tokenizer"
+    assert config["model"]["model_config_kwargs"] == {
+        "num_blocks": 2, "hidden_size": 64, "norm_kind": "pre", setting: positions,
+        "local_attention": 32, "max_sequence_length": 128,
+    }  # fmt: skip
+    assert config["data"]["max_sequence_length"] == 128
+    assert config["trainer"]["callbacks"][0]["init_args"] == {"logging_interval": "step"}
+
+
+@pytest.mark.parametrize("old, new, word", [
+    ("bertblocks.training.modules.BertBlocksPretrainingModule", "other.Module", "other.Module"),
+    ("${seed_everything}", "${seed}", "${seed}"), ("learning_rate:", "learning_rat:", "learning_rat"),
+])  # fmt: skip
+def test_a_wrong_file_of_lightning_cli_is_refused(tmp_path, old, new, word):
+    path = tmp_path / "theirs.yaml"
+    path.write_text(LIGHTNING_CLI.replace("POSITIONS", "rope").replace(old, new))
+    with pytest.raises(ValueError) as error:
+        configuration(COMMANDS["pretrain"], ["--config", str(path)])
+    assert word in str(error.value) and "theirs.yaml" in str(error.value)
