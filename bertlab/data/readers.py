@@ -266,11 +266,15 @@ def read_text(file: SourceFile, options: ReadOptions) -> Rows:
     if sample_by == "auto":
         sample_by = position.learned.get("sample_by") or _choose_cut(file)
     position.learned["sample_by"] = sample_by
-    cuts = {"line": lambda line: line.number, "paragraph": lambda line: not line.text.strip()}
-    for is_blank, group in groupby(file.lines(), key=cuts.get(sample_by, lambda line: False)):
-        block = list(group)
-        position.line, position.offset = block[-1].number, block[-1].end
-        if sample_by == "line" or not is_blank:
+    if sample_by == "line":
+        for position.line, text, position.offset, _ in file.lines():
+            yield f"line {position.line}", {columns[0]: text}
+        return
+    is_blank = lambda line: sample_by == "paragraph" and not line.text.strip()
+    for separates, group in groupby(file.lines(), key=is_blank):
+        if not separates:
+            block = list(group)
+            position.line, position.offset = block[-1].number, block[-1].end
             yield f"line {block[0].number}", {columns[0]: "\n".join(line.text for line in block)}
 
 # %% ../../nbs/data/02_readers.ipynb #d2110531

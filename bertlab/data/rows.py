@@ -144,7 +144,8 @@ def stack_tokens(
     "Stack a column of all rows, padded to one length. Raises `RowError` for other shapes."
     if name in _DEFAULTS:
         default = _DEFAULTS[name]
-        rows = [r if name in r else {**r, name: [default] * len(r["input_ids"])} for r in rows]
+        absent = lambda row: np.full(len(row["input_ids"]), default)
+        rows = [row if name in row else {**row, name: absent(row)} for row in rows]
     arrays = [np.asarray(values) for values in column_values(rows, name)]
     for n, (array, row) in enumerate(zip(arrays, rows)):
         is_flat = array.ndim == 1 or name not in PADDING
@@ -169,10 +170,12 @@ def stack_integers(
 ) -> np.ndarray | None:  # (B, ...) int64; None: no row has the column
     "Stack a column of all rows. Raises `RowError` for other values than integers."
     values = column_values(rows, name, optional=True)
-    for n, value in enumerate(values or ()):
-        if np.asarray(value).dtype.kind not in "biu":
+    if values is None:
+        return None
+    for n, value in enumerate(values):
+        if not isinstance(value, int) and np.asarray(value).dtype.kind not in "biu":
             raise RowError(f"{name} must be an integer, got {value!r}", n)
-    return None if values is None else np.array(values, dtype=np.int64)
+    return np.array(values, dtype=np.int64)
 
 # %% ../../nbs/data/06_rows.ipynb #ae41b39d
 def pad_batch(
@@ -197,7 +200,8 @@ def pad_batch(
     if unpacked:
         batch["position_ids"][unpacked] = document_positions(batch["attention_mask"][unpacked])
     ids_BL = batch["input_ids"]
-    for n, position in np.argwhere((ids_BL < 0) | (ids_BL >= vocabulary.size))[:1]:
+    if ids_BL.min() < 0 or ids_BL.max() >= vocabulary.size:
+        n, position = np.argwhere((ids_BL < 0) | (ids_BL >= vocabulary.size))[0]
         raise RowError(
             f"id {ids_BL[n, position]} at position {position} is outside the vocabulary of "
             f"{vocabulary.size}: is it the same tokenizer?",
