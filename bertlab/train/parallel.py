@@ -44,17 +44,17 @@ from ..optim.optimizers import OPTIMIZERS, optimizer_spec
 
 # %% ../../nbs/train/07_parallel.ipynb #e5b73405
 def neighbours(
-    amount: int,  # what was asked for
-    unit: int,  # only its multiples work
-) -> list[int]:  # the nearest below, where it is not 0, and the nearest above
-    "The multiples around a number that is none."
+    amount: int,
+    unit: int,
+) -> list[int]:  # the nearest below, unless it is 0, and the nearest above
+    "Return the multiples of `unit` around a number."
     below = amount // unit * unit
     return [n for n in (below, below + unit) if n]
 
 
-def _refuse(name: str, amount: int, reason: str, fits: list[int]) -> None:
+def _no_fit(name: str, amount: int, reason: str, fits: list[int]) -> ValueError:
     nearest = " or ".join(f"{n:,}" for n in fits)
-    raise ValueError(f"{name}={amount:,} is not {reason}; the nearest that work: {nearest}")
+    return ValueError(f"{name}={amount:,} is not {reason}; the nearest that work: {nearest}")
 
 # %% ../../nbs/train/07_parallel.ipynb #3ac7f764
 def split_batch_tokens(
@@ -63,30 +63,30 @@ def split_batch_tokens(
     row_length: int,  # positions of a row
     world_size: int = 1,  # processes, each with rows of its own
 ) -> tuple[int, int]:  # rows of a micro-batch, micro-batches of each process per step
-    "Split a batch to fit. Raises `ValueError` that names the nearest sizes where it does not."
+    "Split a batch into rows and micro-batches. Raises `ValueError` that names the nearest sizes."
     batch = parse_amount(batch_tokens, "tokens", "batch_tokens")
     unit = row_length * world_size
     if not batch or batch % unit:
         reason = f"a whole number of rows of {row_length:,} tokens for {world_size:,} process(es)"
-        _refuse("batch_tokens", batch, reason, neighbours(batch, unit))
-    share = batch // world_size
+        raise _no_fit("batch_tokens", batch, reason, neighbours(batch, unit))
+    rows = batch // unit  # of each process
     if microbatch_tokens is None:
-        return share // row_length, 1
+        return rows, 1
     micro = parse_amount(microbatch_tokens, "tokens", "microbatch_tokens")
-    if not micro or share % micro or micro % row_length:
-        rows = share // row_length
-        fits = [n * row_length for n in range(1, rows + 1) if rows % n == 0]
-        fits = [max((n for n in fits if n < micro), default=0),
-                min((n for n in fits if n > micro), default=0)]  # fmt: skip
-        reason = (f"whole rows of {row_length:,} tokens that divide the {share:,} tokens "
-                  "of each process")  # fmt: skip
-        _refuse("microbatch_tokens", micro, reason, [n for n in fits if n])
-    return micro // row_length, share // micro
+    fits = [n * row_length for n in range(1, rows + 1) if rows % n == 0]
+    if micro not in fits:
+        reason = (
+            f"whole rows of {row_length:,} tokens that divide the {rows * row_length:,} tokens "
+            "of each process"
+        )
+        below, above = [n for n in fits if n < micro], [n for n in fits if n > micro]
+        raise _no_fit("microbatch_tokens", micro, reason, below[-1:] + above[:1])
+    return micro // row_length, rows * row_length // micro
 
 # %% ../../nbs/train/07_parallel.ipynb #a0d4542e
 @dataclass(frozen=True)
 class LaunchInfo:
-    "What a launcher says of this process."
+    "What a launcher tells this process."
 
     launcher: str
     rank: int  # of this process among all
@@ -100,128 +100,127 @@ class LaunchInfo:
 
 def detect_launcher(
     environment: Mapping[str, str] | None = None,  # None: of this process
-) -> LaunchInfo | None:  # None: nobody has started us as one of several
+) -> LaunchInfo | None:  # None: this process was started alone
     "Read what torchrun or SLURM's srun says. Raises `ValueError` for nodes of different sizes."
     env = os.environ if environment is None else environment
     if "TORCHELASTIC_RUN_ID" in env:
-        world, local = int(env["WORLD_SIZE"]), int(env["LOCAL_WORLD_SIZE"])
-        found = LaunchInfo("torchrun", int(env["RANK"]), world, world // local)
-        uneven = world % local
+        name, rank, world_size = "torchrun", int(env["RANK"]), int(env["WORLD_SIZE"])
+        per_node = int(env["LOCAL_WORLD_SIZE"])
+        num_nodes = world_size // per_node
     elif "SLURM_NTASKS" in env and env.get("SLURM_JOB_NAME") not in ("bash", "interactive"):
-        world = int(env["SLURM_NTASKS"])
-        found = LaunchInfo(
-            "SLURM", int(env.get("SLURM_PROCID", 0)), world, int(env.get("SLURM_NNODES", 1))
-        )
-        uneven = world % found.num_nodes
+        name, rank = "SLURM", int(env.get("SLURM_PROCID", 0))
+        world_size, num_nodes = int(env["SLURM_NTASKS"]), int(env.get("SLURM_NNODES", 1))
+        per_node = world_size // num_nodes
     else:
         return None
-    if uneven:
+    if per_node * num_nodes != world_size:
         raise ValueError(
-            f"{found.launcher} has started {world} processes that its nodes do not "
-            "share evenly: start equally many on each node"
+            f"{name} has started {world_size} processes, which its nodes do not share evenly: "
+            "start as many on each node"
         )
-    return found
+    return LaunchInfo(name, rank, world_size, num_nodes)
 
 # %% ../../nbs/train/07_parallel.ipynb #d4a70001
 def is_lone_task() -> bool:
-    "Whether SLURM runs this process alone, so that it starts those of further devices itself."
+    "Return whether SLURM runs one task, which starts the processes of its devices itself."
     launch = detect_launcher()
     return launch is not None and launch.launcher == "SLURM" and launch.world_size == 1
 
 
 def started_by_first() -> bool:
-    "Whether the first process has started this one, which it does when its files are written."
+    "Return whether the first process has started this one, once its files were written."
     env = os.environ
-    own = env.get("LOCAL_RANK", "0") != "0" and "RANK" not in env  # other launchers say both
-    return own and (detect_launcher() is None or is_lone_task())
+    is_child = env.get("LOCAL_RANK", "0") != "0" and "RANK" not in env  # launchers set both
+    return is_child and (detect_launcher() is None or is_lone_task())
 
 
-def _count_named(devices: Any) -> int | None:  # None: as many as there are
-    "How many devices were asked for by number or by name. Raises what it cannot read."
+def _count_devices(devices: Any) -> int | None:  # None: all there are
+    "Count the devices of a trainer's option: a number, a list, or its text."
     if isinstance(devices, str) and "," in devices:
-        devices = [one for one in devices.split(",") if one.strip()]
+        devices = [name for name in devices.split(",") if name.strip()]
     if isinstance(devices, Sequence) and not isinstance(devices, str):
         return len(devices)
     return None if str(devices).strip() in ("auto", "-1") else int(devices)
 
 
+def _check_slurm(num_nodes: int) -> None:
+    "Raise `ValueError` for a job of SLURM whose processes nobody starts."
+    if is_lone_task() and num_nodes > 1:
+        raise ValueError(
+            f"num_nodes={num_nodes}, and SLURM has started one task: let it start one for each "
+            f"GPU, as by srun --nodes={num_nodes} --ntasks-per-node=8"
+        )
+    if not is_lone_task() and "SLURM_STEP_NUM_TASKS" not in os.environ:
+        raise ValueError(
+            "SLURM gives this job several tasks, and only srun starts them: begin the command "
+            "with srun, or ask for one task, which starts the processes of its devices itself"
+        )
+
+
 def apply_launcher(
     trainer_options: Mapping[str, Any],  # of `make_trainer`; devices and num_nodes are read
-) -> dict[str, Any]:  # the same, where nobody has started us as one of several
-    "Let devices and num_nodes be those of a launch. Raises `ValueError` where others were named."
+) -> dict[str, Any]:  # unchanged without a launcher
+    "Set devices and num_nodes to those of a launch. Raises `ValueError` if others are configured."
     options, launch = dict(trainer_options), detect_launcher()
-    asked, nodes = options.get("devices", 1), options.get("num_nodes") or 1
     if launch is None:
         return options
+    devices, num_nodes = options.get("devices", 1), options.get("num_nodes") or 1
+    if launch.launcher == "SLURM":
+        _check_slurm(num_nodes)
     if is_lone_task():
-        if nodes > 1:
-            raise ValueError(
-                f"SLURM has started one task, and num_nodes={nodes} asks for more "
-                f"machines: let it start one for each GPU, as by srun --nodes={nodes} "
-                "--ntasks-per-node=8"
-            )
         return options
-    if launch.launcher == "SLURM" and "SLURM_STEP_NUM_TASKS" not in os.environ:
-        raise ValueError(
-            f"SLURM gives this job {launch.world_size} tasks, and only srun starts "
-            "them; without it this process would wait for the others for ever: begin "
-            "the command with srun, or ask for one task, which starts the processes "
-            "of its devices itself"
-        )
     try:
-        named = _count_named(asked)
+        num_devices = _count_devices(devices)
     except (TypeError, ValueError):
-        return options  # refused in more words where devices are checked
-    if named not in (None, 1, launch.devices):
+        return options  # refused where devices are checked
+    if num_devices not in (None, 1, launch.devices):
         raise ValueError(
-            f"{launch.launcher} has started {launch.devices} process(es) on each "
-            f"machine, and devices={asked!r} asks for {named}: start so many, or say "
-            f"devices={launch.devices}"
+            f"devices={devices!r}, and {launch.launcher} has started {launch.devices} process(es) "
+            f"on each machine: start {num_devices}, or set devices={launch.devices}"
         )
-    if nodes not in (1, launch.num_nodes):  # machines may come and go, and the step stays
+    if num_nodes not in (1, launch.num_nodes):  # machines may come and go, and the step stays
         rank_zero_warn(
-            f"num_nodes={nodes}, and {launch.launcher} has started processes on "
-            f"{launch.num_nodes}: the run takes those"
+            f"num_nodes={num_nodes}, and {launch.launcher} has started processes on "
+            f"{launch.num_nodes}, which the run takes"
         )
-    found = {
-        "devices": asked if named == launch.devices else launch.devices,
+    launched = {
+        "devices": devices if num_devices == launch.devices else launch.devices,
         "num_nodes": launch.num_nodes,
     }
-    # What is right already is left as it was written: a resume compares the stages of a run.
-    return options | {name: n for name, n in found.items() if options.get(name, 1) != n}
+    # Values that are right already stay as they were written: a resume compares them.
+    return options | {name: n for name, n in launched.items() if options.get(name, 1) != n}
 
 # %% ../../nbs/train/07_parallel.ipynb #9aab46ea
 def num_processes(
     trainer_options: dict[str, Any],  # of `make_trainer`; devices, num_nodes, ... are read
 ) -> int:
-    "How many processes a run will have, as Lightning counts them."
+    "Count the processes of a run, as Lightning does."
     options = {"devices": 1, "num_nodes": 1, "accelerator": "auto"} | trainer_options
-    if (find_accelerator() if (kind := options["accelerator"]) == "auto" else kind) == "tpu":
+    accelerator = options["accelerator"]
+    if (find_accelerator() if accelerator == "auto" else accelerator) == "tpu":
         return 1  # which drives all devices
     if isinstance(options["devices"], int) and options["devices"] > 0:
         return options["devices"] * options["num_nodes"]
-    asked = {name: options[name] for name in ("accelerator", "devices", "num_nodes")}
+    options = {name: options[name] for name in ("accelerator", "devices", "num_nodes")}
     plugins = [LightningEnvironment()] * is_lone_task()
-    return L.Trainer(**asked, logger=False, enable_checkpointing=False, plugins=plugins).world_size
+    return L.Trainer(
+        **options, logger=False, enable_checkpointing=False, plugins=plugins
+    ).world_size
 
 
 def ranks_per_batch(
     strategy: Any,  # as `get_strategy` takes it, or as a configuration names its class
     processes: int,  # of the run
 ) -> int:
-    "How many processes read the same rows, of a strategy that may not be built yet."
+    "Count the processes that read the same rows, for a strategy that may not be built yet."
     if strategy is None:
         return 1
     if isinstance(strategy, Mapping):
-        strategy = FullyShardedStrategy(
-            **{
-                name: value
-                for name, value in (strategy.get("init_args") or {}).items()
-                if name in ("tensor_parallel_size", "context_parallel_size", "replicas")
-            }
-        )
-    found = get_strategy(strategy)
-    return found.sharers(processes) if hasattr(found, "sharers") else 1
+        options = strategy.get("init_args") or {}
+        names = ("tensor_parallel_size", "context_parallel_size", "replicas")
+        strategy = FullyShardedStrategy(**{n: options[n] for n in names if n in options})
+    strategy = get_strategy(strategy)
+    return strategy.sharers(processes) if hasattr(strategy, "sharers") else 1
 
 
 def resolve_batch_tokens(
@@ -422,11 +421,11 @@ def apply_tp(
     return parallelize_module(model, mesh, plan)
 
 # %% ../../nbs/train/07_parallel.ipynb #cce9827f
-def _dtype(asked: torch.dtype | str | None, name: str) -> torch.dtype | None:
-    found = getattr(torch, asked, None) if isinstance(asked, str) else asked
-    if asked is not None and not isinstance(found, torch.dtype):
-        raise ValueError(f"{name}={asked!r} is no type of torch's, such as bfloat16")
-    return found
+def _dtype(value: torch.dtype | str | None, name: str) -> torch.dtype | None:
+    dtype = getattr(torch, value, None) if isinstance(value, str) else value
+    if value is not None and not isinstance(dtype, torch.dtype):
+        raise ValueError(f"{name}={value!r} must be a type of torch, such as bfloat16")
+    return dtype
 
 # %% ../../nbs/train/07_parallel.ipynb #7de213da
 _KERNELS = ("foreach", "fused")  # which an optimizer may be told to use
@@ -474,23 +473,23 @@ class FullyShardedStrategy(ModelParallelStrategy):
         self,
         processes: int,  # of the run
     ) -> tuple[int, int, int]:  # processes that share a layer, a row; replicas
-        "Settle the sizes. Raises `ValueError` where the processes do not divide."
+        "Compute the sizes of a mesh. Raises `ValueError` if they do not divide the processes."
         tensor, context, replicas = self._sizes
         tensor = processes if tensor is None else tensor
         context = max(1, processes // tensor) if context is None else context
-        for asked, what in (
+        for size, names in (
             (tensor * context, "tensor_parallel_size x context_parallel_size"),
             (tensor * replicas, "tensor_parallel_size x replicas"),
         ):
-            if processes % asked:
+            if processes % size:
                 raise ValueError(
-                    f"{what} is {asked}, which does not divide {processes} "
-                    "process(es): change one of them, or trainer.devices"
+                    f"{names} is {size}, which does not divide {processes} process(es): change "
+                    "one of them, or trainer.devices"
                 )
         return tensor, context, replicas
 
     def sharers(self, processes: int) -> int:
-        "How many processes read the same rows."
+        "Count the processes that read the same rows."
         tensor, context, _ = self.mesh_sizes(processes)
         return tensor * context
 
@@ -501,7 +500,7 @@ class FullyShardedStrategy(ModelParallelStrategy):
         optimizer_class: Any = "adamw",
         row_length: int | None = None,  # positions; None: not known yet
     ) -> None:
-        "Raise `ValueError` for a run that so many processes cannot share, before long work."
+        "Raise `ValueError` for a run that so many processes cannot share."
         tensor, context, _ = self.mesh_sizes(processes)
         if tensor > 1 and config is not None:
             check_tensor_parallel(config, tensor)
@@ -518,12 +517,9 @@ class FullyShardedStrategy(ModelParallelStrategy):
                 f"{choices}, or strategy='fsdp'"
             )
         if row_length is not None and row_length % context:
-            near = neighbours(row_length, context)
-            raise ValueError(
-                f"max_sequence_length={row_length} cannot be cut into "
-                f"context_parallel_size={context} stretches; the nearest that work: "
-                + " or ".join(map(str, near))
-            )
+            reason = f"a multiple of context_parallel_size={context}"
+            fits = neighbours(row_length, context)
+            raise _no_fit("max_sequence_length", row_length, reason, fits)
 
     def setup_environment(self) -> None:
         world = self.num_nodes * self.num_processes
@@ -534,8 +530,8 @@ class FullyShardedStrategy(ModelParallelStrategy):
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, int]:
-        "Which rows are this process's: neighbours that share rows get the same."
-        # Asked before processes have met, too, so there is no mesh to look at.
+        "Tell which rows this process reads: neighbours that share rows get the same."
+        # Also called before the mesh exists.
         world = self.num_nodes * self.num_processes
         tensor, context, _ = self.mesh_sizes(world)
         return {
@@ -706,30 +702,31 @@ def check_precision(
     strategy: str | Strategy,  # of `get_strategy`
     precision: str | int | None,  # of the trainer; "auto" or None: what the device has
 ) -> None:
-    "Raise `ValueError` for a precision that a strategy which divides weights does not take."
+    "Raise `ValueError` for a precision that a strategy which divides weights does not support."
     if precision in (None, "auto") or not isinstance(strategy, ModelParallelStrategy):
         return
-    if (name := canonical_precision(precision)) not in DIVIDED_PRECISIONS:
-        why = "knows no loss scale for float16" if name == "16-mixed" else "does not take it"
+    if canonical_precision(precision) not in DIVIDED_PRECISIONS:
         raise ValueError(
-            f"precision={precision!r}: a strategy that divides weights (fsdp, tensor, "
-            f"context) {why}; set precision='32-true', or bf16-mixed where the device "
-            "has it, or take strategy='ddp'"
+            f"precision={precision!r} is not for strategies that divide weights (fsdp, tensor, "
+            f"context): set one of {', '.join(DIVIDED_PRECISIONS)}, such as precision='32-true', "
+            "or take strategy='ddp'"
         )
 
 
 def get_strategy(
     name: str | Strategy,  # a key of STRATEGIES, tensor:2, another of Lightning's, or a strategy
 ) -> str | Strategy:  # for Lightning's Trainer
-    "Find how processes share a run. Raises `ValueError` that lists the names there are."
+    "Find how processes share a run. Raises `ValueError` that lists the names."
     if isinstance(name, Strategy):
         return name
     if name in STRATEGIES:
         return STRATEGIES[name]()
-    kind, _, size = name.partition(":")
-    if kind in ("tensor", "context") and size.isdecimal():
-        return STRATEGIES[kind](int(size))
+    base, _, size = name.partition(":")
+    if base in ("tensor", "context") and size.isdecimal():
+        return STRATEGIES[base](int(size))
     if name not in StrategyRegistry.available_strategies():
-        raise ValueError(f"strategy {name!r} is unknown; known are {', '.join(STRATEGIES)}, and "
-                         "Lightning's own names, such as ddp_notebook")  # fmt: skip
+        raise ValueError(
+            f"strategy={name!r} is unknown; choose from {', '.join(STRATEGIES)}, and Lightning's "
+            "own names, such as ddp_notebook"
+        )
     return name

@@ -151,10 +151,10 @@ def test_a_launcher_says_how_many_processes_there_are(monkeypatch, launch, asked
 
 
 @pytest.mark.parametrize("launch, asked, words", [
-    (("torchrun", 4), {"devices": 8}, "4 process.es. on each machine, and devices=8 asks for 8.*say devices=4"),
-    (("torchrun", 1), {"devices": 4}, "torchrun has started 1"), (("torchrun", 2), {"devices": "0,1,2"}, "asks for 3"),
+    (("torchrun", 4), {"devices": 8}, "devices=8.*devices=4"),
+    (("torchrun", 1), {"devices": 4}, "torchrun has started 1"), (("torchrun", 2), {"devices": "0,1,2"}, "devices='0,1,2'"),
     (("SLURM", 2, 2), {"devices": 4, "num_nodes": 2}, "SLURM has started 1 process.es. on each machine"),
-    (("SLURM", 1), {"devices": 4, "num_nodes": 2}, "one task, and num_nodes=2.*srun --nodes=2"),
+    (("SLURM", 1), {"devices": 4, "num_nodes": 2}, "num_nodes=2.*srun --nodes=2"),
 ])  # fmt: skip
 def test_a_number_of_devices_that_is_not_the_launchers_is_refused(
     monkeypatch, launch, asked, words
@@ -168,9 +168,7 @@ def test_several_tasks_of_slurm_that_srun_has_not_started_are_refused(monkeypatc
     launched(monkeypatch, "SLURM", 4)
     assert apply_launcher({})["devices"] == 4
     monkeypatch.delenv("SLURM_STEP_NUM_TASKS")  # as in the script of an sbatch --ntasks=4
-    with pytest.raises(
-        ValueError, match="4 tasks, and only srun starts.*begin the command with srun"
-    ):
+    with pytest.raises(ValueError, match="only srun starts"):
         apply_launcher({})
 
 

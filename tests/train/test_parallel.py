@@ -440,7 +440,7 @@ def test_a_number_of_numpy_beside_shards_is_read_as_it_was_accepted(tmp_path, mo
 
 
 def test_an_unknown_strategy_is_answered_with_the_known_ones():
-    with pytest.raises(ValueError, match="strategy 'zero' is unknown; known are auto, ddp, fsdp"):
+    with pytest.raises(ValueError, match="zero.*auto, ddp, fsdp"):
         make_trainer(1, accelerator="cpu", strategy="zero")
     assert get_strategy("ddp_spawn") == "ddp_spawn" and get_strategy("auto") == "auto"
     given = get_strategy("fsdp")

@@ -348,9 +348,7 @@ def test_a_strategy_that_divides_weights_computes_in_float32_where_a_gpu_has_no_
     with pytest.warns(UserWarning, match="computes in float32"):
         assert make_trainer(1, accelerator="cpu", strategy="fsdp").precision == "32-true"
     monkeypatch.setattr("bertlab.train.trainer.check_device", lambda *asked: "cuda")
-    with pytest.raises(
-        ValueError, match="no loss scale for float16; set precision='32-true'.*strategy='ddp'"
-    ):
+    with pytest.raises(ValueError, match="16-mixed.*precision='32-true'.*strategy='ddp'"):
         make_trainer(1, "16-mixed", strategy="tensor:2", devices=2)
 
 
