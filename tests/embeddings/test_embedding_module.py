@@ -216,32 +216,6 @@ def test_the_teacher_s_scores_reach_the_gradient_and_are_logged():
         fit(small_module(distillation="kl"), small_data(), 1)
 
 
-@pytest.mark.parametrize("kind", ["kl", "margin_mse"])
-def test_distillation_of_a_pair_ignores_padding(kind):
-    pairs, counts = draw_pairs(6, negatives=3, scores=True), [3, 1, 2, 0, 1, 3]
-    pairs = replace(pairs, negatives=[own[:count] for own, count in zip(pairs.negatives, counts)],
-                    scores=[own[:1 + count] for own, count in zip(pairs.scores, counts)])  # fmt: skip
-    module = small_module(distillation=kind, learn_temperature=True)
-
-    def distilled(chosen, keys):
-        data = small_data(chosen)
-        data.fraction = 0
-        data.setup()
-        module.label_loss(data.collator([data.datasets["train"][key] for key in keys]))
-        return module.auxiliary_losses()["distillation"][1]
-
-    whole = distilled(pairs, [*range(6), -1])  # the last one is a blank
-    alone = [distilled(pairs.select([n]), [0]) for n, count in enumerate(counts) if count]
-    assert (
-        whole.item() == pytest.approx(sum(one.item() for one in alone), rel=1e-4) and min(alone) > 0
-    )
-    whole.backward()
-    grads = [p.grad for p in module.parameters() if p.grad is not None]
-    assert all(torch.isfinite(grad).all() for grad in grads) and any(
-        grad.abs().max() > 0 for grad in grads
-    )
-
-
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
     "The directory of a bi-encoder that has learned a little."

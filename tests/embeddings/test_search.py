@@ -183,27 +183,6 @@ def test_an_index_uses_both_prompts(tmp_path):
         index.check_model(other)
 
 
-@pytest.mark.parametrize(
-    "side, before", [("document", PROMPTS["document"]), ("query", PROMPTS["query"]), ("none", "")]
-)
-def test_the_prompt_of_an_index_is_an_option(tmp_path, side, before):
-    model, plain, docs = make_model(st_config={"prompts": PROMPTS}), make_model(), documents(20)
-    encode_corpus(model, lambda: docs, tmp_path / "v.npy", prompt=side)
-    expected = plain.encode([before + d.text for d in docs])
-    assert np.abs(np.load(tmp_path / "v.npy") - expected).max() < 2e-6
-    encode_corpus(model, lambda: docs, tmp_path / "index", prompt=side)
-    index, again = TextIndex.open(tmp_path / "index"), make_model(st_config={"prompts": PROMPTS})
-    index.prepare_model(again)
-    index.check_model(
-        again
-    )  # and its queries have their own prompt, whatever stands before the texts
-    (hits,) = index.search(again, ["one two"], 20)
-    asked = plain.encode([PROMPTS["query"] + "one two"])[0]
-    assert np.allclose(
-        [hit.score for hit in hits], [expected[hit.number] @ asked for hit in hits], atol=1e-5
-    )
-
-
 @pytest.mark.parametrize("name", ["cosine", "dot"])
 def test_unnormalized_models_are_searched_correctly(tmp_path, name):
     model, docs = (
@@ -260,29 +239,6 @@ def test_a_fingerprint_knows_what_the_tokenizer_makes_of_a_text(tmp_path):
         assert model_fingerprint(BiEncoder.load(tmp_path / "model")) != model_fingerprint(model), (
             changed
         )
-
-
-def test_an_index_appears_complete_or_not_at_all(tmp_path, monkeypatch):
-    import bertlab.embeddings.search as module
-
-    model, docs = make_model(), documents(30)
-    encode_corpus(model, lambda: docs[:10], tmp_path / "index", part_size=4)
-    before = {path.name: path.read_bytes() for path in (tmp_path / "index").iterdir()}
-    copy = module.shutil.copyfile
-
-    def stop(*paths):
-        copy(*paths)
-        raise KeyboardInterrupt
-
-    for name in ("index", "new"):  # an old index is replaced, or a new one written
-        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(module.shutil, "copyfile", stop)
-            encode_corpus(model, lambda: docs, tmp_path / name, part_size=4, overwrite=True)
-        if name == "index":
-            assert {path.name: path.read_bytes() for path in (tmp_path / name).iterdir()} == before
-        encode_corpus(model, lambda: docs, tmp_path / name, part_size=4, overwrite=True)
-        assert len(TextIndex.open(tmp_path / name)) == 30
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["index", "new"]
 
 
 SOME = [Document("", "a:1"), *(Document(f"one two {n}", f"a:{n}") for n in range(2, 8)), Document("  ", "a:8"),

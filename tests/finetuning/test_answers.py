@@ -23,36 +23,6 @@ from bertlab.finetuning.answers import (
 )
 
 
-# SQuAD's rules, written from the paper and the script's description, by other means than the module's.
-PUNCTUATION = re.escape("!\"#$%&'()*+,-./:;<=>?@[\\]^_`{|}~")
-
-
-def squad_words(text: str) -> list[str]:
-    words = re.findall(r"\w+|\W", re.sub(f"[{PUNCTUATION}]", "", text.lower()))
-    return "".join(" " if word in {"a", "an", "the"} else word for word in words).split()
-
-
-def squad_scores(answer: str, golds: list[str]) -> tuple[float, float]:
-    "Exact match and F1 of one question."
-    golds = [gold for gold in golds if squad_words(gold)] or [""]
-    exact, overlap = 0.0, 0.0
-    for gold in golds:
-        ours, theirs = squad_words(answer), squad_words(gold)
-        exact = max(exact, float(ours == theirs))
-        if not ours or not theirs:
-            overlap = max(overlap, float(ours == theirs))
-            continue
-        left, same = list(theirs), 0
-        for word in ours:
-            if word in left:
-                left.remove(word)
-                same += 1
-        if same:
-            precision, recall = same / len(ours), same / len(theirs)
-            overlap = max(overlap, 2 * precision * recall / (precision + recall))
-    return exact, overlap
-
-
 ANSWERS = [  # answer, gold ones, exact match, F1; worked by hand
     ("The Eiffel Tower!", ["Eiffel Tower"], 1, 1),
     ("eiffel   tower in Paris", ["Eiffel Tower"], 0, 2 * 2 / (4 + 2)),
@@ -79,18 +49,6 @@ ANSWERS = [  # answer, gold ones, exact match, F1; worked by hand
 def test_answers_by_hand(answer, golds, exact, overlap):
     for score, expected in (("exact_match", exact), ("f1", overlap)):
         assert score_answer(answer, golds, score) == pytest.approx(expected)
-    assert squad_scores(answer, golds) == pytest.approx((exact, overlap))
-
-
-text = st.text(alphabet="ab the.,-'ÀN\n ", max_size=20)
-
-
-@given(text, st.lists(text, max_size=3))
-@settings(derandomize=True, deadline=None, max_examples=150)
-def test_answers_are_scored_as_squads_rules_say(answer, golds):
-    assert normalize_answer(answer).split() == squad_words(answer)
-    for score, expected in zip(("exact_match", "f1"), squad_scores(answer, golds)):
-        assert score_answer(answer, golds, score) == pytest.approx(expected)
 
 
 @given(
@@ -103,7 +61,7 @@ def test_answers_are_scored_as_squads_rules_say(answer, golds):
     * 2
 )
 @settings(derandomize=True, deadline=None, max_examples=300)
-def test_answers_in_ascii_score_as_by_the_formula_of_squads_script(answer, gold):
+def test_answers_in_ascii_score_as_squads_formula(answer, gold):
     def words(text):
         bare = "".join(letter for letter in text.lower() if letter not in string.punctuation)
         return re.sub(r"\b(a|an|the)\b", " ", bare).split()
@@ -118,7 +76,7 @@ def test_answers_in_ascii_score_as_by_the_formula_of_squads_script(answer, gold)
 
 @given(*[st.text(alphabet="北京市1b9 ,。《》、·(", max_size=12)] * 2)
 @settings(derandomize=True, deadline=None, max_examples=200)
-def test_answers_in_chinese_score_as_mlqas_script_has_it(answer, gold):
+def test_answers_in_chinese_score_as_in_mlqa(answer, gold):
     "Punctuation of category P goes; an ideograph is a token, and what stands between ideographs is cut at spaces."
 
     def tokens(text):  # noqa: E306
@@ -144,14 +102,14 @@ def test_answers_in_chinese_score_as_mlqas_script_has_it(answer, gold):
     ("a x̄", "x̄", 1, 1),
     ("“Paris”", "Paris", 1, 1),
 ])  # fmt: skip
-def test_answers_of_other_scripts_by_hand_however_accents_are_stored(answer, gold, exact, overlap):
+def test_answers_of_other_scripts_by_hand(answer, gold, exact, overlap):
     for form in ("NFC", "NFD"):
         said = unicodedata.normalize(form, answer)
         assert score_answer(said, [gold], "exact_match") == exact, form
         assert score_answer(said, [gold]) == pytest.approx(overlap), form
 
 
-def test_answer_scores_are_torchmetrics_squad_on_recorded_predictions():
+def test_answer_scores_are_torchmetrics_squad():
     from torchmetrics.text import SQuAD
 
     answerable = [(answer, golds) for answer, golds, *_ in ANSWERS if golds and "the" not in golds]
@@ -180,7 +138,7 @@ def window(start, end, length=6):
 OFFSETS = np.array([[-1, -1], [0, 2], [3, 5], [6, 8], [9, 11], [-1, -1]])
 
 
-def test_windows_in_any_batch_and_order_give_one_answer_a_question():
+def test_windows_in_any_order_give_one_answer_a_question():
     rows = [{"context": "ab cd ef gh", "answers": {"text": [gold]}} for gold in ("cd ef", "gh")]
     parts = [(window(2, 3), 0), (window(4, 4) / 9, 0), (window(4, 4), 1), (window(0, 0), -1)]
     for order in (parts, parts[::-1]):
@@ -210,13 +168,12 @@ def test_the_threshold_decides_between_an_answer_and_none():
     assert choose_answer(answers[::-1], -2).text == "" and choose_answer(answers[:1], 3).text == ""
 
 
-@pytest.mark.parametrize("kind", ["wordpiece", "bpe"])
-def test_an_answer_begins_with_its_first_letter_and_is_never_a_space(kind):
+@pytest.mark.parametrize("kind", ["wordpiece", "bpe", "unigram"])
+def test_an_answer_begins_with_its_first_letter(kind):
     context = "The capital of France is  Paris ."
-    made = train_tokenizer([context] * 9 + ["Paris"] * 90, 300, kind=kind)(
-        context, add_special_tokens=False, return_offsets_mapping=True
-    )
-    offsets = [(-1, -1), *made["offset_mapping"]]
+    tokenizer = train_tokenizer([context] * 9 + ["Paris Parisian"] * 90, 300, kind=kind)
+    encoded = tokenizer(context, add_special_tokens=False, return_offsets_mapping=True)
+    offsets = [(-1, -1), *encoded["offset_mapping"]]
     score = [
         1.0 if context[a:b].strip() == "Paris" else 5.0 if not context[a:b].strip() else 0.0
         for a, b in offsets[1:]

@@ -1,10 +1,6 @@
 "Tasks made from this Python: true labels, splits without leaks, and baselines that are what they say."
 
-import ast
 import functools
-import io
-import keyword
-import tokenize
 from collections import Counter
 
 import pytest
@@ -35,12 +31,10 @@ from bertlab.finetuning.builtin import (
 )
 from bertlab.finetuning.builtin import (
     ask_about,
-    clip,
     label_code,
     label_words,
     list_entry,
     parse_functions,
-    stdlib_functions,
 )
 
 many = settings(max_examples=60, deadline=None, derandomize=True)
@@ -98,26 +92,6 @@ def test_words_in_strings_are_strings():
     )
 
 
-def test_keywords_and_numbers_are_those_of_the_tokenizer():
-    "Counted anew from the tokens, for a hundred functions of the library."
-    checked = 0
-    for function in stdlib_functions()[:150]:
-        if not function.code.isascii() or function.code[:1].isspace() or function.doc:
-            continue
-        tokens = list(tokenize.generate_tokens(io.StringIO(function.code).readline))
-        words, kinds = label_code(function.code)
-        keywords = [
-            t.string for t in tokens if t.type == tokenize.NAME and keyword.iskeyword(t.string)
-        ]
-        assert [w for w, k in zip(words, kinds) if k == "keyword"] == keywords
-        numbers = [t.string for t in tokens if t.type == tokenize.NUMBER]
-        assert [w for w, k in zip(words, kinds) if k == "number"] == numbers
-        declared = [n.arg for n in ast.walk(ast.parse(function.code)) if isinstance(n, ast.arg)]
-        assert Counter(declared) <= Counter(w for w, k in zip(words, kinds) if k == "parameter")
-        checked += 1
-    assert checked > 5
-
-
 def test_words_of_documentation_follow_the_signature():
     function = parsed(
         'def load(path, a=1):\n    "Load a path or a Path. Raise ValueError, open the list."\n'
@@ -145,14 +119,6 @@ def test_questions_have_the_answers_of_the_line():
         "What does f return?": "their number",
         "Which exception does f raise?": "KeyError",
     }
-
-
-@many
-@given(st.text(max_size=40), st.integers(1, 40))
-def test_clipping_keeps_the_beginning(text, size):
-    clipped = clip(text, size)
-    assert text.startswith(clipped) and len(clipped) <= size
-    assert clipped == text or text[len(clipped)] == " " or not clipped
 
 
 # Splits

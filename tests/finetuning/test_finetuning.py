@@ -275,40 +275,6 @@ def test_answers_are_scored_over_all_windows_of_a_context():
         assert logged(trainer)[f"val_{score}"] == pytest.approx(expected, abs=1e-6)
 
 
-def long_answers(n):
-    "Questions whose answer has 40 words, and as many tokens."
-    answer = " ".join(FRUIT * 10)
-    context = f"the file is {answer} in oslo"
-    return [
-        {
-            "question": "what is here",
-            "context": context,
-            "answers": [{"text": answer, "answer_start": 12}],
-        }
-    ] * n
-
-
-def test_answers_are_as_long_as_the_longest_of_training():
-    options = {"max_sequence_length": 64, "collator_kwargs": {"doc_stride": 4}}
-    data = data_for("question_answering", long_answers(9), long_answers(3), asked(3), **options)
-    data.setup()
-    words = tokenizer()(" ".join(FRUIT * 10), add_special_tokens=False)["input_ids"]
-    assert data.task.max_answer_tokens == len(words) == 40
-    metric = data.task.metric(data.rows["validation"])
-    for batch in data.val_dataloader():
-        size = batch["input_ids"].shape[1]
-        ends = (
-            torch.nn.functional.one_hot(batch[f"{side}_positions"].clamp(min=0), size) * 9.0
-            for side in ("start", "end")
-        )
-        output = dict(zip(data.task.outputs, ends))
-        metric.update(*data.task.for_metric(output, batch))
-    assert metric.compute() == {"exact_match": 1, "f1": 1}
-    short = data_for("question_answering", asked(9), long_answers(3), asked(3), **options)
-    short.setup()
-    assert short.task.max_answer_tokens == 30, "validation must not tell what training does not"
-
-
 # --- one batch or many ----------------------------------------------------------------------------
 
 
@@ -707,21 +673,3 @@ def test_a_trained_module_refuses_other_label_ids():
         evaluate(module, other)
     trainer.validate(module, data_for(label_names=["fruit", "tool"]), verbose=False)
     assert module.task.labels.names == ("fruit", "tool")
-
-
-def test_predictions_are_of_the_averages_that_were_validated():
-    from bertlab.finetuning.predictions import evaluate
-
-    module, data = module_for(optimizer_class="splus", learning_rate=0.1), data_for()
-    trainer = fit(module, data, 5)
-    with module.evaluation_weights():
-        averaged = predict(module, data.val_dataloader())
-    raw = predict(module, data.val_dataloader())
-    found = trainer.predict(module, data.val_dataloader())
-    assert all(torch.allclose(a["logits"], b["logits"], atol=1e-6) for a, b in zip(averaged, found))
-    assert not all(torch.allclose(a["logits"], b["logits"], atol=1e-3) for a, b in zip(raw, found))
-    before = weights(module)
-    evaluate(module, data)
-    assert all(
-        torch.equal(value, module.model.state_dict()[name]) for name, value in before.items()
-    )

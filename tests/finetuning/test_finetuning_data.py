@@ -480,36 +480,6 @@ def test_a_column_is_named_or_counted_from_1(column, tmp_path):
     assert data.id2label == {0: "adj", 1: "aux", 2: "noun", 3: "num"}
 
 
-def test_words_of_a_table_are_between_spaces_or_in_lists(tmp_path):
-    plain = "text,label\n" + "text is good,N V A\n" * 2 + "bad is text,A V N\n" * 2
-    lists = (
-        "text,label\n"
-        + '"[""text"", ""is"", ""good""]","[0, 1, 2]"\n' * 2
-        + '"[""bad""]","[0]"\n' * 2
-    )
-    assert (
-        tagger(save(tmp_path / "a.csv", plain), validation_fraction=0.5).rows["train"][0]["label"][
-            1
-        ]
-        == "V"
-    )
-    data = tagger(save(tmp_path / "b.csv", lists), validation_fraction=0.5)
-    assert data.rows["train"][0]["text"] == ["text", "is", "good"] and data.id2label == {
-        0: "0",
-        1: "1",
-        2: "2",
-    }
-
-
-def test_dev_and_val_are_validation(tmp_path):
-    for name in ("training", "val"):
-        write(tmp_path / f"{name}.csv", rows_of(8))
-    for val_split in ("validation", "dev", "val[:4]"):
-        data = module(source=str(tmp_path), val_split=val_split)
-        data.setup()
-        assert len(data.rows["validation"]) == (4 if "[" in val_split else 8)
-
-
 def test_files_by_split_and_a_format_by_name(tmp_path):
     train, dev = (
         save(tmp_path / f"{name}.dat", "text;label\n" + f"{name} is good;1\ntext is bad;0\n" * 3)
@@ -574,14 +544,6 @@ def test_multi_hot_lists_and_lists_of_ids_get_names():
 
 
 # --- lists in tables --------------------------------------------------------------------------------
-
-
-def test_words_in_brackets_are_no_list(tmp_path):
-    texts = ["[1] see", "[ sic ]", "[1] see [2]", "so"]
-    lines = "".join(f"{text},{' '.join('O' * len(text.split()))}\n" for text in texts * 3)
-    data = tagger(save(tmp_path / "train.csv", "text,label\n" + lines))
-    found = [row["text"] for split in data.rows.values() for row in split]
-    assert sorted(map(" ".join, found)) == sorted(texts * 3)
 
 
 # --- bad rows -------------------------------------------------------------------------------------
@@ -713,32 +675,6 @@ def test_texts_that_are_cut_are_counted_and_said():
     assert "2 texts have more than max_sequence_length=64 tokens" in data.describe()
     tags = [{"text": ["good"] * n, "label": ["A"] * n} for n in (3, 62, 63)]
     assert given_rows(tags, tags[:1], task="token_classification").num_cut["train"] == 1
-
-
-@pytest.mark.parametrize(
-    "kind, size, words",
-    [("unigram", 60, "天 地 人 大 小 上 下 左 右 中"), ("bpe", 290, "good bad text number")],
-)
-def test_tagged_texts_are_counted_as_cut_as_they_are_read(kind, size, words):
-    "A plain call puts a sign before each word of Chinese, or takes from English words the spaces before them."
-    words, space = words.split(), " " if kind == "bpe" else ""
-    texts = [
-        [words[0], *(words[1 + (n + k) % (len(words) - 1)] for k in range(20 + n % 5))]
-        for n in range(30)
-    ]
-    reads = train_tokenizer([space.join(text) for text in texts], size, kind=kind)
-    rows = [{"text": text, "label": ["A"] * len(text)} for text in texts]
-
-    def counted(length):
-        data = FinetuningDataModule("token_classification", reads, max_sequence_length=length)
-        data.set_datasets(train=rows, val=rows[:1])
-        data.setup()
-        assert ("their ends are cut off" in data.describe()) == (data.num_cut["train"] > 0)
-        return data.num_cut["train"], [len(row["input_ids"]) for row in data.datasets["train"].rows]
-
-    lengths = counted(999)[1]
-    assert counted(max(lengths))[0] == 0
-    assert counted(max(lengths) - 1)[0] == lengths.count(max(lengths)) > 0
 
 
 def test_without_a_tokenizer_one_is_trained_on_the_training_texts():
