@@ -14,12 +14,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..core.names import look_up
+from ..core.names import check_minimum, check_range, look_up
 from bertlab.data.masking import (
     CHOOSE,
     GOLDEN,
     TIME,
-    check_counts,
     counter_uniform,
     drop_excess_labels,
 )
@@ -85,9 +84,8 @@ class DiffusionConfig:
     def __post_init__(self):
         look_up(self.schedule, NOISE_SCHEDULES, "schedule")
         for name in ("sampling_eps", "noise_eps"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ValueError(f"{name} must be in [0, 1), got {getattr(self, name)}")
-        check_counts(self, num_steps=1, min_masked=0, max_masked=1, max_predictions=1, seed=0)
+            check_range(name, getattr(self, name), 0, 1, exclude_high=True)
+        check_minimum(self, num_steps=1, min_masked=0, max_masked=1, max_predictions=1, seed=0)
         if (self.min_masked or 0) > (self.max_masked or math.inf):
             raise ValueError(f"min_masked={self.min_masked} is above max_masked={self.max_masked}")
 
@@ -200,8 +198,7 @@ def count_ends(
     seed: int = 0,
 ) -> np.ndarray:  # 1 to max_ends each
     "Draw by address how many ends stand behind a text."
-    if max_ends < 0:
-        raise ValueError(f"max_ends must be 0 or more, got {max_ends}")
+    check_range("max_ends", max_ends, 0)
     draws_B = counter_uniform(
         row_rng_keys(seed, [0] * len(numbers), numbers), np.zeros(1, int), CHOOSE
     )

@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['CHOOSE', 'ACT', 'REPLACE', 'ROUND', 'YIELD', 'SPAN', 'TIME', 'GOLDEN', 'WORD_MARKS', 'BEGINNINGS', 'maskable_tokens',
-           'splitmix64', 'row_rng_keys', 'counter_uniform', 'check_counts', 'MaskingConfig', 'continuation_mask',
-           'continues_span', 'word_starts', 'take_columns', 'rank_in_documents', 'rank_words', 'count_members',
-           'draw_span_lengths', 'time_spans', 'select_positions', 'label_bound', 'label_limit', 'drop_excess_labels',
-           'place_labels', 'replace_tokens', 'mask_tokens']
+           'splitmix64', 'row_rng_keys', 'counter_uniform', 'MaskingConfig', 'continuation_mask', 'continues_span',
+           'word_starts', 'take_columns', 'rank_in_documents', 'rank_words', 'count_members', 'draw_span_lengths',
+           'time_spans', 'select_positions', 'label_bound', 'label_limit', 'drop_excess_labels', 'place_labels',
+           'replace_tokens', 'mask_tokens']
 
 # %% ../../nbs/data/07_masking.ipynb #2616b5f3
 import hashlib
@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from ..core.names import check_choice, check_minimum, check_range
 from .documents import UNSPACED
 from .rows import IGNORE_INDEX, Vocabulary
 from .tokenizers import byte_letters, num_token_ids
@@ -78,17 +79,6 @@ def counter_uniform(
     steps = (np.asarray(counters).astype(np.uint64) << np.uint64(3)) + np.uint64(purpose + 1)
     return (splitmix64(keys + steps * GOLDEN) >> np.uint64(11)) * 2.0**-53
 
-# %% ../../nbs/data/07_masking.ipynb #7876a813
-def check_counts(
-    rule: Any,  # has the named attributes
-    **least: int,  # name of a count, and how small it may be
-) -> None:
-    "Raise `ValueError` for a count that is too small; None stands for no count at all."
-    for name, smallest in least.items():
-        value = getattr(rule, name)
-        if value is not None and value < smallest:
-            raise ValueError(f"{name} must be {smallest} or more, got {value}")
-
 # %% ../../nbs/data/07_masking.ipynb #17655b32
 @dataclass(frozen=True)
 class MaskingConfig:
@@ -108,26 +98,19 @@ class MaskingConfig:
     max_span_length: int = 10  # words, or tokens where words are not known
 
     def __post_init__(self):
-        for name, choices in {
-            "selection": ("bernoulli", "exact"),
-            "unit": ("token", "word", "span"),
-        }.items():
-            if getattr(self, name) not in choices:
-                raise ValueError(
-                    f"{name} must be {' or '.join(map(repr, choices))}, got {getattr(self, name)!r}"
-                )
+        check_choice("selection", self.selection, ("bernoulli", "exact"))
+        check_choice("unit", self.unit, ("token", "word", "span"))
         if self.unit == "span" and self.selection == "bernoulli":
             raise ValueError("unit='span' draws until a budget is spent: give selection='exact'")
         for name in ("mlm_probability", "span_stop_prob"):
-            if not 0 < getattr(self, name) <= 1:
-                raise ValueError(f"{name} must be in (0, 1], got {getattr(self, name)}")
+            check_range(name, getattr(self, name), 0, 1, exclude_low=True)
         shares = self.mask_replace_prob, self.random_replace_prob
         if not (min(shares) >= 0 and sum(shares) <= 1 + 1e-9):
             raise ValueError(
                 "mask_replace_prob and random_replace_prob must be 0 or more and sum "
                 f"to 1 at most (the rest is kept), got {shares[0]} + {shares[1]}"
             )
-        check_counts(self, min_labels_per_document=0, max_predictions=1, seed=0, max_span_length=1)
+        check_minimum(self, min_labels_per_document=0, max_predictions=1, seed=0, max_span_length=1)
 
 # %% ../../nbs/data/07_masking.ipynb #59f68533
 WORD_MARKS = ("##", "Ġ", "▁")  # of WordPiece: goes on; of byte-level BPE and Metaspace: begins

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from ..core.names import check_range
 from .packing import PackedDataset
 
 # %% ../../nbs/data/13_mixing.ipynb #769d0a52
@@ -66,10 +67,9 @@ class MixtureOptions:
     def __post_init__(self):
         repeats = self.max_repetition
         repeats = repeats.values() if isinstance(repeats, Mapping) else [repeats]
-        if not all(value > 0 for value in repeats):
-            raise ValueError(f"max_repetition must be above 0, got {self.max_repetition}")
-        if self.budget_tokens is not None and self.budget_tokens < 1:
-            raise ValueError(f"budget_tokens must be 1 or more, got {self.budget_tokens}")
+        for value in repeats:
+            check_range("max_repetition", value, 0, exclude_low=True)
+        check_range("budget_tokens", self.budget_tokens, 1)
         if self.mixture_weights is None and (self.budget_tokens or self.max_repetition != 1.0):
             raise ValueError(
                 "max_repetition and budget_tokens are for a mixture: give mixture_weights, and a "

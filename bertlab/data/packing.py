@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from ..core.files import atomic_write
-from ..core.names import look_up
+from ..core.names import check_range, look_up
 from .rows import PADDING
 from .tokens import Block, TokenizedDocuments
 
@@ -171,8 +171,7 @@ def pack_best_fit(
     Raises `ValueError` for a capacity below 1, a negative length, a length over the capacity.
     """
     lengths = np.asarray(lengths, dtype=np.int64)
-    if capacity < 1:
-        raise ValueError(f"capacity must be 1 or more, got {capacity}")
+    check_range("capacity", capacity, 1)
     wrong = np.flatnonzero((lengths < 0) | (lengths > capacity))
     if len(wrong):
         raise ValueError(

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 from torch.utils.data import IterableDataset, get_worker_info
 
+from ..core.names import check_range
 from .documents import stable_hash
 from .mixing import InterleavedTurns
 from .packing import PackedDataset
@@ -143,8 +144,7 @@ class StreamOptions:
     buffer_size: int = 1 << 20  # characters (or ids) of a block: read, packed and shuffled at once
 
     def __post_init__(self):
-        if self.buffer_size < 1:
-            raise ValueError(f"buffer_size must be 1 or more, got {self.buffer_size}")
+        check_range("buffer_size", self.buffer_size, 1)
 
 
 class PackedStream(IterableDataset):

@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 
 from ..core.files import atomic_directory, move_aside
-from ..core.names import import_object, look_up
+from ..core.names import check_range, import_object, look_up
 from .documents import split_words
 from .readers import MALFORMED, ErrorHandler, ReadOptions, read_rows, resolve_column
 from .readers import text_of
@@ -537,9 +537,8 @@ def tokenize_dataset(
     long work, and where a process dies.
     """
     look_up(executor, dict.fromkeys(EXECUTORS), "executor")
-    for name, value in (("num_proc", num_proc), ("file_tokens", file_tokens)):
-        if value is not None and value < 1:
-            raise ValueError(f"{name} must be 1 or more, got {value}")
+    check_range("num_proc", num_proc, 1)
+    check_range("file_tokens", file_tokens, 1)
     if append and overwrite:
         raise ValueError("append adds tokens, overwrite starts again: leave one of them out")
     if near_duplicates or executor != "local":

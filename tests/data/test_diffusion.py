@@ -298,20 +298,13 @@ def test_bits_per_byte_count_the_bytes_of_hidden_tokens_without_a_label():
     assert counts == [2 * sum(range(4, 20))] * 2
 
 
-@pytest.mark.parametrize(
-    "options, message",
-    [
-        ({"num_steps": 0}, "num_steps must be 1 or more, got 0"),
-        ({"sampling_eps": 1.0}, r"sampling_eps must be in \[0, 1\), got 1.0"),
-        ({"noise_eps": -0.1}, r"noise_eps must be in \[0, 1\), got -0.1"),
-        ({"min_masked": -1}, "min_masked must be 0 or more"),
-        ({"max_masked": 0}, "max_masked must be 1 or more"),
-        ({"min_masked": 5, "max_masked": 4}, "min_masked=5 is above max_masked=4"),
-        ({"seed": -1}, "seed must be 0 or more"),
-    ],
-)
-def test_a_wrong_option_is_refused_when_the_collator_is_built(options, message):
-    with pytest.raises(ValueError, match=message):
+@pytest.mark.parametrize("options", [
+    {"num_steps": 0}, {"sampling_eps": 1}, {"noise_eps": -0.1}, {"min_masked": -1},
+    {"max_masked": 0}, {"min_masked": 5, "max_masked": 4}, {"seed": -1},
+])  # fmt: skip
+def test_a_wrong_option_is_refused_by_name(options):
+    [name, *_] = options
+    with pytest.raises(ValueError, match=f"{name}.*{options[name]}"):
         MaskedDiffusionCollator(0, 1, 20, special_token_ids=[2], **options)
 
 

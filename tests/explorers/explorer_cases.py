@@ -172,7 +172,7 @@ explorer = packing_visualiser([60, 50, 40, 50], capacity=100)
             ("lengths", "", "type the lengths"),
             ("lengths", "3 -4", "'-4' is not a length"),
             ("lengths", "1 " * 201, "201 lengths are too many"),
-            ("capacity", 0, "capacity must be 1 or more"),
+            ("capacity", 0, "capacity=0 must be 1 or more"),
             ("capacity", 59, "lengths[0] = 60 is outside 0 to 59"),
         ),
     ),
