@@ -8,7 +8,7 @@ __all__ = ['LEVELS', 'PRECISIONS', 'FIRST_RECIPE', 'QUESTIONS', 'Recipe', 'load_
            'write_report', 'run_prepared', 'run_demo', 'demo']
 
 # %% ../../nbs/cli/04_demo.ipynb #ccab1ebc
-import json
+import math
 import os
 import re
 import time
@@ -19,8 +19,8 @@ from typing import Any
 
 from .commands import COMMANDS
 from .parser import configuration
-from ..core.files import RUN_FILE, check_run_directory, atomic_write
-from ..core.names import did_you_mean
+from ..core.files import RUN_FILE, atomic_write, check_run_directory, write_json
+from ..core.names import check_choice, check_minimum, check_range, did_you_mean
 from ..core.serialization import load_yaml
 from ..data.corpus import Corpus, load_corpus
 
@@ -29,7 +29,7 @@ LEVELS = ("stdlib", "installed")
 _OPTIMIZERS = ("muon", "adamw")
 _STEPS, _STEPS_OF_FLOAT32 = 1000, 600  # a minute of the one, two and a half of the other
 PRECISIONS = ("auto", "32-true", "bf16-mixed", "bf16-true", "16-mixed")
-_LEAST = {"max_sequence_length": 8, "vocab_size": 6, "hidden_size": 8, "num_hidden_layers": 1,
+_MINIMUMS = {"max_sequence_length": 8, "vocab_size": 6, "hidden_size": 8, "num_hidden_layers": 1,
           "steps": 1, "batch_size": 1, "max_documents": 2, "seed": 0}  # fmt: skip
 
 
@@ -61,28 +61,13 @@ class Recipe:
     seed: int = 0  # of weights, order and masks
 
     def __post_init__(self):
-        self._check()
-
-    def _check(self) -> None:
-        "Raise `ValueError` naming the first choice that cannot work."
-        for name, least in _LEAST.items():
-            value = getattr(self, name)
-            if value is not None and value < least:
-                why = " (five special tokens and a letter)" if name == "vocab_size" else ""
-                raise ValueError(f"{name} must be {least} or more{why}, got {value}")
-        if not 0 < self.mlm_probability <= 1:
-            raise ValueError(f"mlm_probability must be in (0, 1], got {self.mlm_probability}")
-        if not 0 < self.learning_rate < float("inf"):
-            raise ValueError(f"learning_rate must be above 0 and finite, got {self.learning_rate}")
-        if not 0 <= self.weight_decay < float("inf"):
-            raise ValueError(f"weight_decay must be 0 or more and finite, got {self.weight_decay}")
-        for name, known in (
-            ("level", LEVELS),
-            ("precision", PRECISIONS),
-            ("optimizer", _OPTIMIZERS),
-        ):
-            if (value := getattr(self, name)) not in known:
-                raise ValueError(f"{name} must be one of {', '.join(known)}; got {value!r}")
+        check_minimum(self, **_MINIMUMS)
+        check_range("mlm_probability", self.mlm_probability, 0, 1, exclude_low=True)
+        check_range("learning_rate", self.learning_rate, 0, math.inf, True, True)
+        check_range("weight_decay", self.weight_decay, 0, math.inf, exclude_high=True)
+        check_choice("level", self.level, LEVELS)
+        check_choice("precision", self.precision, PRECISIONS)
+        check_choice("optimizer", self.optimizer, _OPTIMIZERS)
         width = self.hidden_size
         if width % 64 if width > 64 else width % 2:
             raise ValueError(
@@ -118,8 +103,6 @@ def load_recipe(
     record = content.pop("record", None) or {}
     content = content.get("recipe", content)
     known = [choice.name for choice in fields(Recipe)]
-    if record:  # of a run, which may have been before there was a choice
-        content = {"optimizer": "adamw"} | content
     for name in content:
         if name not in known:
             raise ValueError(
@@ -343,13 +326,11 @@ def write_report(directory: Path, metrics: dict[str, Any], history: Any) -> None
     "Write metrics.json, history.csv and loss.png, each whole."
     from bertlab.core.plots import plot_loss
 
-    record = history
-    with atomic_write(directory / "metrics.json") as temporary:
-        temporary.write_text(json.dumps(metrics, indent=2) + "\n", encoding="utf-8")
-    record.write_csv(directory / "history.csv")
-    validated = {key: [point[key] for point in record.validation] for key in ("step", "val_loss")}
+    write_json(directory / "metrics.json", metrics)
+    history.write_csv(directory / "history.csv")
+    points = [[row[key] for row in history.validation] for key in ("step", "val_loss")]
     figure = plot_loss(
-        record.column("step"), record.column("train_loss"), validated["step"], validated["val_loss"],
+        history.column("step"), history.column("train_loss"), *points,
         unigram_entropy=metrics["unigram_entropy"],
     )  # fmt: skip
     with atomic_write(directory / "loss.png") as temporary:

@@ -77,7 +77,7 @@ def weights(directory: Path) -> dict:
     return state["state_dict"]
 
 
-def test_a_run_leaves_models_checkpoints_numbers_pictures_and_its_whole_configuration(place):
+def test_a_run_leaves_models_checkpoints_and_numbers(place):
     run = place / "run"
     names = {path.name for path in run.iterdir()}
     assert names >= {"run.yaml", "tokenizer", "models", "checkpoints", "metrics.json", "history.csv", "loss.png",
@@ -142,14 +142,14 @@ def test_a_run_may_have_a_name_that_looks_like_a_number(place, tmp_path, monkeyp
     assert validate(["08"])[0]["loss"] > 0
 
 
-def test_null_disables_clipping_and_leaves_other_options_to_the_trainer(words):
+def test_null_disables_clipping_alone(words):
     nulls = ["--trainer.gradient_clip_val", "null", "--trainer.precision", "null"]
     trainer = built([*words, *nulls]).trainer
     assert trainer.gradient_clip_val is None and built(words).trainer.gradient_clip_val == 1.0
     assert trainer.num_sanity_val_steps == 0 and trainer.loggers == []
 
 
-def test_classes_of_the_users_own_file_are_named_with_a_point(words, tmp_path, monkeypatch):
+def test_classes_of_a_users_file_have_dotted_names(words, tmp_path, monkeypatch):
     (tmp_path / "my_parts.py").write_text(
         "import torch\nfrom lightning import Callback\nfrom bertlab import MaskedLanguageModelingCollator\n"
         "class Counter(Callback):\n    steps = 0\n    def __init__(self, by=1): self.by = by\n"
@@ -174,7 +174,7 @@ def test_classes_of_the_users_own_file_are_named_with_a_point(words, tmp_path, m
         )
 
 
-def test_what_the_device_lacks_is_refused_before_the_text_is_read(words, tmp_path, capsys, no_text):
+def test_what_the_device_lacks_is_refused_early(words, tmp_path, capsys, no_text):
     assert "float8" in said(capsys, "pretrain", *words, "--model.float8", "tensorwise")
     if not torch.cuda.is_available():
         assert "gpu" in said(capsys, "pretrain", *words, "--trainer.accelerator", "gpu")
@@ -198,7 +198,7 @@ def test_what_the_device_lacks_is_refused_before_the_text_is_read(words, tmp_pat
     ("adamw", "scheduler_kwargs", "{total_steps: 50}", "scheduler_kwargs has total_steps=50"),
     ("adamw", "scheduler_kwargs", "{warmup_kind: cosine}", "warmup_kind='cosine'"),
 ])  # fmt: skip
-def test_a_wrong_option_of_optimizer_schedule_or_parts_is_refused_before_the_text_is_read(
+def test_a_wrong_option_is_refused_before_the_text_is_read(
     words, tmp_path, capsys, no_text, optimizer, option, value, part
 ):
     told = said(
@@ -218,9 +218,7 @@ def test_patterns_are_matched_on_the_model_of_the_run(words, more):
     built([*words, "--model.model_config_kwargs.num_hidden_layers", "2", *more])
 
 
-def test_parts_that_a_continued_model_does_not_have_are_refused_before_anything_is_written(
-    place, words, tmp_path, capsys
-):
+def test_parts_that_a_continued_model_lacks_are_refused(place, words, tmp_path, capsys):
     model = [
         "--model.pretrained_model_name_or_path",
         str(find_model_directory(place / "run")),
@@ -248,9 +246,7 @@ def test_parts_that_a_continued_model_does_not_have_are_refused_before_anything_
     )
 
 
-def test_a_model_that_is_continued_is_validated_before_the_first_step(
-    place, words, tmp_path, capsys
-):
+def test_a_continued_model_is_validated_first(place, words, tmp_path, capsys):
     model = find_model_directory(place / "run")
     pretrain(
         [
@@ -268,9 +264,7 @@ def test_a_model_that_is_continued_is_validated_before_the_first_step(
 
 
 @pytest.mark.parametrize("command", ["pretrain", "--estimate", "validate"])
-def test_a_foreign_tokenizer_for_a_model_is_refused_before_the_text_is_read(
-    place, words, tmp_path, capsys, monkeypatch, command
-):
+def test_a_foreign_tokenizer_is_refused_early(place, words, tmp_path, capsys, monkeypatch, command):
     model, other = find_model_directory(place / "run"), tmp_path / "other"
     train_tokenizer(["w v u t s r q p o n m l k j i h g f e d c b a"], 40).save_pretrained(other)
     monkeypatch.setattr(PretrainingDataModule, "prepare_data", lambda self: pytest.fail("too late"))
@@ -287,7 +281,7 @@ def test_a_foreign_tokenizer_for_a_model_is_refused_before_the_text_is_read(
     assert not (tmp_path / "run").exists()
 
 
-def test_a_resumed_run_ends_with_the_weights_of_one_that_was_not_stopped(place, words, tmp_path):
+def test_a_resumed_run_has_the_weights_of_a_whole_one(place, words, tmp_path):
     run = tmp_path / "run"
     pretrain([*words, "--trainer.max_steps", "2"])
     assert latest_checkpoint(run / "checkpoints").name == "step-00000002.ckpt"
@@ -298,7 +292,7 @@ def test_a_resumed_run_ends_with_the_weights_of_one_that_was_not_stopped(place, 
     assert (run / "history.csv").read_text().count("\n") == 5
 
 
-def test_a_damaged_checkpoint_is_passed_by_when_a_run_goes_on(words, tmp_path, capsys):
+def test_a_resume_skips_a_damaged_checkpoint(words, tmp_path, capsys):
     pretrain(words)
     newest = tmp_path / "run" / "checkpoints" / "step-00000004.ckpt"
     newest.write_bytes(newest.read_bytes()[:1000])
@@ -306,7 +300,7 @@ def test_a_damaged_checkpoint_is_passed_by_when_a_run_goes_on(words, tmp_path, c
     assert "step-00000004.ckpt" in capsys.readouterr().err
 
 
-def test_a_run_does_not_begin_anew_where_none_of_its_checkpoints_loads(place, tmp_path, capsys):
+def test_a_run_whose_checkpoints_are_damaged_is_refused(place, tmp_path, capsys):
     run = tmp_path / "run"
     shutil.copytree(place / "run", run, symlinks=True)
     for path in (run / "checkpoints").iterdir():
@@ -320,7 +314,7 @@ def test_a_run_does_not_begin_anew_where_none_of_its_checkpoints_loads(place, tm
     assert before == {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
 
 
-def test_a_run_that_was_killed_behind_its_last_step_is_written_when_it_goes_on(words, tmp_path):
+def test_a_run_killed_after_its_last_step_is_completed(words, tmp_path):
     whole, run = pretrain(words), tmp_path / "run"
     steps = [row.split(",")[:2] for row in (run / "history.csv").read_text().splitlines()]
     for name in ("metrics.json", "history.csv", "report.md"):
@@ -354,9 +348,7 @@ class Stop(Callback):
 
 
 @pytest.mark.parametrize("moment", ["signal", "interrupt", "kill"])
-def test_a_run_that_is_stopped_in_or_behind_its_last_step_is_finished_when_it_goes_on(
-    words, tmp_path, monkeypatch, moment
-):
+def test_a_run_stopped_at_its_last_step_is_completed(words, tmp_path, monkeypatch, moment):
     run, words = (
         tmp_path / "run",
         [*words, "--trainer.max_steps", "5"],
@@ -398,16 +390,14 @@ def test_a_resume_without_the_first_model_says_how_to_name_it(place, tmp_path, c
     assert main([*more, "--model.pretrained_model_name_or_path", str(tmp_path / "moved")]) == 0
 
 
-def test_a_run_that_validates_on_no_batches_ends_well_and_validate_refuses_it(
-    words, tmp_path, capsys
-):
+def test_a_run_may_validate_on_no_batches(words, tmp_path, capsys):
     found = pretrain([*words, "--trainer.limit_val_batches", "0", "--run.validate_first", "true"])
     assert found["steps"] == 4 and "val_loss" not in found
     capsys.readouterr()
     assert "limit_val_batches=0" in said(capsys, "validate", str(tmp_path / "run"))
 
 
-def test_a_run_without_a_report_ends_well_and_says_its_last_validation(words, tmp_path):
+def test_a_run_without_a_report_returns_its_validation(words, tmp_path):
     found = pretrain([*words, "--run.report", "false"])
     assert found["val_loss"] > 0 and not (tmp_path / "run" / "metrics.json").exists()
 
@@ -420,9 +410,7 @@ def test_a_run_without_a_report_ends_well_and_says_its_last_validation(words, tm
     (["--trainer.max_steps", "9", "--data.max_sequence_length", "16"], "max_sequence_length is 32 there and 16 here"),
     (["--trainer.max_steps", "9", "--data.pretrained_tokenizer_name_or_path", "OTHER"], "tokenizer"),
 ])  # fmt: skip
-def test_a_resume_of_another_run_is_refused_and_changes_nothing(
-    place, capsys, tmp_path, options, part
-):
+def test_a_resume_of_another_run_is_refused(place, capsys, tmp_path, options, part):
     if "OTHER" in options:
         train_tokenizer((place / "text.txt").read_text().splitlines(), 50).save_pretrained(tmp_path)
         options = [str(tmp_path) if word == "OTHER" else word for word in options]
@@ -465,7 +453,7 @@ def test_a_resume_of_another_run_is_refused_and_changes_nothing(
     (["--trainer.gradient_clip_algorithm", "foo"], "foo"),
     (["--trainer.enable_checkpointing", "false"], "enable_checkpointing"),
 ])  # fmt: skip
-def test_a_mistake_is_one_line_and_leaves_no_directory(words, tmp_path, capsys, options, part):
+def test_a_mistake_is_one_line_without_a_directory(words, tmp_path, capsys, options, part):
     for i, word in enumerate(options):
         if word.startswith("YAML:"):
             (tmp_path / "wrong.yaml").write_text(word[5:])
@@ -474,9 +462,7 @@ def test_a_mistake_is_one_line_and_leaves_no_directory(words, tmp_path, capsys, 
     assert not (tmp_path / "run").exists()
 
 
-def test_a_directory_that_holds_a_run_or_cannot_be_written_is_refused_before_the_text_is_read(
-    place, capsys, tmp_path, monkeypatch
-):
+def test_an_output_in_use_is_refused_early(place, capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(run_module, "resolve_tokenizer", lambda *_: pytest.fail("too late"))
     config = ["--config", str(place / "tiny.yaml"), "--run.output"]
     assert "--resume" in said(capsys, "pretrain", *config, str(place / "run"))
@@ -494,7 +480,7 @@ def test_a_cache_does_not_change_the_baseline(place, words, tmp_path):
     assert len(lines) == 2 and lines[0] == lines[1]
 
 
-def test_what_tokenize_makes_is_trained_and_validated_on(place, words, tmp_path, capsys):
+def test_tokens_of_tokenize_are_trained_on(place, words, tmp_path, capsys):
     shards = str(tmp_path / "shards")
     assert main(["tokenize", str(place / "text.txt"), "--tokenizer", str(place / "run" / "tokenizer"),
                  "--output", shards]) == 0  # fmt: skip
@@ -518,7 +504,7 @@ def test_what_tokenize_makes_is_trained_and_validated_on(place, words, tmp_path,
     assert "leave streaming out" in said(capsys, *printed, *words, *other)
 
 
-def test_overwrite_moves_a_run_aside_and_trains_its_own_tokenizer(place, words, tmp_path):
+def test_overwrite_moves_a_run_and_trains_a_tokenizer(place, words, tmp_path):
     pretrain([*words, "--run.vocab_size", "40"])
     pretrain([*words, "--trainer.max_steps", "2"], overwrite=True)
     run = tmp_path / "run"
@@ -536,7 +522,7 @@ def test_a_run_does_not_move_its_own_beginning(place, tmp_path, capsys):
     assert not (run / "previous-1").exists() and (run / "models" / "best" / "config.json").exists()
 
 
-def test_validation_measures_the_best_model_of_a_run_as_the_run_did(place, capsys):
+def test_validate_agrees_with_the_run(place, capsys):
     capsys.readouterr()
     assert main(["validate", "--run.output", str(place / "run"), "--data.val_batch_size", "3"]) == 0
     [row] = json.loads(capsys.readouterr().out)
@@ -547,9 +533,7 @@ def test_validation_measures_the_best_model_of_a_run_as_the_run_did(place, capsy
     assert json.loads((place / "run" / "validation.json").read_text()) == [row]
 
 
-def test_validation_reads_the_runs_own_model_and_not_by_the_names_of_the_one_that_it_began_with(
-    place, tmp_path
-):
+def test_validate_ignores_the_key_mapping_of_the_beginning(place, tmp_path):
     shutil.copytree(find_model_directory(place / "run"), tmp_path / "theirs")
     weights = load_file(tmp_path / "theirs" / "model.safetensors")
     renamed = {name.replace("head.", "top."): weight for name, weight in weights.items()}
@@ -568,7 +552,7 @@ def test_validation_reads_the_runs_own_model_and_not_by_the_names_of_the_one_tha
     assert first["loss"] == pytest.approx(same["loss"], rel=1e-5) != row["loss"]
 
 
-def test_what_watchers_ask_about_is_looked_for_before_anything_is_written(place, tmp_path):
+def test_sources_of_callbacks_are_checked_early(place, tmp_path):
     asked = "[{kind: fill_mask, name: facts, source: %s, every_n_steps: 2}]" % (
         tmp_path / "none.tsv"
     )
@@ -588,7 +572,7 @@ def test_what_watchers_ask_about_is_looked_for_before_anything_is_written(place,
     assert not (tmp_path / "run").exists()
 
 
-def test_validation_has_a_row_for_each_set_and_takes_a_named_model(place, tmp_path):
+def test_validate_has_a_row_for_each_set(place, tmp_path):
     (tmp_path / "other.txt").write_text("a red house near the sea\n" * 30)
     model = find_model_directory(place / "run")
     rows = validate(["--config", str(place / "tiny.yaml"), "--run.output", str(tmp_path / "v"),
@@ -597,7 +581,7 @@ def test_validation_has_a_row_for_each_set_and_takes_a_named_model(place, tmp_pa
     assert len(rows) == 2 and "other.txt" in rows[1]["set"] and rows[0]["loss"] != rows[1]["loss"]
 
 
-def test_the_best_model_answers_in_transformers_and_in_fill_mask_alike(place, capsys):
+def test_fill_mask_agrees_with_transformers(place, capsys):
     from transformers import pipeline
 
     best = str(place / "run" / "models" / "best")
@@ -633,7 +617,7 @@ def test_fill_mask_refuses_in_one_line(place, capsys, tmp_path, monkeypatch):
     assert "texts" in said(capsys, "fill-mask", run)
 
 
-def test_validate_takes_a_bare_model_directory_precision_and_limits(place, tmp_path, capsys):
+def test_validate_takes_a_bare_model(place, tmp_path, capsys):
     shutil.copytree(find_model_directory(place / "run"), tmp_path / "model")
     words = [str(tmp_path / "model"), "--data.train_dataset_name_or_path", str(place / "text.txt"),
              "--data.max_sequence_length", "32", "--data.val_batch_size", "1"]  # fmt: skip
@@ -673,7 +657,7 @@ def test_distill_runs_resumes_and_overwrites(place, tmp_path, capsys):
     assert (tmp_path / "run" / "previous-1" / "stage-1").is_dir()
 
 
-def test_distill_refuses_a_wrong_file_and_devices_names_the_precision(capsys, tmp_path):
+def test_distill_refuses_a_wrong_file(capsys, tmp_path):
     (tmp_path / "s.yaml").write_text("stages: [{tokns: 3}]\n")
     assert "tokns" in said(capsys, "distill", str(tmp_path / "s.yaml"))
     assert "missing.yaml" in said(capsys, "distill", "missing.yaml")
@@ -682,7 +666,7 @@ def test_distill_refuses_a_wrong_file_and_devices_names_the_precision(capsys, tm
     assert "device  " in shown and ("32-true" in shown or "16-mixed" in shown)
 
 
-def test_everything_that_watches_can_be_switched_on(words, tmp_path):
+def test_all_callbacks_can_be_enabled(words, tmp_path):
     pretrain(
         [
             *words,
@@ -721,7 +705,7 @@ def test_a_limit_ends_a_run_and_the_report_names_it(words, tmp_path, limit):
     assert metrics["stopped"] in (tmp_path / "run" / "report.md").read_text()
 
 
-def test_ctrl_c_saves_says_how_to_go_on_and_the_run_goes_on(words, tmp_path):
+def test_ctrl_c_saves_and_the_run_can_be_resumed(words, tmp_path):
     run = tmp_path / "run"
     command = [sys.executable, "-m", "bertlab.cli.main", "pretrain"]
     process = subprocess.Popen(
@@ -750,32 +734,7 @@ def test_ctrl_c_saves_says_how_to_go_on_and_the_run_goes_on(words, tmp_path):
     assert pretrain(["--trainer.max_steps", str(step + 2)], resume=str(run))["steps"] == step + 2
 
 
-@pytest.mark.parametrize("work, words, again", [
-    ("demo.run_prepared", ["demo", "--output", "sp ace/two", "--steps", "2"], "demo --output 'sp ace/two' --steps 2 --resume"),
-    ("commands.pretrain", ["pretrain", "text.txt", "--run.output", "sp ace"], "pretrain --resume 'sp ace'"),
-    ("commands.distill", ["distill", "s t.yaml", "--output", "o", "--run.time_limit", "9s", "--overwrite"],
-     "distill 's t.yaml' --output o --run.time_limit 9s --resume"),
-])  # fmt: skip
-def test_the_command_that_goes_on_says_what_the_first_one_said(
-    place, tmp_path, capsys, monkeypatch, work, words, again
-):
-    import bertlab.cli.demo
-    from bertlab.train.checkpoints import TrainingInterrupted
-
-    def stop(*args, **kwargs):
-        raise TrainingInterrupted(3, "there")
-
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "text.txt").write_text((place / "text.txt").read_text())
-    (tmp_path / "s t.yaml").write_text(STAGES)
-    monkeypatch.setattr(bertlab.cli.demo, "prepare_demo", lambda *_: ())
-    monkeypatch.setattr(f"bertlab.cli.{work}", stop)
-    assert main(words) == 130
-    said = capsys.readouterr().out
-    assert said.endswith(f"continue with:\n  bertlab {again}\n"), said
-
-
-def test_print_config_is_a_configuration_and_a_mistake_of_the_real_program_is_one_line_and_status_2(
+def test_the_program_prints_configurations_and_mistakes(
     words,
 ):
     command = [sys.executable, "-m", "bertlab.cli.main", "pretrain", *words]
@@ -785,7 +744,7 @@ def test_print_config_is_a_configuration_and_a_mistake_of_the_real_program_is_on
     assert wrong.returncode == 2 and wrong.stderr.count("\n") == 1 and wrong.stdout == ""
 
 
-def test_a_model_beside_checkpoints_is_validated_on_the_text_of_its_run(place, tmp_path):
+def test_a_model_of_a_run_is_validated_on_its_text(place, tmp_path):
     shutil.copytree(place / "run", tmp_path / "run")
     [whole] = validate([str(tmp_path / "run")])
     [model] = validate([str(tmp_path / "run" / "models" / "best")])
@@ -799,7 +758,7 @@ def test_a_model_beside_checkpoints_is_validated_on_the_text_of_its_run(place, t
     assert alone["set"] == f"held out of {place / 'text.txt'}"
 
 
-def test_a_run_is_validated_by_its_own_tokenizer_whatever_its_name_stands_for_now(place, tmp_path):
+def test_a_run_is_validated_with_its_own_tokenizer(place, tmp_path):
     texts = (place / "text.txt").read_text().splitlines()
     train_tokenizer(texts, 60).save_pretrained(tmp_path / "tok")
     words = ["--config", str(place / "tiny.yaml"), "--run.output", str(tmp_path / "run"),
@@ -811,9 +770,7 @@ def test_a_run_is_validated_by_its_own_tokenizer_whatever_its_name_stands_for_no
     assert after["loss"] == before["loss"]
 
 
-def test_what_cannot_be_is_said_before_any_text_is_tokenized(
-    place, words, tmp_path, capsys, monkeypatch
-):
+def test_wrong_sizes_and_directories_are_refused_early(place, words, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(
         "bertlab.data.module.tokenize_documents", lambda *_, **__: pytest.fail("it began")
     )
@@ -833,7 +790,7 @@ def test_what_cannot_be_is_said_before_any_text_is_tokenized(
     assert not (tmp_path / "run").exists()
 
 
-def test_a_tilde_is_ones_home_for_what_is_written_too(place, tmp_path, monkeypatch):
+def test_a_tilde_is_expanded_in_outputs(place, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     config = resumed_config(
         "pretrain", ["--config", str(place / "tiny.yaml"), "--run.output", "~/runs/first"]
@@ -843,7 +800,7 @@ def test_a_tilde_is_ones_home_for_what_is_written_too(place, tmp_path, monkeypat
     assert find_model_directory("~/kept") == find_model_directory(tmp_path / "kept")
 
 
-def test_the_vocabulary_size_of_the_model_is_that_of_the_tokenizer(words):
+def test_the_model_can_set_the_vocabulary_size(words):
     size = ["--run.vocab_size", "4096", "--model.model_config_kwargs.vocab_size", "70"]
     run = built([*words, *size])
     assert len(run.tokenizer) <= 70 and run.module.config.vocab_size == 70
