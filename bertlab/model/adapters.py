@@ -152,9 +152,9 @@ def layer_depths(
     "How far above the tokens each weight is. Raises `ValueError` for shared blocks."
     blocks, depths, seen = block_names(model), {}, False
     for name, _ in model.named_parameters():
-        number = next((i for i, b in enumerate(blocks, 1) if name.startswith(f"{b}.")), None)
-        seen = seen or number is not None
-        depths[name] = number or (len(blocks) + 1 if seen else 0)
+        depth = next((i for i, b in enumerate(blocks, 1) if name.startswith(f"{b}.")), None)
+        seen = seen or depth is not None
+        depths[name] = depth or (len(blocks) + 1 if seen else 0)
     return depths
 
 
@@ -234,13 +234,13 @@ def _saved_names(
     is_lora = config.peft_type.value == "LORA" and not patterns
     if is_lora and isinstance(model, BertLabPreTrainedModel):
         try:
-            theirs = to_huggingface(plain, family)
+            converted = to_huggingface(plain, family)
         except ValueError:
             if family is not None:
                 raise
         else:
-            table = key_table(theirs.config.model_type, get_head(model))
-            return lambda key: their_names(key, table), theirs.state_dict()
+            table = key_table(converted.config.model_type, get_head(model))
+            return lambda key: their_names(key, table), converted.state_dict()
     return lambda key: [key], plain.state_dict()
 
 
@@ -266,7 +266,7 @@ def _full_modules(trained: set[str], weights: Mapping[str, Tensor]) -> list[str]
     shared = {weights[name].data_ptr() for name in trained}
     names = [name for name, weight in weights.items() if weight.data_ptr() in shared]
     owners = sorted({name.rpartition(".")[0] for name in names})
-    return [o for o in owners if not any(o.startswith(f"{other}.") for other in owners)]
+    return [o for o in owners if not any(o.startswith(f"{parent}.") for parent in owners)]
 
 
 def save_adapter(

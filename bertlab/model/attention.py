@@ -168,10 +168,10 @@ def sdpa_attention(
 
 # %% ../../nbs/model/03_attention.ipynb #f1f91b98
 _TABLES = [
-    f"{kind}{of}_{what}"
-    for kind in ("", "full_")
+    f"{prefix}{of}_{suffix}"
+    for prefix in ("", "full_")
     for of in ("kv", "q")
-    for what in ("num_blocks", "indices")
+    for suffix in ("num_blocks", "indices")
 ]  # of a block mask
 
 
@@ -457,8 +457,8 @@ def check_kernel(
     if why := ATTENTION_KERNELS[kernel].unsupported_reason(setting):
         able = [
             repr(name)
-            for name, other in ATTENTION_KERNELS.items()
-            if not other.unsupported_reason(setting)
+            for name, candidate in ATTENTION_KERNELS.items()
+            if not candidate.unsupported_reason(setting)
         ]
         raise ValueError(
             f"the kernel {kernel!r} cannot run here: {why}. Or load the model with "

@@ -33,12 +33,12 @@ def _longer_table(
     "Stretch or repeat a learned table; the rows in front of position 0 stay."
     front, positions_LD = table_RD[:offset], table_RD[offset:]
     if how == "repeat":
-        more = positions_LD[torch.arange(length, device=table_RD.device) % len(positions_LD)]
+        longer_LD = positions_LD[torch.arange(length, device=table_RD.device) % len(positions_LD)]
     else:
-        more = F.interpolate(positions_LD.T[None], size=length, mode="linear", align_corners=True)[
-            0
-        ].T
-    return torch.cat([front, more])
+        longer_LD = F.interpolate(
+            positions_LD.T[None], size=length, mode="linear", align_corners=True
+        )[0].T
+    return torch.cat([front, longer_LD])
 
 
 def context_config(

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['FAMILIES', 'Family', 'key_table', 'their_names', 'second_names', 'to_bertlab_config', 'unused_settings',
-           'output_settings', 'to_family_config']
+           'to_family_config']
 
 # %% ../../nbs/model/08_families.ipynb #fd372214
 import copy
@@ -228,8 +228,8 @@ def key_table(
     if head == "Model":
         return dict(family.keys)
     encoder = {
-        f"encoder.{ours}": " ".join(f"{family.base}.{name}" for name in theirs.split())
-        for ours, theirs in family.keys.items()
+        f"encoder.{name}": " ".join(f"{family.base}.{name}" for name in family_name.split())
+        for name, family_name in family.keys.items()
     }
     return encoder | dict(family.heads[head])
 
@@ -239,12 +239,12 @@ def their_names(
     table: dict[str, str],  # of `key_table`
 ) -> list[str]:  # one, or several for a matrix that holds several of theirs
     "Name a weight on the other side. Raises `KeyError` for one that the table lacks."
-    number = next((part for part in key.split(".") if part.isdecimal()), "")
-    pattern = key.replace(f".{number}.", ".{i}.") if number else key
+    layer = next((part for part in key.split(".") if part.isdecimal()), "")
+    pattern = key.replace(f".{layer}.", ".{i}.") if layer else key
     part, _, end = pattern.rpartition(".")
     if pattern in table:
-        return table[pattern].replace("{i}", number).split()
-    return [f"{name}.{end}" for name in table[part].replace("{i}", number).split()]
+        return table[pattern].replace("{i}", layer).split()
+    return [f"{name}.{end}" for name in table[part].replace("{i}", layer).split()]
 
 
 def second_names(
@@ -278,7 +278,7 @@ def _write_rope(config: BertLabConfig, model_type: str) -> dict[str, Any]:
 def _write_config(config: BertLabConfig, model_type: str) -> PretrainedConfig:
     "Write a shape in a family's words, as far as the family has them."
     family = FAMILIES[model_type]
-    settings = {name: getattr(config, ours) for ours, name in family.settings}
+    settings = {name: getattr(config, setting) for setting, name in family.settings}
     if model_type == "modernbert":
         settings["classifier_activation"] = config.head_activation or config.hidden_activation
     if "attention_positions" not in family.fixed or family.fixed["attention_positions"] == "rope":
@@ -312,7 +312,9 @@ def _read_rope(source: PretrainedConfig) -> dict[str, Any]:
 def _read_settings(source: PretrainedConfig) -> dict[str, Any]:
     "Read a family's settings, those that it does not mention included."
     family = FAMILIES[source.model_type]
-    settings = {ours: getattr(source, name) for ours, name in family.settings} | dict(family.fixed)
+    settings = {setting: getattr(source, name) for setting, name in family.settings} | dict(
+        family.fixed
+    )
     from_family = {activation: name for name, activation in _ACTIVATIONS.items()}
     for name in ("hidden_activation", "head_activation"):
         settings[name] = from_family.get(settings.get(name), settings.get(name))
@@ -376,7 +378,7 @@ def unused_settings(
     config: BertLabConfig,
     head: str,  # end of the class's name: Model, ForMaskedLM, ...
 ) -> set[str]:  # settings
-    "What the scores of a trained model of this shape do not depend on, computed in float32."
+    "Return the settings that the scores of a trained model do not depend on, in float32."
     unused = set(_TRAINING)
     if config.attention_positions != "rope":
         unused |= {"global_rope_theta", "local_rope_theta", "partial_rotary_factor", "rope_scaling"}
@@ -397,15 +399,6 @@ def unused_settings(
 
 def _meaning(config: BertLabConfig, name: str) -> Any:
     return _MEANING.get(name, lambda c: getattr(c, name))(config)
-
-
-def output_settings(
-    config: BertLabConfig,
-    head: str,  # end of the class's name
-) -> dict[str, Any]:  # setting: what it comes down to
-    "What the scores of a trained model depend on besides its weights and its tokenizer."
-    names = _SETTINGS - unused_settings(config, head) - {"pad_token_id"}
-    return {name: _meaning(config, name) for name in sorted(names)}
 
 
 def to_family_config(

@@ -175,8 +175,8 @@ def infill_scores(
         hidden = ids_BL[rows].masked_fill(alone, vocabulary.mask_token_id)
         with eval_mode(model):
             logp = gap_log_probs(model, hidden, mask_BL[rows], alone, vocabulary, None)
-        found = logp.gather(1, ids_BL[rows, columns][:, None])[:, 0]
-        sums_B.index_add_(0, rows.cpu(), found.cpu().double())
+        logp_N = logp.gather(1, ids_BL[rows, columns][:, None])[:, 0]
+        sums_B.index_add_(0, rows.cpu(), logp_N.cpu().double())
     return sums_B / near_BL.sum(1).cpu().clamp(min=1)
 
 # %% ../../nbs/model/13_generation.ipynb #bcc479e8
@@ -205,7 +205,7 @@ def _check_request(model, tokenizer, prompts, mode, numbers: dict[str, int], opt
 class _Attempt:
     "A prompt with a length for its gaps, and the steps in which it is filled."
 
-    number: int  # of the prompt
+    index: int  # of the prompt
     row: GenerationRow
     num_steps: int
 
@@ -221,14 +221,14 @@ def _list_attempts(
 ) -> list[_Attempt]:
     "Read prompts; one with a [GAP] is tried with every length. Raises `ValueError`."
     attempts, mask_token_id = [], tokenizer.mask_token_id
-    for number, prompt in enumerate(prompts):
+    for index, prompt in enumerate(prompts):
         lengths = range(1, max_gap + 1) if isinstance(prompt, str) and GAP in prompt else [1]
         for length in lengths:
-            address = sampling.seed, number
+            address = sampling.seed, index
             row = read_prompt(tokenizer, prompt, gap_length=length, address=address, **options)
             if len(row.ids) > max_input_length(model):
                 raise ValueError(
-                    f"prompt {number} needs {len(row.ids)} tokens and the model reads "
+                    f"prompt {index} needs {len(row.ids)} tokens and the model reads "
                     f"{max_input_length(model)} (max_position_embeddings): shorten it, or write "
                     "fewer tokens"
                 )
@@ -238,7 +238,7 @@ def _list_attempts(
             schedule_steps(
                 num_gaps, replace(sampling, num_steps=steps)
             )  # not more blocks than steps
-            attempts.append(_Attempt(number, row, steps))
+            attempts.append(_Attempt(index, row, steps))
     return attempts
 
 
@@ -282,7 +282,7 @@ def generate_with_steps(
     for batch in _batches(attempts, batch_size):
         ids_BL, mask_BL = pad_tasks([a.row for a in batch], tokenizer.pad_token_id, device)
         config, steps = replace(sampling, num_steps=batch[0].num_steps), []
-        batch_numbers = [attempt.number for attempt in batch]
+        batch_numbers = [attempt.index for attempt in batch]
         for step in iterate_unmasking(
             model, ids_BL, vocabulary, config, mask_BL, end, batch_numbers
         ):
@@ -290,11 +290,11 @@ def generate_with_steps(
             if watch is not None:
                 watch(batch_numbers[0], step)
         scores_B = [0.0] * len(batch)
-        if any(GAP in prompts[number] for number in batch_numbers):
+        if any(GAP in prompts[index] for index in batch_numbers):
             gaps_BL = ids_BL == vocabulary.mask_token_id
             scores_B = infill_scores(model, steps[-1].ids_BL, mask_BL, gaps_BL, vocabulary).tolist()
         for row, (attempt, score) in enumerate(zip(batch, scores_B)):
-            n = attempt.number
+            n = attempt.index
             if n not in results or score > results[n][0]:
                 results[n] = (
                     score,

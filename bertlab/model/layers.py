@@ -73,10 +73,12 @@ def apply_rope(
     "Rotate pair (i, i + R/2) of the first R dimensions by its angle (Su et al. 2021, eq. 34)."
     cos, sin = (t.view(t.shape[:2] + (1,) * (x.dim() - 3) + t.shape[2:]) for t in table)
     half = cos.shape[-1]
-    left, right, rest = x.split((half, half, x.shape[-1] - 2 * half), dim=-1)
+    first_half, right, unrotated = x.split((half, half, x.shape[-1] - 2 * half), dim=-1)
     # The table is float32, so the products are too, whatever autocast has made of x.
-    turned = torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1).to(x.dtype)
-    return torch.cat((turned, rest), dim=-1) if rest.shape[-1] else turned
+    turned = torch.cat((first_half * cos - right * sin, right * cos + first_half * sin), dim=-1).to(
+        x.dtype
+    )
+    return torch.cat((turned, unrotated), dim=-1) if unrotated.shape[-1] else turned
 
 # %% ../../nbs/model/02_layers.ipynb #816dcf93
 def sinusoidal_positions(
@@ -184,14 +186,14 @@ def apply_dropout(
     On a CPU by 16 bits for each, four from a draw of torch's own generator; elsewhere, and in a
     compiled graph, by torch's own operation.
     """
-    kept = round((1 - rate) * _VALUES)
-    if x.device.type != "cpu" or torch.compiler.is_compiling() or not 0 < kept < _VALUES:
+    threshold = round((1 - rate) * _VALUES)
+    if x.device.type != "cpu" or torch.compiler.is_compiling() or not 0 < threshold < _VALUES:
         return F.dropout(x, rate)
     draws = torch.empty(-(-x.numel() // 4), dtype=torch.int64).random_(-(2**63), None)
     bits = draws.view(torch.int16)[: x.numel()].view(x.shape)
     # 0 or 1, written as x's own numbers: a bool would be turned into them in a pass of its own.
-    factor = torch.lt(bits, kept - _VALUES // 2, out=torch.empty(x.shape, dtype=x.dtype))
-    return x * factor.mul_(_VALUES / kept)
+    factor = torch.lt(bits, threshold - _VALUES // 2, out=torch.empty(x.shape, dtype=x.dtype))
+    return x * factor.mul_(_VALUES / threshold)
 
 
 class Dropout(nn.Dropout):
@@ -346,8 +348,8 @@ def register_layer(
     if name in table and _qualified_name(table[name]) != _qualified_name(build):
         raise ValueError(f"{setting} {name!r} is there already; take another name")
     table[name] = build
-    for key, other in _TABLES.items():
-        if other is table and name not in CHOICES[key]:
+    for key, lookup in _TABLES.items():
+        if lookup is table and name not in CHOICES[key]:
             CHOICES[key] += (name,)
 
 

@@ -46,11 +46,6 @@ class TextLikelihood:
     def bits_per_byte(self) -> float:
         return float(self.nats.sum() / math.log(2) / self.num_bytes) if self.num_bytes else math.nan
 
-    @property
-    def bits_standard_error(self) -> float:  # bits per byte
-        error = np.sqrt(self.variance.sum()) / math.log(2)
-        return float(error / self.num_bytes) if self.num_bytes else math.nan
-
 
 def _scored_tokens(input_ids: Tensor, mask_BL: Tensor, vocabulary: Vocabulary) -> Tensor:
     "Return (B, L) bool: the tokens that are no special tokens and no padding."

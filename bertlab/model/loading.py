@@ -84,8 +84,12 @@ def written_weights(
     try:
         yield
     except SafetensorError as error:
-        number = re.search(r"os error (\d+)", str(error))
-        arguments = (int(number[1]), os.strerror(int(number[1]))) if number else (0, str(error))
+        errno_match = re.search(r"os error (\d+)", str(error))
+        arguments = (
+            (int(errno_match[1]), os.strerror(int(errno_match[1])))
+            if errno_match
+            else (0, str(error))
+        )
         raise OSError(*arguments, os.fspath(name or path)) from None
     path = Path(path)
     os.umask(umask := os.umask(0o077))
@@ -292,8 +296,8 @@ class LoadReport:
                  "mismatched": self.mismatched_keys}  # fmt: skip
         parts = [f"{len(self.loaded)} weights loaded"]
         for word, names in lists.items():
-            more = f", and {len(names) - 3} more" if len(names) > 3 else ""
-            parts += [f"{len(names)} {word} ({', '.join(names[:3])}{more})"] if names else []
+            suffix = f", and {len(names) - 3} more" if len(names) > 3 else ""
+            parts += [f"{len(names)} {word} ({', '.join(names[:3])}{suffix})"] if names else []
         return "; ".join(parts)
 
     @property

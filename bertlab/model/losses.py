@@ -97,10 +97,10 @@ def token_bytes(
     begin = "" if byte_level else getattr(model, "continuing_subword_prefix", usual) or ""
     end = getattr(model, "end_of_word_suffix", None) or ""
     bytes_V = torch.zeros(vocab_size)
-    own = torch.tensor([float(_own_text(name, byte_level, begin, end)) for name in vocabulary])
-    bytes_V[list(vocabulary.values())] = own
-    for number, added in getattr(tokenizer, "added_tokens_decoder", {}).items():
-        bytes_V[number] = len(added.content.strip().encode())  # it stands there as it is
+    sizes = torch.tensor([float(_own_text(name, byte_level, begin, end)) for name in vocabulary])
+    bytes_V[list(vocabulary.values())] = sizes
+    for token_id, added in getattr(tokenizer, "added_tokens_decoder", {}).items():
+        bytes_V[token_id] = len(added.content.strip().encode())  # it stands there as it is
     bytes_V[list(tokenizer.all_special_ids)] = 0
     return bytes_V
 
@@ -155,8 +155,8 @@ def select_labelled(
     weights: Tensor | None = None,  # (...)
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # (N, D), (N,), (N,): N labels, which may be 0
     "Select the positions with a label."
-    kept = labels != IGNORE_INDEX
-    return values[kept], labels[kept], None if weights is None else weights[kept]
+    labelled = labels != IGNORE_INDEX
+    return values[labelled], labels[labelled], None if weights is None else weights[labelled]
 
 # %% ../../nbs/model/05_losses.ipynb #975ca2e4
 def z_loss(

@@ -105,15 +105,15 @@ class SamplingConfig:
     def __post_init__(self):
         look_up(self.sampler, SAMPLERS, "sampler")
         look_up(self.schedule, NOISE_SCHEDULES, "schedule")
-        for name, (kind, low, high) in _LIMITS.items():
+        for name, (number_type, low, high) in _LIMITS.items():
             value = getattr(self, name)
             if name == "block_size" and value is None:
                 continue
-            fits = isinstance(value, kind) and not isinstance(value, bool)
+            fits = isinstance(value, number_type) and not isinstance(value, bool)
             if not fits or not low <= value <= high or value == math.inf:
-                whole = "whole " * (kind is int)
+                adjective = "whole " * (number_type is int)
                 raise ValueError(
-                    f"{name} must be a finite {whole}number from {low} to {high}, got {value!r}"
+                    f"{name} must be a finite {adjective}number from {low} to {high}, got {value!r}"
                 )
 
 # %% ../../nbs/model/12_sampling.ipynb #352ea5b6
@@ -313,20 +313,20 @@ class Unmasker:
         draws_BL = counter_uniform(keys_B[:, None], columns_L, purpose)
         return torch.from_numpy(draws_BL).to(self.confidence_BL)
 
-    def step(self, number: int) -> SamplingStep:
+    def step(self, index: int) -> SamplingStep:
         "Unmask, remask, and return the new state."
-        plans = [schedules[number] for schedules in self.schedules_B]
+        plans = [schedules[index] for schedules in self.schedules_B]
         ranks_BL = self.gaps_BL.cumsum(1) - 1
         bounds_B2 = torch.tensor([plan[:2] for plan in plans], device=self.ids_BL.device)
         block_BL = self.gaps_BL & (ranks_BL >= bounds_B2[:, :1]) & (ranks_BL < bounds_B2[:, 1:])
         open_BL = block_BL & (self.ids_BL == self.vocabulary.mask_token_id)
         rates_B = [self.config.remask * max_remask_rate(plan) for plan in plans]
-        remasked_BL = self.choose_remasked(block_BL & ~open_BL, rates_B, number)
-        coins_BL = self.draw(number, REVEAL)
+        remasked_BL = self.choose_remasked(block_BL & ~open_BL, rates_B, index)
+        coins_BL = self.draw(index, REVEAL)
         candidates_BL, quota_B = self.choose_candidates(open_BL, plans, rates_B, coins_BL)
         revealed_BL = torch.zeros_like(self.gaps_BL)
         if asked := bool(candidates_BL.any()):
-            revealed_BL = self.write(candidates_BL, quota_B, coins_BL, number)
+            revealed_BL = self.write(candidates_BL, quota_B, coins_BL, index)
             if self.end_token_id is not None:
                 revealed_BL = revealed_BL | self.close_ended()
         self.ids_BL[remasked_BL] = self.vocabulary.mask_token_id
@@ -334,13 +334,13 @@ class Unmasker:
         confidence_BL = self.confidence_BL.clone()
         return SamplingStep(self.ids_BL.clone(), revealed_BL, remasked_BL, confidence_BL, asked)
 
-    def choose_remasked(self, written_BL: Tensor, rates_B: list[float], number: int) -> Tensor:
+    def choose_remasked(self, written_BL: Tensor, rates_B: list[float], index: int) -> Tensor:
         "Toss a coin for each written token of the block, if the sampler remasks at all."
         if self.order.takes_back is None:
             return torch.zeros_like(written_BL)
         rates_B1 = torch.tensor(rates_B).to(self.confidence_BL)[:, None]
         doubt_BL = self.order.takes_back(self.confidence_BL.nan_to_num(1.0))
-        return written_BL & (self.draw(number, REMASK) < rates_B1 * doubt_BL)
+        return written_BL & (self.draw(index, REMASK) < rates_B1 * doubt_BL)
 
     def choose_candidates(
         self, open_BL: Tensor, plans: list[StepSchedule], rates_B: list[float], coins_BL: Tensor
@@ -356,7 +356,7 @@ class Unmasker:
 
     @torch.no_grad()
     def write(
-        self, candidates_BL: Tensor, quota_B: Tensor | None, coins_BL: Tensor, number: int
+        self, candidates_BL: Tensor, quota_B: Tensor | None, coins_BL: Tensor, index: int
     ) -> Tensor:  # (B, L) bool: what was written
         "Draw a token for each candidate and keep those that come first."
         busy_B, ids_BL = candidates_BL.any(1), self.ids_BL
@@ -373,7 +373,7 @@ class Unmasker:
             present_BV = present_BV.to(ids_BL.device).scatter_(1, ids_BL, True)
             present_NV = (present_BV & ~self.special_V)[rows_N]
         p_NV = token_distribution(logp_NV, self.config, present_NV)
-        draws_N = self.draw(number, WORD)[rows_N, positions_N].to(p_NV)
+        draws_N = self.draw(index, WORD)[rows_N, positions_N].to(p_NV)
         words_N = inverse_cdf_sample(p_NV, draws_N)
         gaps = GapCandidates(logp_NV.exp(), words_N, coins_BL[rows_N, positions_N], positions_N)
         chosen_N = torch.ones_like(words_N, dtype=torch.bool)
@@ -441,8 +441,8 @@ def iterate_unmasking(
     none_BL = torch.zeros_like(unmasker.gaps_BL)
     confidence_BL = unmasker.confidence_BL.clone()
     yield SamplingStep(input_ids.clone(), none_BL, none_BL, confidence_BL, False)
-    for number in range(config.num_steps):
-        yield unmasker.step(number)
+    for index in range(config.num_steps):
+        yield unmasker.step(index)
 
 
 def unmask(

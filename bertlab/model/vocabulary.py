@@ -150,11 +150,11 @@ def trim_vocabulary(
     check_rows(model, tokenizer)
     if multiple_of < 1:
         raise ValueError(f"multiple_of must be 1 or more, got {multiple_of}")
-    small, kept = trim_tokenizer(tokenizer, texts, **options)
-    spare = -len(kept) % multiple_of
+    small, kept_ids = trim_tokenizer(tokenizer, texts, **options)
+    spare = -len(kept_ids) % multiple_of
 
     def fill(old_VD: Tensor) -> Tensor:
-        new_VD = old_VD[torch.tensor(kept, device=old_VD.device)]
+        new_VD = old_VD[torch.tensor(kept_ids, device=old_VD.device)]
         blank = old_VD.new_full((spare, *old_VD.shape[1:]), _unused_value(old_VD))
         return torch.cat((new_VD, blank))
 
@@ -182,7 +182,7 @@ def match_token_frequencies(
     entries_V = np.unique([*tokenizer.get_vocab().values()])  # ids, which may leave gaps
     max_length, training = min(max_length, model.config.max_position_embeddings), model.training
     counts_V = np.bincount(
-        np.concatenate([np.asarray(one, np.int64) for one in ids]),
+        np.concatenate([np.asarray(row, np.int64) for row in ids]),
         minlength=num_token_ids(tokenizer),
     )[entries_V]
     target_V = torch.from_numpy((counts_V + 0.5) / (counts_V + 0.5).sum()).log()
