@@ -75,7 +75,7 @@ explorer = mask_dial(tokenizer, TEXT, probability=0.3)
         (
             Act("dial", "press", "ArrowRight ArrowRight", r"of 18: \d+%, asked 40%"),
             Act("probability", "type", "0.75", r"of 18: \d+%, asked 75%"),
-            Act("probability", "type", "2", r"mlm_probability must be in \(0, 1\], got 2"),
+            Act("probability", "type", "2", r"mlm_probability=2(\.0)? must be in \(0, 1\]"),
             Act("probability", "type", "0.5", r"of 18: \d+%, asked 50%"),
             # Of 18 tokens, a budget of one half is 9; and the recipe is always 80/10/10.
             Act(
@@ -97,8 +97,8 @@ explorer = mask_dial(tokenizer, TEXT, probability=0.3)
         ),
         {"15%": r"of 18: \d+%, asked 15%", "spans, 30%": r"chosen 5 of 18: 28%, asked 30%"},
         (
-            ("probability", 2.0, "mlm_probability must be in (0, 1]"),
-            ("probability", float("nan"), "mlm_probability must be in (0, 1]"),
+            ("probability", 2.0, "mlm_probability=2.0 must be in (0, 1]"),
+            ("probability", float("nan"), "mlm_probability=nan must be in (0, 1]"),
             ("sentence", "  ", "type a sentence"),
         ),
     ),
