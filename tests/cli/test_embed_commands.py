@@ -107,7 +107,7 @@ def test_a_run_does_not_begin_anew_where_its_checkpoint_is_damaged(place, capsys
     status, _, error = run(
         capsys, "finetune", "--resume", tmp_path / "run", "--trainer.max_steps", "12"
     )
-    assert status == 2 and "no checkpoint in" in error and error.count("\n") == 1
+    assert status == 2 and str(path) in error and "Traceback" not in error
     assert before == {
         path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()
     }
