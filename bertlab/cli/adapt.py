@@ -18,6 +18,7 @@ from .models import find_model_directory
 from .vocabularies import copy_sentence_transformers_files
 from ..core.serialization import load_json, load_yaml
 from ..core.files import RUN_FILE, write_json
+from ..core.names import check_choice
 from ..data.tokenizers import TOKENIZER_FILES, load_tokenizer
 from ..finetuning.task import load_task
 from ..finetuning.module import FinetuningModule
@@ -37,41 +38,41 @@ HOWS = ("uniform", "greedy")
 
 
 def _find_seeds(directory: Path) -> tuple[list[Path], list[str]]:
-    "The best checkpoint of each seed that a run has finished, and the names of the others."
-    path, found = directory / "metrics.json", sorted(directory.glob("seed-*/best.ckpt"))
+    "Find the best checkpoint of each finished seed of a run, and the names of the other seeds."
+    path, checkpoints = directory / "metrics.json", sorted(directory.glob("seed-*/best.ckpt"))
     seeds = load_json(path).get("seeds") if path.exists() else None
     finished = {f"seed-{seed}" for seed in seeds or ()}
-    rest = [path.parent.name for path in found if path.parent.name not in finished]
-    found = [path for path in found if path.parent.name in finished]
-    if len(found) < 2:
+    rest = [path.parent.name for path in checkpoints if path.parent.name not in finished]
+    checkpoints = [path for path in checkpoints if path.parent.name in finished]
+    if len(checkpoints) < 2:
         more = f", and {', '.join(rest)} unfinished: bertlab finetune --resume {directory}"
         raise ValueError(
-            f"{directory} holds the best weights of {len(found)} finished seeds"
+            f"{directory} has the best weights of {len(checkpoints)} finished seeds"
             f"{more * bool(rest)}; an average needs two or more: bertlab finetune "
             "--run.seeds '[0, 1, 2]'"
         )
-    return found, rest
+    return checkpoints, rest
 
 
 def _load_seeds(paths: list[Path], module: FinetuningModule) -> dict[str, dict[str, Tensor]]:
-    "The best weights of each seed, without adapters, by the name of the seed's directory."
-    found = {}
+    "Load the best weights of each seed, without adapters, by the name of the seed's directory."
+    weights = {}
     for path in paths:
         module.load_state_dict(read_checkpoint(path)["state_dict"])
-        found[path.parent.name] = merged_copy(module.model).state_dict()
-    return found
+        weights[path.parent.name] = merged_copy(module.model).state_dict()
+    return weights
 
 
 def _average_seeds(directory: Path, output: Path, how: str) -> str:
-    "The mean of a fine-tuning run's seeds, scored on its validation rows."
+    "Average the seeds of a fine-tuning run, and score the mean on its validation rows."
     paths, unfinished = _find_seeds(directory)
     command = COMMANDS["finetune"]
     config = configuration(command, [], load_yaml(directory / RUN_FILE))
-    config["run"]["output"] = str(directory)  # where it is now, which need not be where it was
+    config["run"]["output"] = str(directory)  # it may have been moved
     config["trainer"] = configuration(command)["trainer"]  # nothing is trained, on no device
     run = FinetuningRun(config, resume=True)
     run.build()
-    run.check_same()  # other rows would be held out now, among them what the seeds have learned
+    run.check_same()  # other held-out rows may have been trained on
     adapted = FinetuningModule(**run.module_options)
     plain = FinetuningModule(**{**run.module_options, "adapter": None, "freeze_layers": None})
     for module in (adapted, plain):
@@ -79,18 +80,18 @@ def _average_seeds(directory: Path, output: Path, how: str) -> str:
         module.configure_model()
     weights = _load_seeds(paths, adapted)
 
-    def score(one: dict[str, Tensor]) -> float:
-        plain.model.load_state_dict(one)
-        judge = make_trainer(1, limit_val_batches=1.0)
-        return float(judge.validate(plain, run.data, verbose=False)[0][run.monitor])
+    def score(weights_of_seed: dict[str, Tensor]) -> float:
+        plain.model.load_state_dict(weights_of_seed)
+        trainer = make_trainer(1, limit_val_batches=1.0)
+        return float(trainer.validate(plain, run.data, verbose=False)[0][run.monitor])
 
     if how == "greedy":
         mean, chosen, singles = greedy_soup(weights, score, mode_of(run.monitor) == "max")
     else:
-        for name, one in weights.items():
-            check_finite(one, f"{name}, which how='greedy' would leave out,")
+        for name, weights_of_seed in weights.items():
+            check_finite(weights_of_seed, f"{name}, which how='greedy' would leave out,")
         mean, chosen = average_weights(list(weights.values())), list(weights)
-        singles = {name: score(one) for name, one in weights.items()}
+        singles = {name: score(weights_of_seed) for name, weights_of_seed in weights.items()}
     value = score(mean)
     with atomic_directory(output, new=True) as temporary:
         save_predictor(plain.model, temporary, run.tokenizer)
@@ -113,82 +114,81 @@ def _average_seeds(directory: Path, output: Path, how: str) -> str:
 # %% ../../nbs/cli/09_adapt.ipynb #b682eb74
 def average(
     directories: list[str],  # models of one shape, or a run: its last models, or its seeds
-    output: str = "bertlab-average",  # directory of the mean; it must not be there yet
+    output: str = "bertlab-average",  # directory of the mean; it must not exist
     how: str = "uniform",  # or greedy: only seeds that help on validation rows
     last: int | None = None,  # models of a run, from its end; null: all that it kept
-) -> str:  # what is said
+) -> str:  # a summary
     "Average models, and write the mean: `bertlab average`. Raises `ValueError`."
-    if how not in HOWS:
-        raise ValueError(f"how={how!r} is unknown; choose one of {', '.join(HOWS)}")
+    check_choice("how", how, HOWS)
     if not directories:
         raise ValueError("directories is missing: name two models or more, or a run")
-    places, target = [Path(one) for one in directories], Path(output)
+    paths, target = [Path(name) for name in directories], Path(output)
     if target.exists():
-        raise ValueError(f"output {target} is there already; choose another one")
-    for place in places:
-        if not place.is_dir():
-            raise ValueError(f"no such directory: {place}")
-    marker = places[0] / RUN_FILE
+        raise ValueError(f"output {target} exists; choose another directory")
+    for path in paths:
+        if not path.is_dir():
+            raise ValueError(f"no such directory: {path}")
+    marker = paths[0] / RUN_FILE
     if marker.exists() and load_yaml(marker).get("command") == "finetune":
-        if len(places) > 1:
+        if len(paths) > 1:
             raise ValueError("name one fine-tuning run: its seeds are averaged")
         if last is not None:
             raise ValueError(
-                f"last={last} is of the models that a pretraining run keeps, and of a "
-                "fine-tuning run all finished seeds are averaged: leave it out"
+                f"last={last} counts the models of a pretraining run; of a fine-tuning run all "
+                "finished seeds are averaged: leave it out"
             )
-        return _average_seeds(places[0], target, how)
+        return _average_seeds(paths[0], target, how)
     if how == "greedy":
         raise ValueError(
-            "how='greedy' scores on validation rows, which a fine-tuning run has: "
-            "name one, or call greedy_soup with a score of your own"
+            "how='greedy' needs validation rows, which a fine-tuning run has: name such a run, or "
+            "call greedy_soup with your own score"
         )
-    models = find_models(places, last)
+    models = find_models(paths, last)
     if len(models) < 2:
         raise ValueError(
-            f"there is {len(models)} model to average: name more, or a run that keeps "
-            "more (run.keep_last)"
+            f"found {len(models)} model to average: name more, or a run that keeps more "
+            "(run.keep_last)"
         )
     save_average(models, target)
     return "\n".join(["the mean of", *(f"  {model}" for model in models), f"written to {target}"])
 
 # %% ../../nbs/cli/09_adapt.ipynb #d03c6ac6
-def _cut_length(place: Path) -> int | None:  # None: nothing is said about it
-    "At how many tokens the text of a fine-tuned model, or of one of text vectors, is cut."
-    path = place / "sentence_bert_config.json"
-    found = load_json(path).get("max_seq_length") if path.is_file() else None
-    return load_task(place).get("max_sequence_length", found)
+def _cut_length(directory: Path) -> int | None:  # None: not configured
+    "Read the number of tokens to which a fine-tuned model or a bi-encoder cuts texts."
+    path = directory / "sentence_bert_config.json"
+    length = load_json(path).get("max_seq_length") if path.is_file() else None
+    return load_task(directory).get("max_sequence_length", length)
 
 
 def lengthen(
     directory: str,  # of a model, or of a run
-    length: int,  # tokens of the longest row that it shall read
+    length: int,  # tokens of the longest row that it should read
     how: str | None = None,  # keep, base, linear, ntk, yarn; repeat, interpolate; null: what fits
     theta: float | None = None,  # of how=base: the new base
-    output: str = "bertlab-longer",  # directory of the longer model; it must not be there yet
-) -> str:  # what is said
+    output: str = "bertlab-longer",  # directory of the longer model; it must not exist
+) -> str:  # a summary
     "Let a model read longer rows: `bertlab lengthen`. Raises `ValueError`."
-    place, target = find_model_directory(directory), Path(output)
+    path_of_model, target = find_model_directory(directory), Path(output)
     if target.exists():
-        raise ValueError(f"output {target} is there already; choose another one")
-    read_sentence_transformers_files(
-        place
-    )  # or refuse, before any work, what `copy_sentence_transformers_files` would leave behind
-    model: Any = load_encoder(place)
+        raise ValueError(f"output {target} exists; choose another directory")
+    read_sentence_transformers_files(path_of_model)  # refuses modules that could not be copied
+    model: Any = load_encoder(path_of_model)
     learned = model.config.embedding_positions == "learned"
-    has = "learned" if learned else model.config.attention_positions
-    how = how or {"learned": "repeat", "rope": "yarn"}.get(has, "keep")  # others have no end
+    positions = "learned" if learned else model.config.attention_positions
+    how = how or {"learned": "repeat", "rope": "yarn"}.get(
+        positions, "keep"
+    )  # other positions are unlimited
     longer, tokenizer = extend_context(model, length, how, theta), None
-    reads = longer.config.max_position_embeddings  # with how="base" never fewer than before
-    if any((place / file).exists() for file in TOKENIZER_FILES):
-        tokenizer = load_tokenizer(place)
-        tokenizer.model_max_length = reads
+    max_length = longer.config.max_position_embeddings  # with how="base" not fewer than before
+    if any((path_of_model / file).exists() for file in TOKENIZER_FILES):
+        tokenizer = load_tokenizer(path_of_model)
+        tokenizer.model_max_length = max_length
     with atomic_directory(target, new=True) as temporary:
         save_model(longer, tokenizer, temporary)
-        copy_sentence_transformers_files(place, temporary)
-    cut = _cut_length(place)
+        copy_sentence_transformers_files(path_of_model, temporary)
+    cut = _cut_length(path_of_model)
     still = f"; texts are cut at {cut} tokens as before, unless max_sequence_length says otherwise"
     return (
-        f"{model.config.max_position_embeddings} -> {reads} positions ({how}), written to "
+        f"{model.config.max_position_embeddings} -> {max_length} positions ({how}), written to "
         f"{target}; train it on longer rows before you trust it{still if cut else ''}"
     )

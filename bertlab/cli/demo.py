@@ -154,24 +154,26 @@ def settle_steps(recipe: Recipe) -> Recipe:
     return replace(recipe, steps=_STEPS_OF_FLOAT32 if slow else _STEPS)
 
 
-def demo_config(recipe: Recipe, output: str | os.PathLike) -> dict[str, Any]:
-    "The configuration of `bertlab pretrain` that a recipe stands for."
+def _demo_shape(recipe: Recipe) -> dict[str, Any]:  # of `BertLabConfig`
     from bertlab.model.config import modernbert_tiny  # torch: seconds
     from bertlab.train.run import shape_settings
 
-    recipe = settle_steps(recipe)
-    shape = shape_settings(
-        modernbert_tiny(
-            hidden_size=recipe.hidden_size,
-            num_hidden_layers=recipe.num_hidden_layers,
-            intermediate_size=2 * recipe.hidden_size,
-            num_attention_heads=max(1, recipe.hidden_size // 64),
-            max_position_embeddings=max(512, recipe.max_sequence_length),
-        )
+    config = modernbert_tiny(
+        hidden_size=recipe.hidden_size,
+        num_hidden_layers=recipe.num_hidden_layers,
+        intermediate_size=2 * recipe.hidden_size,
+        num_attention_heads=max(1, recipe.hidden_size // 64),
+        max_position_embeddings=max(512, recipe.max_sequence_length),
     )
+    return shape_settings(config)
+
+
+def demo_config(recipe: Recipe, output: str | os.PathLike) -> dict[str, Any]:
+    "Return the configuration of `bertlab pretrain` for a recipe."
+    recipe = settle_steps(recipe)
     config = configuration(COMMANDS["pretrain"]) | {"seed_everything": recipe.seed}
     config["model"] |= {
-        "model_config_kwargs": shape,
+        "model_config_kwargs": _demo_shape(recipe),
         "compile_model": False,
         "learning_rate": recipe.learning_rate,
         "weight_decay": recipe.weight_decay,

@@ -23,6 +23,7 @@ from ..core.devices import find_accelerator
 from ..train.reports import environment
 from ..train.run import Run, RunParts, build_objects, build_pretraining
 from ..core.files import RUN_FILE, check_run_directory
+from ..core.names import check_choice, check_range
 from ..core.serialization import load_yaml
 from ..train.parallel import STRATEGIES, FullyShardedStrategy, LaunchInfo, get_strategy
 
@@ -45,34 +46,35 @@ def count_places(
     machines: Iterable[Mapping[str, float]],  # what each machine has, by Ray's names: CPU, GPU, ...
     per_worker: Mapping[str, float],  # what one worker takes, by the same names
 ) -> int:
-    """How many workers find a place, each of them on one machine.
+    """Count the workers that fit, each on one machine.
 
     Raises `ValueError` for workers that take nothing.
     """
-    wanted = {name: amount for name, amount in per_worker.items() if amount}
-    if not wanted:
-        raise ValueError(
-            "a worker that takes nothing has no place; give it a CPU at least, as in "
-            "resources_per_worker={'CPU': 1}"
-        )
+    amounts = {name: amount for name, amount in per_worker.items() if amount}
+    if not amounts:
+        raise ValueError("a worker needs at least a CPU, as in resources_per_worker={'CPU': 1}")
     return sum(
-        min(int(has.get(name, 0) // amount) for name, amount in wanted.items()) for has in machines
+        min(int(has.get(name, 0) // amount) for name, amount in amounts.items()) for has in machines
     )
 
 # %% ../../nbs/cli/13_ray.ipynb #d5147285
 def ray_strategy(
-    asked: str | Strategy | None,  # trainer.strategy of a configuration, its objects built
+    strategy: str | Strategy | None,  # trainer.strategy of a configuration, its objects built
 ) -> Strategy:
-    "How Ray's workers share a run. Raises `ValueError` for what starts processes itself."
-    known = (None, "auto", "ddp")
-    if isinstance(asked, str) and asked not in known and asked.partition(":")[0] in STRATEGIES:
-        asked = get_strategy(asked)
-    if isinstance(asked, FullyShardedStrategy):
-        return asked
-    if asked not in known:
-        name = asked if isinstance(asked, str) else type(asked).__name__
+    "Build the strategy of Ray's workers. Raises `ValueError` for one that starts processes."
+    choices = (None, "auto", "ddp")
+    if (
+        isinstance(strategy, str)
+        and strategy not in choices
+        and strategy.partition(":")[0] in STRATEGIES
+    ):
+        strategy = get_strategy(strategy)
+    if isinstance(strategy, FullyShardedStrategy):
+        return strategy
+    if strategy not in choices:
+        name = strategy if isinstance(strategy, str) else type(strategy).__name__
         raise ValueError(
-            f"trainer.strategy={name!r} is not for workers of Ray's; choose one of "
+            f"trainer.strategy={name!r} does not work on Ray; choose one of "
             f"{', '.join(STRATEGIES)} (fsdp is FSDP2, in place of RayFSDPStrategy)"
         )
     from ray.train.lightning import RayDDPStrategy
@@ -81,29 +83,29 @@ def ray_strategy(
 
 # %% ../../nbs/cli/13_ray.ipynb #d734dbd8
 class _Refused(ValueError):
-    "A worker cannot do its part, and all of them know it; the text says why."
+    "A worker failed, and all of them know the reason."
 
 
-def _agree(work: Callable[[], Any]) -> Any:  # what the work gave here
-    "Do something in every worker. Raises `_Refused` in all of them where it fails in one."
-    found = said = None
+def _agree(work: Callable[[], Any]) -> Any:  # the result of this worker
+    "Call a function in every worker. Raises `_Refused` in all of them if it fails in one."
+    result = message = None
     try:
-        found = work()
-    except (ValueError, OSError, ImportError) as mistake:
-        said = str(mistake)
-    everyone: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(everyone, said)
-    for said in everyone:
-        if said is not None:
-            raise _Refused(said)
-    return found
+        result = work()
+    except (ValueError, OSError, ImportError) as error:
+        message = str(error)
+    messages: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(messages, message)
+    for reason in messages:
+        if reason is not None:
+            raise _Refused(reason)
+    return result
 
 
 def _first_says(value: Any) -> Any:
-    "What the first worker has."
-    box = [value]
-    torch.distributed.broadcast_object_list(box)
-    return box[0]
+    "Return the value of the first worker."
+    values = [value]
+    torch.distributed.broadcast_object_list(values)
+    return values[0]
 
 
 def check_shared(
@@ -207,14 +209,13 @@ def _import_ray() -> Any:
 
 
 def _check_numbers(**numbers: tuple[Any, int]) -> None:
-    "Raise `ValueError` for what is no whole number, or too small a one."
-    for name, (given, least) in numbers.items():
-        if type(given) is not int or given < least:
-            raise ValueError(f"{name} must be a whole number, {least} or more, got {given!r}")
+    "Raise `ValueError` for a number below its minimum."
+    for name, (value, minimum) in numbers.items():
+        check_range(name, value, minimum)
 
 
 def _check_places(ray: Any, num_workers: int, per_worker: Mapping[str, float]) -> None:
-    "Raise `ValueError` for workers that would wait for ever."
+    "Raise `ValueError` for workers that would wait forever."
     machines = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     places = count_places(machines, per_worker)
     if num_workers > places:
@@ -254,37 +255,31 @@ def train_on_ray(
     output = os.path.abspath(config["run"]["output"])
     config = {**config, "run": {**config["run"], "output": output}}
     check_run_directory(output, resume, overwrite, option="--run.output")
-    kind = config["trainer"]["accelerator"]
-    if kind not in ("auto", "cpu", "gpu", "cuda"):
-        raise ValueError(
-            f"trainer.accelerator={kind!r} is not for workers of Ray's here; choose "
-            "one of auto, cpu, gpu"
-        )
+    accelerator = config["trainer"]["accelerator"]
+    check_choice("trainer.accelerator", accelerator, ("auto", "cpu", "gpu", "cuda"))
     ray = _import_ray()
     ray_strategy(build_objects(config["trainer"]["strategy"]))
     if not ray.is_initialized():
         ray.init()
-    with_gpu = ray.cluster_resources().get("GPU", 0) > 0 if kind == "auto" else kind != "cpu"
-    per_worker = {"CPU": cpus_per_worker, "GPU": int(with_gpu)}
+    use_gpu = ray.cluster_resources().get("GPU", 0) > 0
+    use_gpu = use_gpu if accelerator == "auto" else accelerator != "cpu"
+    per_worker = {"CPU": cpus_per_worker, "GPU": int(use_gpu)}
     per_worker |= scaling.pop("resources_per_worker", None) or {}
     _check_places(ray, num_workers, per_worker)
-    settings = {
-        "config": config,
-        "resume": resume,
-        "overwrite": overwrite,
-        "directory": os.getcwd(),
-        "job": token_hex(8),
-    }
+    settings = {"config": config, "resume": resume, "overwrite": overwrite,
+                "directory": os.getcwd(), "job": token_hex(8)}  # fmt: skip
     workers = ray.train.ScalingConfig(
-        num_workers=num_workers, use_gpu=with_gpu, resources_per_worker=per_worker, **scaling
+        num_workers=num_workers, use_gpu=use_gpu, resources_per_worker=per_worker, **scaling
     )
     failures = ray.train.FailureConfig(max_failures=max_failures)
-    with tempfile.TemporaryDirectory() as books:  # Ray's own; the run keeps its checkpoints itself
-        place = ray.train.RunConfig(storage_path=books, failure_config=failures)
+    with tempfile.TemporaryDirectory() as storage:  # Ray's own; the run keeps its checkpoints
         trainer = ray.train.torch.TorchTrainer(
-            _work, train_loop_config=settings, scaling_config=workers, run_config=place
+            _work,
+            train_loop_config=settings,
+            scaling_config=workers,
+            run_config=ray.train.RunConfig(storage_path=storage, failure_config=failures),
         )
-        said = trainer.fit().return_value
-    if "refused" in said:
-        raise ValueError(said["refused"])
-    return said["metrics"]
+        result = trainer.fit().return_value
+    if "refused" in result:
+        raise ValueError(result["refused"])
+    return result["metrics"]

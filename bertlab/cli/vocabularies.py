@@ -133,9 +133,9 @@ def _predictor(name: str) -> Any:  # None: no directory of a model that guesses 
 # %% ../../nbs/cli/08_vocabularies.ipynb #736adec0
 def copy_sentence_transformers_files(
     source: str | os.PathLike,  # of a model: a directory, or a name on the hub
-    output: str | os.PathLike,  # directory of a model that was made of it
+    output: str | os.PathLike,  # directory of a model derived from it
 ) -> None:
-    "Copy what says how a model is used, `SENTENCE_TRANSFORMERS_FILES`: else others would read and pool another way."
+    "Copy the files that tell sentence-transformers how to pool: `SENTENCE_TRANSFORMERS_FILES`."
     from transformers.utils import cached_file
 
     missing = dict.fromkeys(("_raise_exceptions_for_missing_entries",
@@ -146,20 +146,18 @@ def copy_sentence_transformers_files(
                 shutil.copyfile(path, temporary)
 
 
-def _open(directory: str) -> tuple[Any, Any, str | Path]:  # tokenizer; model, or None; place
-    "A tokenizer, with its model where there is one. Raises `ValueError` for neither."
-    place: str | Path = directory
-    held = Path(directory)
-    alone = (held / "tokenizer_config.json").exists() and not (held / "config.json").exists()
-    if not alone and held.is_dir():
-        place = find_model_directory(held)
-    tokenizer = load_tokenizer(place)
-    if alone:
-        return tokenizer, None, place
-    read_sentence_transformers_files(
-        place
-    )  # or refuse, before any work, what `copy_sentence_transformers_files` would leave behind
-    return tokenizer, load_encoder(place), place
+def _open(directory: str) -> tuple[Any, Any, str | Path]:  # tokenizer; model, or None; source
+    "Load a tokenizer, with its model if there is one. Raises `ValueError` for neither."
+    source_path: str | Path = directory
+    path = Path(directory)
+    has_no_model = (path / "tokenizer_config.json").exists() and not (path / "config.json").exists()
+    if not has_no_model and path.is_dir():
+        source_path = find_model_directory(path)
+    tokenizer = load_tokenizer(source_path)
+    if has_no_model:
+        return tokenizer, None, source_path
+    read_sentence_transformers_files(source_path)  # refuses modules that could not be copied
+    return tokenizer, load_encoder(source_path), source_path
 
 
 def _write(
@@ -167,47 +165,47 @@ def _write(
     tokenizer: Any,
     source: str | Path,
     output: str,
-    said: str,
+    summary: str,
 ) -> Path:  # the directory
-    "Write a model with its tokenizer, or a tokenizer alone."
-    with atomic_directory(output, new=True) as whole:
+    "Write a model with its tokenizer, or a tokenizer has_no_model."
+    with atomic_directory(output, new=True) as temporary:
         if model is None:
-            save_tokenizer(tokenizer, whole)
+            save_tokenizer(tokenizer, temporary)
         else:
-            save_model(model, tokenizer, whole)
-            copy_sentence_transformers_files(source, whole)
-    print(f"{said}, in {output}", flush=True)
+            save_model(model, tokenizer, temporary)
+            copy_sentence_transformers_files(source, temporary)
+    print(f"{summary}, in {output}", flush=True)
     return Path(output)
 
 
 def extend(
-    directory: str,  # of a model with its tokenizer, of a run, or of a tokenizer alone
+    directory: str,  # of a model with its tokenizer, of a run, or of a tokenizer has_no_model
     output: str,  # directory for the extended one
-    text: str | list[str] | None = None,  # with the new words; null: embedded corpus
-    num_pieces: int = 1000,  # new entries, at most
-    min_count: int = 5,  # occurrences that a new piece must have
+    text: str | list[str] | None = None,  # with the new_tokenizer words; null: embedded corpus
+    num_pieces: int = 1000,  # new_tokenizer entries, at most
+    min_count: int = 5,  # occurrences that a new_tokenizer piece must have
     text_column: str = "text",  # of tables and datasets, by name or number
 ) -> Path:  # the directory
     "Add pieces for a text: `bertlab tokenizer extend`."
     check_run_directory(output, can_resume=False, can_overwrite=False)
-    tokenizer, model, place = _open(directory)
+    tokenizer, model, source_path = _open(directory)
     texts, options = read_text(text, text_column), {"min_count": min_count}
     if model is None:
-        found = ModelAndTokenizer(
+        result = ModelAndTokenizer(
             None, extend_tokenizer(tokenizer, texts, num_pieces, **options).tokenizer
         )
     else:
-        found = extend_vocabulary(model, tokenizer, texts, num_pieces, **options)
+        result = extend_vocabulary(model, tokenizer, texts, num_pieces, **options)
     return _write(
-        *found,
-        place,
+        *result,
+        source_path,
         output,
-        f"{len(tokenizer):,} + {len(found.tokenizer) - len(tokenizer):,} entries",
+        f"{len(tokenizer):,} + {len(result.tokenizer) - len(tokenizer):,} entries",
     )
 
 
 def trim(
-    directory: str,  # of a model with its tokenizer, of a run, or of a tokenizer alone
+    directory: str,  # of a model with its tokenizer, of a run, or of a tokenizer has_no_model
     output: str,  # directory for the smaller one
     text: str | list[str] | None = None,  # read exactly as before; null: embedded corpus
     keep: list[str] | None = None,  # entries that stay in any case
@@ -216,32 +214,40 @@ def trim(
 ) -> Path:  # the directory
     "Drop what a text never uses: `bertlab tokenizer trim`."
     check_run_directory(output, can_resume=False, can_overwrite=False)
-    tokenizer, model, place = _open(directory)
+    tokenizer, model, source_path = _open(directory)
     texts = read_text(text, text_column)
     options = {"keep": keep or (), "keep_characters": keep_characters}
     if model is None:
-        found = ModelAndTokenizer(None, trim_tokenizer(tokenizer, texts, **options).tokenizer)
+        result = ModelAndTokenizer(None, trim_tokenizer(tokenizer, texts, **options).tokenizer)
     else:
-        found = trim_vocabulary(model, tokenizer, texts, **options)
-    return _write(*found, place, output, f"{len(found.tokenizer):,} of {len(tokenizer):,} entries")
+        result = trim_vocabulary(model, tokenizer, texts, **options)
+    return _write(
+        *result, source_path, output, f"{len(result.tokenizer):,} of {len(tokenizer):,} entries"
+    )
 
 
 def transplant(
     directory: str,  # of a model with its tokenizer, or of a run
-    tokenizer: str,  # the new one: a directory or hub name
-    output: str,  # directory for the model with the new tokenizer
-    text: str | list[str] | None = None,  # it will read, to match its guesses to; null: none
+    tokenizer: str,  # a directory or hub name
+    output: str,  # directory for the model with the new_tokenizer tokenizer
+    text: str
+    | list[str]
+    | None = None,  # that the model will read, to match its predictions; null: none
     text_column: str = "text",  # of tables and datasets, by name or number
 ) -> Path:  # the directory
     "Give a model another tokenizer: `bertlab tokenizer transplant`."
     check_run_directory(output, can_resume=False, can_overwrite=False)
-    old, model, place = _open(directory)
+    old_tokenizer, model, source_path = _open(directory)
     if model is None:
         raise ValueError(
-            f"{directory} holds a tokenizer and no model: there is nothing to give "
-            "another tokenizer to"
+            f"{directory} has a tokenizer and no model that could get another tokenizer"
         )
-    new = load_tokenizer(tokenizer)
+    new_tokenizer = load_tokenizer(tokenizer)
     texts = None if text is None else read_text(text, text_column)
-    result = transplant_vocabulary(model, old, new, texts)
-    return _write(*result, place, output, f"{len(old):,} entries replaced by {len(new):,}")
+    result = transplant_vocabulary(model, old_tokenizer, new_tokenizer, texts)
+    return _write(
+        *result,
+        source_path,
+        output,
+        f"{len(old_tokenizer):,} entries replaced by {len(new_tokenizer):,}",
+    )

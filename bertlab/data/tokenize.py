@@ -507,6 +507,25 @@ def check_output(
     return job
 
 
+def _check_executor(executor: str, options: Mapping | None, near_duplicates: bool) -> None:
+    look_up(executor, dict.fromkeys(EXECUTORS), "executor")
+    if near_duplicates or executor != "local":
+        need_datatrove("near_duplicates" if near_duplicates else f"executor {executor!r}")
+    elif options:
+        raise ValueError(
+            f"executor_options={options!r} are for datatrove's executors: name one as executor, or "
+            "leave them out"
+        )
+
+
+def _load_as_saved(tokenizer: Any) -> Any:
+    "Load a tokenizer as others will load it, so that its fingerprint is theirs."
+    loaded = load_tokenizer(tokenizer) if isinstance(tokenizer, (str, os.PathLike)) else tokenizer
+    with TemporaryDirectory() as directory:
+        loaded.save_pretrained(directory)
+        return load_tokenizer(directory)
+
+
 def tokenize_dataset(
     source: Sequence[Any] | str | os.PathLike[str],  # files, directories, patterns, hub datasets
     tokenizer: Any,  # hub name or directory of a tokenizer
@@ -536,18 +555,11 @@ def tokenize_dataset(
     Files come first, then datasets, each in the order of the source. Raises `ValueError` before
     long work, and where a process dies.
     """
-    look_up(executor, dict.fromkeys(EXECUTORS), "executor")
     check_range("num_proc", num_proc, 1)
     check_range("file_tokens", file_tokens, 1)
     if append and overwrite:
         raise ValueError("append adds tokens, overwrite starts again: leave one of them out")
-    if near_duplicates or executor != "local":
-        need_datatrove("near_duplicates" if near_duplicates else f"executor {executor!r}")
-    elif executor_options:
-        raise ValueError(
-            f"executor_options={executor_options!r} are for datatrove's executors: name one as "
-            "executor, or leave them out"
-        )
+    _check_executor(executor, executor_options, near_duplicates)
     for name in filters or ():
         make_filter(name)
     reading = ReadOptions(
@@ -558,10 +570,7 @@ def tokenize_dataset(
     sources = [source] if isinstance(source, (str, os.PathLike)) else source
     names = [name for name in sources if isinstance(name, (str, os.PathLike))]
     check_not_inside(output, expand_sources(names) if names else (), "output")
-    loaded = load_tokenizer(tokenizer) if isinstance(tokenizer, (str, os.PathLike)) else tokenizer
-    with TemporaryDirectory() as saved:
-        loaded.save_pretrained(saved)
-        loaded = load_tokenizer(saved)  # its fingerprint is of what others will load
+    loaded = _load_as_saved(tokenizer)
     output = check_writable(output, "output").absolute()
     job = TokenizeJob(
         tuple(parts), reading, str(output), serialize_tokenizer(loaded),

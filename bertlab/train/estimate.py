@@ -10,6 +10,7 @@ import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..core.devices import default_precision, resident_memory_bytes, canonical_precision
+from ..core.names import check_choice, check_range
 from ..model.activation_checkpointing import MemoryTracker
 from ..model.adapters import add_adapter, freeze_weights
 from ..model.config import BertLabConfig, modernbert_tiny
@@ -288,6 +290,26 @@ def _largest_fitting(
 _HALVES = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16, "32-true": None}
 
 
+def _example_batch(
+    objective: str, rows: int, length: int, label_rate: float, device: torch.device
+) -> dict[str, Tensor]:
+    "A batch with the keys that the model of an objective takes."
+    ids = torch.zeros(rows, length, dtype=torch.int64, device=device)
+    batch = {
+        "input_ids": ids,
+        "attention_mask": torch.ones_like(ids),
+        "position_ids": torch.zeros_like(ids),
+        "labels": torch.zeros_like(ids),
+    }
+    if objective == "diffusion":
+        return batch | {"loss_weights": torch.ones(rows, length, device=device)}
+    if objective == "enhanced_mlm":
+        batch["row_keys"] = torch.zeros(rows, dtype=torch.int64, device=device)
+    num_labels = max(1, round(label_rate * length))
+    positions = torch.zeros(rows, num_labels, dtype=torch.int64, device=device)
+    return batch | {"label_positions": positions}
+
+
 def estimate_memory(
     module: Any,  # a PretrainingModule; it need not be configured, and stays as it is
     rows: int,  # of a micro-batch on one device
@@ -298,24 +320,14 @@ def estimate_memory(
     saves_models: bool = True,  # whether the run writes model directories
     find_largest: bool = True,  # the largest micro-batch that fits: a few traces more
 ) -> MemoryEstimate:
-    "Say what a run will need, with nothing allocated. Raises `ValueError`."
+    "Estimate the memory of a run without allocating it. Raises `ValueError`."
     h, config = module.hparams, module.config
-    for name, value in (("rows", rows), ("length", length)):
-        if type(value) is not int or value < 1:
-            raise ValueError(f"{name} must be a whole number, 1 or more, got {value!r}")
-    if not 0 < label_rate <= 1:
-        raise ValueError(f"label_rate is a share above 0 and up to 1, got {label_rate}")
-    if length > config.max_position_embeddings:
-        raise ValueError(
-            f"length={length} is more than the model's max_position_embeddings "
-            f"{config.max_position_embeddings}"
-        )
+    check_range("rows", rows, 1)
+    check_range("length", length, 1, config.max_position_embeddings)
+    check_range("label_rate", label_rate, 0, 1, exclude_low=True)
     precision = default_precision(device)[0] if precision in (None, "auto") else precision
     precision = canonical_precision(precision)
-    if precision not in _HALVES:
-        raise ValueError(
-            f"precision={precision!r} cannot be estimated; known are {', '.join(_HALVES)}"
-        )
+    check_choice("precision", precision, _HALVES)
     rule = replace(module.loss_config, loss_only=True)
 
     def build() -> nn.Module:
@@ -326,29 +338,13 @@ def estimate_memory(
         return model
 
     def step_of(rows: int) -> StepMemory:
-        def batch(place: torch.device) -> dict[str, Tensor]:
-            ids = torch.zeros(rows, length, dtype=torch.int64, device=place)
-            made = {
-                "input_ids": ids,
-                "attention_mask": torch.ones_like(ids),
-                "position_ids": torch.zeros_like(ids),
-                "labels": torch.zeros_like(ids),
-            }
-            if h.objective == "diffusion":
-                return made | {"loss_weights": torch.ones(rows, length, device=place)}
-            if h.objective == "enhanced_mlm":
-                made["row_keys"] = torch.zeros(rows, dtype=torch.int64, device=place)
-            num_labels = max(1, round(label_rate * length))
-            places = torch.zeros(rows, num_labels, dtype=torch.int64, device=place)
-            return made | {"label_positions": places}
-
         return trace_step(
             build,
             lambda model: apply_activation_checkpointing(
                 model, h.gradient_checkpointing, torch.device(device)
             ),
             lambda model: build_optimizer(model, h, 1000)["optimizer"],
-            batch,
+            partial(_example_batch, h.objective, rows, length, label_rate),
             lambda model, batch: model(**batch, loss_config=rule).loss_sum,
             device,
             _HALVES[precision],

@@ -20,6 +20,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from .checkpoints import RNGState, AtomicCheckpointIO
 from ..core.devices import check_device, default_precision, retain_freed_memory
+from ..core.names import check_range
 from ..core.serialization import one_line
 from .parallel import check_precision, num_processes, get_strategy, is_lone_task
 from .xla import xla_trainer_options
@@ -52,6 +53,25 @@ def _contains(type_: type, parts: Sequence[Any]) -> bool:
     return any(isinstance(part, type_) for part in parts)
 
 
+def _choose_precision(device_type: str, strategy: Any) -> str:
+    "Choose what is fast on the device; sharded strategies have no loss scaling for float16."
+    precision = default_precision(device_type)[0]
+    if precision != "16-mixed" or not isinstance(strategy, ModelParallelStrategy):
+        return precision
+    rank_zero_warn(
+        "this GPU has no bfloat16, and sharded strategies have no loss scaling for float16: the "
+        "run computes in float32"
+    )
+    return "32-true"
+
+
+def _merge_plugins(theirs: Sequence[Any], ours: Sequence[Any]) -> list[Any]:
+    "Let the user's plugins replace ours of the same type."
+    types = (CheckpointIO, ClusterEnvironment, Precision)
+    replaced = tuple(cls for cls in types if _contains(cls, theirs))
+    return [*theirs, *(plugin for plugin in ours if not isinstance(plugin, replaced))]
+
+
 def make_trainer(
     max_steps: int,  # optimizer steps of the whole run
     # "auto", or one of Lightning's: "32-true", "bf16-mixed", ... 16-bit weights ("bf16-true") lose
@@ -73,11 +93,9 @@ def make_trainer(
 
     Raises `ValueError` for options that no trainer can have.
     """
-    counts = {"max_steps": max_steps, "val_check_steps": val_check_steps}
-    counts["accumulate_grad_batches"] = accumulate_grad_batches
-    for name, value in counts.items():
-        if value is not None and value < 1:
-            raise ValueError(f"{name} must be 1 or more, got {value}")
+    check_range("max_steps", max_steps, 1)
+    check_range("val_check_steps", val_check_steps, 1)
+    check_range("accumulate_grad_batches", accumulate_grad_batches, 1)
     device_type = check_device(accelerator, precision or "auto")
     if device_type == "cpu":  # keep freed memory, as other devices' allocators do
         retain_freed_memory()
@@ -85,13 +103,9 @@ def make_trainer(
     strategy_name, strategy = strategy, get_strategy(strategy)
     check_precision(strategy, precision)
     if precision in (None, "auto"):  # a precision plugin of the user's wins
-        precision = None if _contains(Precision, plugins) else default_precision(device_type)[0]
-        if precision == "16-mixed" and isinstance(strategy, ModelParallelStrategy):
-            precision = "32-true"
-            rank_zero_warn(
-                "this GPU has no bfloat16, and sharded strategies have no loss scaling for "
-                "float16: the run computes in float32"
-            )
+        precision = None
+        if not _contains(Precision, plugins):
+            precision = _choose_precision(device_type, strategy)
     without_validation = not val_check_steps and "limit_val_batches" not in kwargs
     added = [*[NoFitValidation()] * without_validation, RNGState()]
     settings = dict(
@@ -112,10 +126,9 @@ def make_trainer(
         options = {"accelerator": accelerator, "devices": devices, **kwargs}
         if num_processes(options) > 1:  # SLURM runs one task, which starts the others
             settings["plugins"].append(LightningEnvironment())
-    replaced = [t for t in (CheckpointIO, ClusterEnvironment, Precision) if _contains(t, plugins)]
-    ours = [plugin for plugin in settings["plugins"] if not isinstance(plugin, tuple(replaced))]
+    settings["plugins"] = _merge_plugins(plugins, settings["plugins"])
     try:
-        trainer = L.Trainer(**settings | {"plugins": [*plugins, *ours]} | kwargs)
+        trainer = L.Trainer(**settings | kwargs)
     except MisconfigurationException as error:
         raise ValueError(f"trainer: {one_line(error)}") from None
     if type(trainer.precision_plugin) is HalfPrecision:  # it would round labels, too
