@@ -209,8 +209,10 @@ def _import_ray() -> Any:
 
 
 def _check_numbers(**numbers: tuple[Any, int]) -> None:
-    "Raise `ValueError` for a number below its minimum."
+    "Raise `ValueError` for a number that is not an integer or below its minimum."
     for name, (value, minimum) in numbers.items():
+        if type(value) is not int:
+            raise ValueError(f"{name}={value!r} must be an integer")
         check_range(name, value, minimum)
 
 

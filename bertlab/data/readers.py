@@ -188,7 +188,9 @@ class SourceFile:
         except UnicodeDecodeError as error:
             reason = f"byte {data[error.start]:#04x} at position {start + error.start}"
         is_binary = data[:2] in (b"\xff\xfe", b"\xfe\xff") and not start
-        if is_binary or data.count(0) > len(data) / (4 if text is not None else 50):
+        num_controls = len(re.findall(rb"[\x00-\x08\x0e-\x1a\x1c-\x1f]", data))
+        is_binary = is_binary or text is None and num_controls > len(data) / 50
+        if is_binary or data.count(0) > len(data) / 4:
             raise ValueError(
                 f"{where} is not {self.options.encoding} ({reason}): this looks like UTF-16 or a "
                 "binary file; name a text file, or convert it (`iconv -f utf-16 -t utf-8`)"

@@ -318,6 +318,10 @@ class Collator(ABC):
         if not len(rows):
             raise ValueError("the batch is empty: give the collator one row or more")
         rows = self.encode(rows)
+        if "token_type_ids" not in self.sequences:
+            for n, row in enumerate(rows):
+                if np.any(np.asarray(row.get("token_type_ids", 0))):
+                    raise RowError("token_type_ids other than 0 would be lost: drop the column", n)
         lengths = self.max_sequence_length, self.pad_to_multiple_of
         arrays = pad_batch(rows, self.vocabulary, *lengths, self.sequences)
         scalars = {name: stack_integers(rows, name) for name in self.scalars}

@@ -372,13 +372,14 @@ def latest_checkpoint(
             read_checkpoint(path, weights_only)
         except ValueError as error:
             errors.append(str(error))
-            print(f"skipped: {error}", file=sys.stderr, flush=True)
         else:
+            for message in errors:
+                print(f"skipped: {message}", file=sys.stderr, flush=True)
             return path
     if errors:
         raise ValueError(
-            f"no checkpoint in {directory} loads, and a new run would overwrite them: {errors[0]}. "
-            "Put a complete one there, or move them away"
+            f"no checkpoint in {directory} loads, and a new run would overwrite them; put a "
+            f"complete one there, or move them away: {errors[0]}"
         )
     return None
 

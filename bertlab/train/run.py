@@ -529,9 +529,9 @@ def check_model(
     def build(device: str) -> torch.nn.Module:
         with torch.device(device):
             model = module.build_fresh()
-            return (
-                model if options.adapter is None else add_adapter(model, options.adapter) or model
-            )
+            if options.adapter is not None:
+                add_adapter(model, options.adapter)
+            return model
 
     options = module.hparams
     with isolate_rng():

@@ -168,11 +168,12 @@ def test_models_that_make_vectors_in_two_ways_have_no_mean(tmp_path):
 
     first, same = put("first"), put("same")
     for other, said in (
-        (put("cls", "cls"), r"pooling is \['cls'\] and \['mean'\]"),
-        (put("long", "mean", False), "modules is .*Pooling'\\] and .*Normalize"),
+        (put("cls", "cls"), "pooling.*cls"),
+        (put("long", "mean", False), "modules.*Normalize"),
     ):
-        with pytest.raises(ValueError, match=f"{other} and {first} cannot be averaged: {said}"):
+        with pytest.raises(ValueError, match=said) as caught:
             save_average([first, other], tmp_path / "x")
+        assert str(first) in str(caught.value) and str(other) in str(caught.value)
     # Later versions of sentence-transformers name the pooling, which is the same one.
     (same / "1_Pooling" / "config.json").write_text(json.dumps({"pooling_mode": "mean"}))
     save_average([first, same], tmp_path / "mean")

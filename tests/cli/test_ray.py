@@ -66,7 +66,7 @@ def test_a_worker_lies_on_one_machine(machines, per_worker, places):
 
 
 def test_a_worker_that_takes_nothing_is_refused():
-    with pytest.raises(ValueError, match="takes nothing.*resources_per_worker"):
+    with pytest.raises(ValueError, match="resources_per_worker"):
         count_places([{"CPU": 4}], {"CPU": 0, "GPU": 0})
 
 

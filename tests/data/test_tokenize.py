@@ -360,8 +360,8 @@ def test_a_slurm_cluster_gives_the_same_shards(text, tmp_path, monkeypatch):
     [
         ({"filters": ["gofer_quality"]}, "did you mean 'gopher_quality'"),
         ({"executor": "cloud"}, "executor='cloud'"),
-        ({"num_proc": 0}, "num_proc must be 1"),
-        ({"file_tokens": 0}, "file_tokens must be 1"),
+        ({"num_proc": 0}, "num_proc=0"),
+        ({"file_tokens": 0}, "file_tokens=0"),
         ({"file_format": "pdf"}, "file_format"),
         ({"on_error": "maybe"}, "on_error"),
         ({"sample_by": "words"}, "sample_by.*'words'"),

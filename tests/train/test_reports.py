@@ -133,7 +133,7 @@ def test_a_stream_has_a_row_that_counts_nothing():
 
 
 def test_a_report_names_the_device_of_its_run(tmp_path, monkeypatch):
-    monkeypatch.setattr(reports, "describe_device", lambda kind=None: f"the {kind}")
+    monkeypatch.setattr(reports, "describe_device", lambda device_type=None: f"the {device_type}")
     run(tmp_path)
     assert "| device | the cpu |" in (tmp_path / "report.md").read_text()
     metrics = json.loads((tmp_path / "metrics.json").read_text())
