@@ -110,6 +110,7 @@ def setup_source(address: Address, extras: str = "") -> str:
             "#| eval: false",
             SETUP_MARK,
             "from importlib.util import find_spec",
+            "",
             'if find_spec("bertlab") is None:',
             f'    %pip install --quiet "bertlab{extras} @ {address.pip}"',
         ]
