@@ -518,6 +518,17 @@ def _check_executor(executor: str, options: Mapping | None, near_duplicates: boo
         )
 
 
+def _named_sources(source: Any) -> Sequence[str]:  # without datasets in memory
+    sources = [source] if isinstance(source, (str, os.PathLike)) else source
+    names = [name for name in sources if isinstance(name, (str, os.PathLike))]
+    return expand_sources(names) if names else ()
+
+
+def _num_cores() -> int:
+    "Count the CPU cores that this process may use."
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+
+
 def _load_as_saved(tokenizer: Any) -> Any:
     "Load a tokenizer as others will load it, so that its fingerprint is theirs."
     loaded = load_tokenizer(tokenizer) if isinstance(tokenizer, (str, os.PathLike)) else tokenizer
@@ -567,9 +578,7 @@ def tokenize_dataset(
         config_name,
     )  # fmt: skip
     parts = find_parts(source, reading)
-    sources = [source] if isinstance(source, (str, os.PathLike)) else source
-    names = [name for name in sources if isinstance(name, (str, os.PathLike))]
-    check_not_inside(output, expand_sources(names) if names else (), "output")
+    check_not_inside(output, _named_sources(source), "output")
     loaded = _load_as_saved(tokenizer)
     output = check_writable(output, "output").absolute()
     job = TokenizeJob(
@@ -581,11 +590,11 @@ def tokenize_dataset(
         return _read_info(output)
     with atomic_directory(output / "tokenizer") as directory:
         loaded.save_pretrained(directory)
-    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     if executor != "local":
         run_stages(job, executor, num_proc or len(parts), executor_options or {})
         return {"queued": len(parts), "executor": executor, "output": str(output)}
+    num_proc = num_proc or _num_cores()
     if near_duplicates:
-        run_stages(job, "local", num_proc or num_cores, executor_options or {}, writes=False)
-    run_locally(job, num_proc or num_cores, progress)
+        run_stages(job, "local", num_proc, executor_options or {}, writes=False)
+    run_locally(job, num_proc, progress)
     return finish_job(job)

@@ -6,7 +6,7 @@
 __all__ = ['TARGETS', 'HalfPrecisionFloatTargets', 'NoFitValidation', 'make_trainer', 'seed_everything']
 
 # %% ../../nbs/train/19_trainer.ipynb #281935d9
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any
 
 import lightning as L
@@ -63,6 +63,12 @@ def _choose_precision(device_type: str, strategy: Any) -> str:
         "run computes in float32"
     )
     return "32-true"
+
+
+def _launcher_plugins(options: Mapping[str, Any]) -> list[Any]:
+    "Let the only task of a SLURM job start the processes of its other devices."
+    starts_others = is_lone_task() and num_processes(options) > 1
+    return [LightningEnvironment()] * starts_others
 
 
 def _merge_plugins(theirs: Sequence[Any], ours: Sequence[Any]) -> list[Any]:
@@ -122,10 +128,9 @@ def make_trainer(
         settings |= xla_trainer_options(
             precision or "32-true", devices, strategy_name, settings["callbacks"]
         )
-    elif is_lone_task() and not getattr(strategy, "cluster_environment", None):
+    elif not getattr(strategy, "cluster_environment", None):
         options = {"accelerator": accelerator, "devices": devices, **kwargs}
-        if num_processes(options) > 1:  # SLURM runs one task, which starts the others
-            settings["plugins"].append(LightningEnvironment())
+        settings["plugins"] += _launcher_plugins(options)
     settings["plugins"] = _merge_plugins(plugins, settings["plugins"])
     try:
         trainer = L.Trainer(**settings | kwargs)
