@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['LEVELS', 'PRECISIONS', 'FIRST_RECIPE', 'QUESTIONS', 'Recipe', 'load_recipe', 'gaps_in', 'settle_steps', 'demo_config',
-           'check_same_text', 'prepare_demo', 'summarize', 'format_table', 'format_answers', 'pick_questions',
-           'write_report', 'run_prepared', 'run_demo', 'demo']
+           'check_same_text', 'prepare_demo', 'summarize', 'format_table', 'format_answers', 'run_prepared', 'run_demo',
+           'demo']
 
 # %% ../../nbs/cli/04_demo.ipynb #ccab1ebc
 import math
@@ -316,7 +316,7 @@ def format_answers(
     return "\n".join(blocks)
 
 # %% ../../nbs/cli/04_demo.ipynb #822c57bf
-def pick_questions(recipe: Recipe, data: Any) -> list[tuple[str, str]]:
+def _pick_questions(recipe: Recipe, data: Any) -> list[tuple[str, str]]:
     "Fixed questions for Python's documentation, gaps in held-out sentences for a user's text."
     if recipe.data is None:
         mask = data.tokenizer.mask_token
@@ -324,7 +324,7 @@ def pick_questions(recipe: Recipe, data: Any) -> list[tuple[str, str]]:
     return gaps_in(data.source.validation_texts, data.tokenizer)
 
 
-def write_report(directory: Path, metrics: dict[str, Any], history: Any) -> None:
+def _write_report(directory: Path, metrics: dict[str, Any], history: Any) -> None:
     "Write metrics.json, history.csv and loss.png, each whole."
     from bertlab.core.plots import plot_loss
 
@@ -352,7 +352,7 @@ def run_prepared(
 
     started = started or time.perf_counter()
     data, module, directory = run.data, run.module, run.output
-    entropy, questions = validation_entropy(data), pick_questions(recipe, data)
+    entropy, questions = validation_entropy(data), _pick_questions(recipe, data)
     print(f"{data.describe()}\nmodel   {module.config.num_params():,} parameters, vocabulary "
           f"{len(data.tokenizer):,}\nunigram entropy {entropy:.3f} nats", flush=True)  # fmt: skip
     ask = lambda: fill_mask(module.model, data.tokenizer, [q for q, _ in questions], top_k=3)
@@ -366,7 +366,7 @@ def run_prepared(
     metrics = summarize(run.history, validation, entropy)
     metrics["seconds_to_first_step"] = (run.history.first_step_at or started) - started
     metrics["seconds"] = time.perf_counter() - started  # of this session
-    write_report(directory, metrics, run.history)
+    _write_report(directory, metrics, run.history)
     if questions:
         print(f"\n{format_answers(questions, before, ask())}")
     print(f"\n{format_table(metrics)}\n\nwritten to {directory}", flush=True)

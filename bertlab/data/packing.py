@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['OVERFLOWS', 'NUM_TRADES', 'COUNTS', 'MIXED_BLOCKS', 'Windows', 'PackingOptions', 'split_into_windows',
            'best_fit_decreasing', 'PackingPlan', 'pack_best_fit', 'place_documents', 'build_rows', 'mark_context',
-           'swap_between_rows', 'EpochShuffle', 'check_plan', 'PackedDataset', 'strip_padding', 'special_token_ids']
+           'swap_between_rows', 'EpochShuffle', 'PackedDataset', 'strip_padding', 'special_token_ids']
 
 # %% ../../nbs/data/12_packing.ipynb #dc7657eb
 import hashlib
@@ -320,7 +320,7 @@ COUNTS = ("documents", "empty_documents", "long_documents", "windows", "tokens",
           "repeated_tokens", "cut_tokens", "rows", "filled")  # fmt: skip
 
 
-def check_plan(
+def _check_plan(
     plan: PackingPlan,
     lengths: np.ndarray,  # of the windows, special tokens included
     capacity: int,
@@ -349,7 +349,7 @@ class _PackedBlock:
         room = capacity - dataset.num_special
         self.windows = split_into_windows(block.offsets, room, options.overflow, options.stride)
         self.lengths = self.windows.lengths + dataset.num_special
-        self.plan = check_plan(dataset.plan_rows(self.lengths), self.lengths, capacity)
+        self.plan = _check_plan(dataset.plan_rows(self.lengths), self.lengths, capacity)
         shuffle = EpochShuffle(self.plan, self.lengths, seed, dataset.shuffle_documents)
         self.order = shuffle if dataset.shuffle else lambda epoch: self.plan
 

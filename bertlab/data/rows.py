@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['IGNORE_INDEX', 'NON_MODEL_KEYS', 'PADDING', 'Vocabulary', 'document_positions', 'RowError', 'name_row',
-           'column_values', 'padded_length', 'stack_tokens', 'stack_integers', 'pad_batch', 'row_addresses', 'Collator']
+           'column_values', 'padded_length', 'pad_batch', 'row_addresses', 'Collator']
 
 # %% ../../nbs/data/06_rows.ipynb #c5a625d8
 import hashlib
@@ -135,7 +135,7 @@ PADDING = {"input_ids": None, "attention_mask": 0, "position_ids": 0, "special_t
 _DEFAULTS = {"attention_mask": 1, "position_ids": 0, "special_tokens_mask": 0}
 
 
-def stack_tokens(
+def _stack_tokens(
     rows: Sequence[Mapping],  # with input_ids
     name: str,  # a column with a value for each token
     length: int,  # positions, L
@@ -164,7 +164,7 @@ def stack_tokens(
     return stacked
 
 
-def stack_integers(
+def _stack_integers(
     rows: Sequence[Mapping],
     name: str,  # a column with an integer, or an array of integers, for each row
 ) -> np.ndarray | None:  # (B, ...) int64; None: no row has the column
@@ -195,7 +195,7 @@ def pad_batch(
         length = padded_length(lengths, max_sequence_length, pad_to_multiple_of)
     present = {name: v for name, v in (sequences or {}).items() if any(name in r for r in rows)}
     fillers = {**PADDING, "input_ids": vocabulary.pad_token_id, **present}
-    batch = {name: stack_tokens(rows, name, length, value) for name, value in fillers.items()}
+    batch = {name: _stack_tokens(rows, name, length, value) for name, value in fillers.items()}
     unpacked = [n for n, row in enumerate(rows) if "position_ids" not in row]
     if unpacked:
         batch["position_ids"][unpacked] = document_positions(batch["attention_mask"][unpacked])
@@ -208,7 +208,7 @@ def pad_batch(
             n,
         )
     for name in ("epoch", "index"):
-        if (values := stack_integers(rows, name)) is not None:
+        if (values := _stack_integers(rows, name)) is not None:
             batch[name] = values
             for n in np.flatnonzero(values < 0)[:1]:
                 raise RowError(f"{name}={values[n]} must be 0 or more: it seeds the row's draws", n)
@@ -324,7 +324,7 @@ class Collator(ABC):
                     raise RowError("token_type_ids other than 0 would be lost: drop the column", n)
         lengths = self.max_sequence_length, self.pad_to_multiple_of
         arrays = pad_batch(rows, self.vocabulary, *lengths, self.sequences)
-        scalars = {name: stack_integers(rows, name) for name in self.scalars}
+        scalars = {name: _stack_integers(rows, name) for name in self.scalars}
         arrays |= {name: values for name, values in scalars.items() if values is not None}
         batch = {name: torch.from_numpy(values) for name, values in arrays.items()}
         names = "input_ids", "attention_mask", "position_ids", *self.sequences, *self.scalars

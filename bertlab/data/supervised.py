@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['IOB2', 'PROBLEMS', 'align_labels', 'continue_entities', 'read_texts', 'tokenize_bare', 'RowTemplate',
-           'sliding_windows', 'encode_words', 'SupervisedCollator', 'split_at_words', 'TokenClassificationCollator',
-           'stack_targets', 'SequenceClassificationCollator', 'read_answers', 'find_tokens',
-           'QuestionAnsweringCollator', 'read_spans', 'fit_offsets', 'place_spans', 'SpanClassificationCollator']
+           'sliding_windows', 'encode_words', 'SupervisedCollator', 'TokenClassificationCollator',
+           'SequenceClassificationCollator', 'read_answers', 'find_tokens', 'QuestionAnsweringCollator', 'read_spans',
+           'fit_offsets', 'place_spans', 'SpanClassificationCollator']
 
 # %% ../../nbs/data/09_supervised.ipynb #10116c48
 import re
@@ -226,7 +226,7 @@ def _check_label_ids(
         )
 
 
-def split_at_words(
+def _split_at_words(
     word_ids: Sequence[int],  # the word of each token
     size: int,  # tokens of a piece
 ) -> list[tuple[int, int]]:  # first token, one past the last
@@ -284,7 +284,7 @@ class TokenClassificationCollator(SupervisedCollator):
         "Return the rows of one text: with `split`, first_word, and word_ids counted from it."
         parts, shown_words = [], set()
         pieces = [(0, min(self.room, len(ids)))]
-        for start, stop in split_at_words(word_ids, self.room) if self.split else pieces:
+        for start, stop in _split_at_words(word_ids, self.room) if self.split else pieces:
             row, words = self.template.make_row(ids[start:stop]), word_ids[start:stop]
             if self.split:
                 first = words[0] if words else 0
@@ -323,7 +323,7 @@ class TokenClassificationCollator(SupervisedCollator):
 PROBLEMS = "single_label_classification", "multi_label_classification", "regression"
 
 
-def stack_targets(
+def _stack_targets(
     targets: Sequence,  # of each row
     problem_type: str,  # one of PROBLEMS
     num_labels: int | None,  # to check by; None: as many as the first row has
@@ -389,7 +389,7 @@ class SequenceClassificationCollator(SupervisedCollator):
             message = f"{int(documents_B.max())} texts are packed: give one text a row"
             raise RowError(message, int(documents_B.argmax()))
         options = self.problem_type, self.num_labels, self.label_column
-        targets = torch.from_numpy(stack_targets(batch["labels"], *options))
+        targets = torch.from_numpy(_stack_targets(batch["labels"], *options))
         targets[documents_B == 0] = IGNORE_INDEX
         return {"labels": targets}
 

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['BLOCK_TOKENS', 'BLOCK_DOCUMENTS', 'FILE_TOKENS', 'TOKEN_INFO', 'HELD_OUT_AMONG', 'BATCH_CHARS', 'BATCH_TEXTS',
-           'StaleTokens', 'Block', 'read_ids', 'iter_blocks', 'TokenizedDocuments', 'write_tokens', 'part_record',
-           'write_part', 'finish_dataset', 'is_token_directory', 'load_tokens', 'hash_documents', 'exclude_documents',
+           'StaleTokens', 'Block', 'read_ids', 'iter_blocks', 'TokenizedDocuments', 'part_record', 'write_part',
+           'finish_dataset', 'is_token_directory', 'load_tokens', 'hash_documents', 'exclude_documents',
            'split_held_out', 'serialize_tokenizer', 'tokenizer_fingerprint', 'BatchEncoder', 'text_batches', 'id_dtype',
            'check_writable', 'tokenize_documents', 'check_length_mixture', 'cut_to_lengths']
 
@@ -277,7 +277,7 @@ FILE_TOKENS = 1 << 27  # a file ends with the block that brings it to this many 
 TOKEN_INFO = "tokens.json"
 
 
-def write_tokens(
+def _write_tokens(
     path: Path,
     blocks: Iterable[tuple[np.ndarray, np.ndarray]],  # of `iter_blocks`
     dtype: str,  # "uint16" holds ids up to 65,535, "int32" the others
@@ -340,7 +340,7 @@ def write_part(
         files.append(_count_documents(name(len(files))))
     blocks = iter_blocks(encode(sum(f["documents"] for f in files)), min(BLOCK_TOKENS, file_tokens))
     for block in blocks:
-        files.append(write_tokens(name(len(files)), _fill_file(block, blocks, file_tokens), dtype))
+        files.append(_write_tokens(name(len(files)), _fill_file(block, blocks, file_tokens), dtype))
     record = {"key": key, "files": files, "notes": dict(notes or {})}
     return _write_json(directory / f"part-{part:05d}.json", record)
 
@@ -650,7 +650,7 @@ def tokenize_documents(
     with _locked(directory / f".{path.stem}.lock"):
         if (documents := _open_cached(path)) is None:
             blocks = iter_blocks(_encode_texts(texts, tokenizer, progress))
-            write_tokens(path, blocks, id_dtype(len(tokenizer)))
+            _write_tokens(path, blocks, id_dtype(len(tokenizer)))
             documents = _open_cached(path)
     return documents
 

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['MAX_LENGTHS', 'Placement', 'PACKERS', 'LAYER_KINDS', 'read_lengths', 'place_padded', 'place_next_fit',
-           'place_best_fit', 'deal_documents', 'draw_deals', 'packed_html', 'packing_visualiser', 'visible_positions',
-           'visible_html', 'document_mask_viewer']
+           'deal_documents', 'draw_deals', 'packed_html', 'packing_visualiser', 'visible_positions', 'visible_html',
+           'document_mask_viewer']
 
 # %% ../../nbs/explorers/02_packing.ipynb #5cdd09af
 import html
@@ -62,7 +62,7 @@ def place_next_fit(lengths: Sequence[int], capacity: int) -> list[Placement]:
     return deals
 
 
-def place_best_fit(lengths: Sequence[int], capacity: int) -> list[Placement]:
+def _place_best_fit(lengths: Sequence[int], capacity: int) -> list[Placement]:
     "Longest first, each into the fullest row with room: the rows of `pack_best_fit`."
     plan = pack_best_fit(lengths, capacity)
     row_of = dict(zip(plan.members.tolist(), np.repeat(range(len(plan)), np.diff(plan.offsets))))
@@ -73,7 +73,7 @@ def place_best_fit(lengths: Sequence[int], capacity: int) -> list[Placement]:
 PACKERS: dict[str, Callable[[Sequence[int], int], list[Placement]]] = {
     "padded": place_padded,
     "next-fit": place_next_fit,
-    "best-fit": place_best_fit,
+    "best-fit": _place_best_fit,
 }
 
 # %% ../../nbs/explorers/02_packing.ipynb #bc26cb59

@@ -6,8 +6,7 @@
 __all__ = ['WORD', 'ERROR', 'ANSWER', 'SILENT', 'ASK', 'SHARES', 'SIZES', 'AREAS', 'BUILTIN_DATASETS', 'FunctionSource',
            'parse_functions', 'stdlib_functions', 'name_roles', 'label_code', 'label_words', 'clip', 'list_entry',
            'ask_about', 'BuiltinDataset', 'place_group', 'row_text', 'drop_twins', 'divide_rows', 'module_of',
-           'class_of', 'area_rows', 'code_rows', 'word_rows', 'thin_out', 'question_rows', 'BuiltinRecipe',
-           'load_builtin_dataset']
+           'class_of', 'area_rows', 'code_rows', 'word_rows', 'question_rows', 'BuiltinRecipe', 'load_builtin_dataset']
 
 # %% ../../nbs/finetuning/14_builtin.ipynb #7bdd728a
 import ast
@@ -419,7 +418,7 @@ def _ask_page(
     return rows
 
 # %% ../../nbs/finetuning/14_builtin.ipynb #076c80a1
-def thin_out(
+def _thin_out(
     rows: list[dict],
     same: float,  # of one kind, rows with one and the same answer for each with another one
 ) -> list[dict]:
@@ -438,7 +437,7 @@ def thin_out(
 def question_rows(
     per_page: int = 2,  # functions in a context
     max_chars: int = 220,  # of a line
-    same: float = 0.3,  # see `thin_out`
+    same: float = 0.3,  # see `_thin_out`
 ) -> list[dict]:
     "Ask about pages of functions of one module; some questions have no answer."
     modules: dict[str, list[FunctionSource]] = {}
@@ -451,7 +450,7 @@ def question_rows(
             page = functions[start : start + per_page]
             if len({function.name for function in page}) == per_page:
                 rows += _ask_page(page, f"{module}:{start}")
-    return thin_out(rows, same)
+    return _thin_out(rows, same)
 
 # %% ../../nbs/finetuning/14_builtin.ipynb #8adf238d
 class BuiltinRecipe(NamedTuple):

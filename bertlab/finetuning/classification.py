@@ -4,9 +4,8 @@
 
 # %% auto #0
 __all__ = ['PROBLEMS', 'MatthewsCorrCoef', 'MultilabelMatthews', 'classification_metrics', 'multilabel_metrics',
-           'cross_entropy_sums', 'binary_cross_entropy_sums', 'squared_error_sums', 'balanced_class_weights',
-           'fit_bag_of_words', 'softmax', 'TextTask', 'is_multi_hot', 'Classification', 'MultiLabelClassification',
-           'Regression']
+           'cross_entropy_sums', 'binary_cross_entropy_sums', 'balanced_class_weights', 'softmax', 'TextTask',
+           'is_multi_hot', 'Classification', 'MultiLabelClassification', 'Regression']
 
 # %% ../../nbs/finetuning/04_classification.ipynb #9afdbf98
 from collections import Counter
@@ -122,7 +121,7 @@ def binary_cross_entropy_sums(
     return losses_BC.masked_fill(~known_BC, 0.0).sum(), known_BC.sum()
 
 
-def squared_error_sums(logits_BC: Tensor, labels: Tensor, real_B: Tensor) -> tuple[Tensor, Tensor]:
+def _squared_error_sums(logits_BC: Tensor, labels: Tensor, real_B: Tensor) -> tuple[Tensor, Tensor]:
     "Sum squared errors over the numbers of real rows."
     errors_BC = (logits_BC.float() - labels.view_as(logits_BC).float()).square()
     return errors_BC.masked_fill(~real_B[:, None], 0.0).sum(), real_B.sum() * logits_BC.shape[1]
@@ -149,7 +148,7 @@ _PENALTIES = 1e-5, 3e-5, 1e-4, 3e-4  # on squared weights, per row
 _MOST_WEIGHTS = 300_000  # labels times words: beyond it a few passes of SGD replace the minimum
 
 
-def fit_bag_of_words(
+def _fit_bag_of_words(
     texts: Sequence[str],
     targets: Any,  # labels, numbers, or 0 and 1 for each label (N, C)
     validation: tuple[Sequence[str], Any],  # texts and targets to choose the penalty by
@@ -232,7 +231,7 @@ class TextTask(Task):
         join = lambda rows: [" ".join(self.group_texts(row)) for row in rows]
         train_texts, *held_out = map(join, (*parts, rows))
         is_number = self.problem_type == "regression"
-        model = fit_bag_of_words(train_texts, targets[0], (held_out[0], targets[1]), is_number)
+        model = _fit_bag_of_words(train_texts, targets[0], (held_out[0], targets[1]), is_number)
         predicted = model.predict(held_out[1]).tolist()
         return [{self.prediction_key: self.named_label(ids)} for ids in predicted]
 
@@ -433,7 +432,7 @@ class Regression(TextTask):
 
     def loss(self, output, batch):
         real_B = batch["attention_mask"].any(1)
-        return squared_error_sums(output["logits"], batch["labels"], real_B)
+        return _squared_error_sums(output["logits"], batch["labels"], real_B)
 
     def metric(self, rows):
         if self.num_labels > 1:

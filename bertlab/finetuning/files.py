@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['CONLLU', 'LABELLED', 'SUFFIXES', 'raise_error', 'Table', 'class_names', 'apply_names', 'read_conllu',
-           'read_conll2003', 'read_squad', 'read_text_lines', 'guess_lines', 'guess_format', 'read_labelled',
-           'split_called', 'find_split', 'find_split_files', 'take_split', 'find_files', 'load_hub', 'read_json_cell',
-           'read_number_cell', 'split_cell', 'flatten', 'choose_reader']
+           'read_conll2003', 'read_squad', 'guess_format', 'read_labelled', 'split_called', 'find_split',
+           'find_split_files', 'take_split', 'find_files', 'load_hub', 'read_json_cell', 'read_number_cell',
+           'split_cell', 'flatten', 'choose_reader']
 
 # %% ../../nbs/finetuning/01_files.ipynb #31066ba1
 import ast
@@ -255,7 +255,7 @@ def read_squad(path: Path, on_error: OnError = raise_error) -> Rows:
             yield f"question {number}", row
 
 # %% ../../nbs/finetuning/01_files.ipynb #0218b4d2
-def read_text_lines(path: Path, on_error: OnError = raise_error) -> Rows:
+def _read_text_lines(path: Path, on_error: OnError = raise_error) -> Rows:
     "Read a text a line."
     for line in read_lines(path, handle=on_error):
         yield f"line {line.number}", {"text": line.text}
@@ -272,14 +272,14 @@ LABELLED: dict[str, Callable[..., Rows]] = {  # readers by format
     "json": partial(_read_table, "json"), "jsonl": partial(_read_table, "json"),
     "parquet": partial(_read_table, "parquet"), "arrow": partial(_read_table, "arrow"),
     "conllu": read_conllu,
-    "conll2003": read_conll2003, "squad": read_squad, "lines": read_text_lines,
+    "conll2003": read_conll2003, "squad": read_squad, "lines": _read_text_lines,
 }  # fmt: skip
 SUFFIXES = {".csv": "csv", ".tsv": "tsv", ".json": "json", ".jsonl": "jsonl", ".ndjson": "jsonl",
             ".parquet": "parquet", ".arrow": "arrow", ".conllu": "conllu", ".conll": "conll2003",
             ".bio": "conll2003", ".iob": "conll2003", ".iob2": "conll2003"}  # fmt: skip
 
 # %% ../../nbs/finetuning/01_files.ipynb #4a86e981
-def guess_lines(lines: list[str]) -> str | None:  # "conllu", "conll2003"; None: neither
+def _guess_lines(lines: list[str]) -> str | None:  # "conllu", "conll2003"; None: neither
     "Return whether the first lines of a file are sentences with a word a line."
     words = [line for line in lines if line.strip() and not line.startswith("#")]
     cells = [line.split("\t") for line in words]
@@ -305,7 +305,7 @@ def guess_format(path: Path) -> str | None:  # a key of LABELLED
     if by_name not in (None, "tsv", "conll2003"):
         return by_name
     lines = islice(read_lines(path, handle=lambda error: None), 200)
-    return guess_lines([line.text for line in lines]) or by_name
+    return _guess_lines([line.text for line in lines]) or by_name
 
 # %% ../../nbs/finetuning/01_files.ipynb #b873fc09
 def _parquet_features(path: Path) -> dict[str, Any]:

@@ -6,8 +6,8 @@
 __all__ = ['ATTENTION_KERNELS', 'document_mask', 'document_position_ids', 'AttentionMaskSpec', 'alibi_bias', 'DenseMask',
            'make_dense_mask', 'repeat_kv', 'attention_weights', 'zero_empty_rows', 'eager_attention',
            'unmask_empty_rows', 'sdpa_attention', 'FlexMask', 'make_flex_mask', 'raise_recompile_limit',
-           'flex_attention', 'unpad_input', 'pad_input', 'VarlenMetadata', 'make_varlen_metadata', 'varlen_attention',
-           'KernelRequest', 'device_capability', 'AttentionKernel', 'check_kernel', 'attend', 'choose_kernel']
+           'flex_attention', 'unpad_input', 'pad_input', 'VarlenMetadata', 'make_varlen_metadata', 'KernelRequest',
+           'device_capability', 'AttentionKernel', 'check_kernel', 'attend', 'choose_kernel']
 
 # %% ../../nbs/model/03_attention.ipynb #991e8f1d
 import functools
@@ -331,7 +331,7 @@ _FLASH = find_spec("flash_attn") is not None
 _VARLEN = _torch_has_varlen()
 
 
-def varlen_attention(
+def _varlen_attention(
     q_BHLK: Tensor,
     k_BGLK: Tensor,
     v_BGLK: Tensor,  # B = 1: all tokens of the batch in one row
@@ -440,7 +440,7 @@ ATTENTION_KERNELS: dict[str, AttentionKernel] = {
     "sdpa": AttentionKernel(make_dense_mask, sdpa_attention),
     "flex": AttentionKernel(make_flex_mask, flex_attention, _limits_of_flex),
     "varlen": AttentionKernel(
-        make_varlen_metadata, varlen_attention, _limits_of_varlen, unpads=True
+        make_varlen_metadata, _varlen_attention, _limits_of_varlen, unpads=True
     ),
 }
 

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['AXES', 'MUST_AGREE', 'MAY_GROW', 'READERS', 'tile_indices', 'expand_heads', 'axis_maps', 'axes_of', 'layer_map',
-           'check_growth', 'tile_weight', 'grow']
+           'check_growth', 'grow']
 
 # %% ../../nbs/model/15_growth.ipynb #85fd6167
 import copy
@@ -161,7 +161,7 @@ def check_growth(source: BertLabConfig, target: BertLabConfig) -> None:
 READERS = ("qkv", "gate", "out_proj", "up_proj", "down_proj", "dense", "classifier", "pooler")
 
 
-def tile_weight(
+def _tile_weight(
     weight: Tensor,  # of the source
     name: str,
     maps: dict[str, Tensor],  # of `axis_maps`
@@ -220,7 +220,7 @@ def grow(
         origin = re.sub(r"(?<=blocks\.)\d+", lambda match: str(layers[int(match[0])]), name)
         if ".pre_attention_norm." in origin and origin not in source:
             continue  # a copy of layer 0, which needs no norm; this one begins with a fresh one
-        weight.copy_(tile_weight(source[origin], name, maps, rescale))
+        weight.copy_(_tile_weight(source[origin], name, maps, rescale))
         if jitter and weight.dim() == 2:
             weight.mul_(1 + jitter * torch.randn(weight.shape, generator=noise).to(weight))
     return larger.train(model.training)

@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['ARCHITECTURES', 'END_OF_MODEL', 'BertLabModelWithPooler', 'find_head', 'load_config_json', 'read_config',
-           'stored_head', 'LoadedModel', 'load_model', 'from_huggingface', 'has_adapter', 'check_no_adapter',
-           'merged_copy', 'positions_differ', 'drop_position_offset', 'to_huggingface', 'check_tokenizer',
-           'sync_special_tokens', 'saved_as', 'save_model']
+           'LoadedModel', 'load_model', 'from_huggingface', 'has_adapter', 'check_no_adapter', 'merged_copy',
+           'positions_differ', 'drop_position_offset', 'to_huggingface', 'check_tokenizer', 'sync_special_tokens',
+           'saved_as', 'save_model']
 
 # %% ../../nbs/model/10_huggingface.ipynb #bb5daf10
 import copy
@@ -133,7 +133,7 @@ def read_config(
         ) from error
 
 
-def stored_head(
+def _stored_head(
     config: PretrainedConfig,
     state_dict: Mapping[str, Tensor],
 ) -> str:  # a key of ARCHITECTURES
@@ -228,7 +228,7 @@ def load_model(
     check_finite(state_dict, repr(str(source)))
     stored = (config.architectures or [""])[0]
     stored = stored.removeprefix("BertLab") if stored in _CLASSES else None
-    head = head or stored or stored_head(config, state_dict)
+    head = head or stored or _stored_head(config, state_dict)
     for name, value in (settings or {}).items():
         setattr(config, name, value)
     is_converted = not isinstance(config, BertLabConfig)

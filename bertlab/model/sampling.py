@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['SAMPLERS', 'WORD', 'REVEAL', 'REMASK', 'GapCandidates', 'UnmaskingOrder', 'SamplingConfig', 'token_distribution',
            'inverse_cdf_sample', 'StepSchedule', 'schedule_steps', 'max_remask_rate', 'unmask_probability',
-           'exact_dtype', 'gap_log_probs', 'guided_scores', 'SamplingStep', 'check_gaps', 'Unmasker', 'top_per_row',
-           'iterate_unmasking', 'unmask']
+           'exact_dtype', 'gap_log_probs', 'SamplingStep', 'check_gaps', 'Unmasker', 'top_per_row', 'iterate_unmasking',
+           'unmask']
 
 # %% ../../nbs/model/12_sampling.ipynb #075e6a19
 import math
@@ -231,7 +231,7 @@ def gap_log_probs(
     return logits_NV.masked_fill(barred, -math.inf).log_softmax(-1)
 
 
-def guided_scores(
+def _guided_scores(
     model: Any,
     ids_BL: Tensor,
     attention_mask: Tensor | None,
@@ -362,7 +362,7 @@ class Unmasker:
         busy_B, ids_BL = candidates_BL.any(1), self.ids_BL
         mask_BL = None if self.attention_mask is None else self.attention_mask[busy_B]
         with eval_mode(self.model):
-            logp_NV = guided_scores(
+            logp_NV = _guided_scores(
                 self.model, ids_BL[busy_B], mask_BL, candidates_BL[busy_B], self.given_BL[busy_B],
                 self.vocabulary, self.config, self.end_token_id,
             )  # fmt: skip

@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['OUTPUTS', 'TASK_OUTPUTS', 'SENTENCE_OUTPUTS', 'OPSET', 'MAX_BYTES', 'INPUTS', 'FILES', 'REPORT', 'TOLERANCE',
-           'InspectableMaskedLM', 'check_outputs', 'SentenceEncoder', 'load_exportable', 'check_exportable',
-           'check_extra', 'export_onnx', 'read_onnx', 'top_tokens', 'OnnxModel', 'quantize_int8', 'ExampleBatch',
-           'example_batches', 'compare_with_torch', 'check_output', 'held_out_texts', 'export_model', 'describe_export']
+           'InspectableMaskedLM', 'SentenceEncoder', 'load_exportable', 'check_exportable', 'check_extra',
+           'export_onnx', 'read_onnx', 'top_tokens', 'OnnxModel', 'quantize_int8', 'ExampleBatch', 'example_batches',
+           'compare_with_torch', 'check_output', 'export_model', 'describe_export']
 
 # %% ../../nbs/train/25_export.ipynb #e247f9f5
 import contextlib
@@ -61,7 +61,7 @@ class InspectableMaskedLM(nn.Module):
         outputs: Sequence[str] = tuple(OUTPUTS),  # of OUTPUTS, in that order
     ):
         super().__init__()
-        check_outputs(outputs)
+        _check_outputs(outputs)
         self.model, self.outputs = merged_copy(model, model.state_dict()), tuple(outputs)
         # The eager kernel returns its weights, and consists of plain products.
         self.model.config._attn_implementation = "eager"
@@ -93,7 +93,7 @@ class InspectableMaskedLM(nn.Module):
         return tuple(values[name] for name in self.outputs)
 
 
-def check_outputs(
+def _check_outputs(
     outputs: Sequence[str],
 ) -> None:
     "Raise `ValueError` unless these are logits and any of the others, in the order of OUTPUTS."
@@ -550,7 +550,7 @@ def check_output(
         raise ValueError(f"output {output} cannot be created: {parent} {reason}")
 
 
-def held_out_texts(
+def _held_out_texts(
     texts: Sequence[str] | str | None = None,  # texts, or a file of them; None: embedded corpus
     count: int = 64,
 ) -> list[str]:
@@ -649,7 +649,7 @@ def export_model(
     """
     check_extra()
     if outputs is not None:
-        check_outputs(outputs)
+        _check_outputs(outputs)
     check_output(output)
     check_exportable(directory)
     source, module = Path(directory), load_exportable(directory, outputs)
@@ -660,7 +660,7 @@ def export_model(
     max_length = max_input_length(module.model)
     probability = 0.15 if is_masked_lm else 0.0
     batches = example_batches(
-        tokenizer, held_out_texts(texts), min(64, max_length), mlm_probability=probability
+        tokenizer, _held_out_texts(texts), min(64, max_length), mlm_probability=probability
     )
     report: dict[str, Any] = {
         "model": name or Path(os.path.abspath(source)).name,

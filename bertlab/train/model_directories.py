@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['SENTENCE_TRANSFORMERS_FILES', 'STATE_FILE', 'rebuild', 'read_sentence_transformers_files', 'read_state',
-           'saved_models', 'validation_fingerprint', 'ModelDirectories']
+           'saved_models', 'ModelDirectories']
 
 # %% ../../nbs/train/10_model_directories.ipynb #3476c58f
 import math
@@ -104,7 +104,7 @@ def saved_models(directory: str | os.PathLike) -> dict[Path, dict[str, Any]]:
     return {path: state for path, state in states.items() if state is not None}
 
 # %% ../../nbs/train/10_model_directories.ipynb #343f7c40
-def validation_fingerprint(trainer: Any) -> str | None:  # None: unknown
+def _validation_fingerprint(trainer: Any) -> str | None:  # None: unknown
     "Hash the texts that models are validated on, and how much of them is used."
     datasets = getattr(trainer.datamodule, "val_datasets", None) or []
     if not datasets or not all(isinstance(rows, PackedDataset) for rows in datasets):
@@ -153,7 +153,7 @@ class ModelDirectories(Callback):
                 recover_directory(path.with_name(path.name[1:].removesuffix(".replaced")))
             for path in self.directory.glob(".*.writing"):
                 shutil.rmtree(path)
-            self._read_best(validation_fingerprint(trainer))
+            self._read_best(_validation_fingerprint(trainer))
 
     def _read_best(self, fingerprint: str | None) -> None:
         self.best_value, self._fingerprint = None, fingerprint

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['LOGGERS', 'PROGRESS', 'document_length_counts', 'FlopsCounter', 'peak_flops_of', 'PeriodicCallback', 'log_values',
-           'log_text', 'is_sharded', 'same_modes', 'inspecting', 'Throughput', 'MemoryPeaks', 'MemoryMonitor',
-           'TrackioLogger', 'build_loggers', 'get_progress']
+           'log_text', 'same_modes', 'inspecting', 'Throughput', 'MemoryPeaks', 'MemoryMonitor', 'TrackioLogger',
+           'build_loggers', 'get_progress']
 
 # %% ../../nbs/train/13_monitors.ipynb #51b5ae2b
 import contextlib
@@ -132,7 +132,7 @@ class PeriodicCallback(Callback):
     def _observe_if_due(self, trainer, pl_module, ended: bool = False) -> None:
         if self.is_due(trainer, ended):
             self._observed = trainer.global_step
-            if self.all_ranks or trainer.is_global_zero or is_sharded(trainer):
+            if self.all_ranks or trainer.is_global_zero or _is_sharded(trainer):
                 row = self.observe(trainer, pl_module)
                 if row is not None:
                     self.publish(trainer, pl_module, row)
@@ -179,7 +179,7 @@ def log_text(trainer: L.Trainer, name: str, rows: Sequence[dict[str, Any]]) -> N
             logger.log_text(name, columns, cells, step=trainer.global_step)
 
 # %% ../../nbs/train/13_monitors.ipynb #5904d6ff
-def is_sharded(trainer: L.Trainer) -> bool:
+def _is_sharded(trainer: L.Trainer) -> bool:
     "Return whether a forward pass needs all processes."
     return trainer.world_size > 1 and not isinstance(trainer.strategy, DDPStrategy)
 

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['HOST', 'PACKAGES', 'RUNTIME_BYTES', 'EXAMPLES', 'MAX_TOKENS', 'Package', 'integrity_of', 'copy_packages',
-           'token_name', 'page_answer', 'check_examples', 'export_web_page']
+           'token_name', 'page_answer', 'export_web_page']
 
 # %% ../../nbs/train/26_web_page.ipynb #02dd782c
 import base64
@@ -114,7 +114,7 @@ def page_answer(
     tokenizer = exported.tokenizer
     ids = tokenizer(text.replace("[MASK]", tokenizer.mask_token))["input_ids"]
     masks = [position for position, i in enumerate(ids) if i == tokenizer.mask_token_id]
-    check_examples([text])
+    _check_examples([text])
     outputs = exported.run(np.array([ids]), np.ones((1, len(ids))), np.array([masks]))
 
     def best(logits_V: np.ndarray, count: int) -> list[tuple[str, float, int]]:
@@ -135,7 +135,7 @@ def page_answer(
     }
 
 
-def check_examples(examples: Sequence[str]) -> None:
+def _check_examples(examples: Sequence[str]) -> None:
     "Raise `ValueError` unless this is a list of sentences with [MASK]."
     if isinstance(examples, str) or not examples:
         raise ValueError(f"examples={examples!r} must be a list of one sentence or more")
@@ -181,7 +181,7 @@ def export_web_page(
     check_extra()
     check_output(output)
     check_exportable(directory)
-    check_examples(examples)
+    _check_examples(examples)
     if not Path(directory, "tokenizer.json").is_file():
         raise ValueError(
             f"{directory} has no tokenizer.json, which the page reads: save its tokenizer as a "
