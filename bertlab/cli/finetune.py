@@ -184,7 +184,7 @@ class FinetuningRun:
         self.resume, self.overwrite = resume, overwrite
         self.run = FinetuneRunConfig(**self.config["run"])
         self.output = Path(self.run.output)
-        check_run_directory(self.output, resume, overwrite, option="--run.output")
+        check_run_directory(self.output, resume, overwrite)
         if overwrite:
             check_beginning(self.output, [self.config["model"].get(MODEL)])
         _resolve_task(self.run, self.config["model"], self.config["data"])

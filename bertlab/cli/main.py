@@ -163,16 +163,8 @@ def _check_directories(command: Command, config: Mapping[str, Any]) -> None:
     if is_local and directory is not None and not Path(directory).expanduser().is_dir():
         raise ValueError(f"no such directory: {directory}")
     if "resume" in command.options and not config.get("estimate") and not _process_number():
-        option = "--run.output" if "run.output" in command.options else "--output"
         output = config.get("output") or config["run"]["output"]
-        overwrite = config.get("overwrite", False)
-        check_run_directory(
-            output,
-            bool(config["resume"]),
-            overwrite,
-            can_overwrite="overwrite" in config,
-            option=option,
-        )
+        check_run_directory(output, bool(config["resume"]), config.get("overwrite", False))
 
 
 def call(

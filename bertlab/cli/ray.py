@@ -256,7 +256,7 @@ def train_on_ray(
         raise ValueError("--estimate trains nothing and needs no cluster: use bertlab pretrain")
     output = os.path.abspath(config["run"]["output"])
     config = {**config, "run": {**config["run"], "output": output}}
-    check_run_directory(output, resume, overwrite, option="--run.output")
+    check_run_directory(output, resume, overwrite)
     accelerator = config["trainer"]["accelerator"]
     check_choice("trainer.accelerator", accelerator, ("auto", "cpu", "gpu", "cuda"))
     ray = _import_ray()

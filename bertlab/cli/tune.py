@@ -253,7 +253,7 @@ def tune(
     check_range("trials", wanted, 1)
     trainer = configuration(COMMANDS[plan.command], [], content)["trainer"]
     check_one_process("tune", trainer, "run several searches with an --output each")
-    check_run_directory(directory, resume, can_overwrite=False)
+    check_run_directory(directory, resume, flags="pass --resume to continue it, or ")
     text = dump_yaml(
         {"search": {**vars(plan), "trials": 0, "ranges": dict(plan.ranges)}, **content}
     )

@@ -63,7 +63,7 @@ def train(
 ) -> Path:  # the directory
     "Train a tokenizer on text: `bertlab tokenizer train`."
     look_up(kind, TOKENIZER_TRAINERS, "kind")
-    check_run_directory(output, can_resume=False, can_overwrite=False)
+    check_run_directory(output, flags="")
 
     def texts() -> Iterator[str]:  # read when the other arguments have been looked at
         yield from read_text(sources or None, text_column)
@@ -187,7 +187,7 @@ def extend(
     text_column: str = "text",  # of tables and datasets, by name or number
 ) -> Path:  # the directory
     "Add pieces for a text: `bertlab tokenizer extend`."
-    check_run_directory(output, can_resume=False, can_overwrite=False)
+    check_run_directory(output, flags="")
     tokenizer, model, source_path = _open(directory)
     texts, options = read_text(text, text_column), {"min_count": min_count}
     if model is None:
@@ -213,7 +213,7 @@ def trim(
     text_column: str = "text",  # of tables and datasets, by name or number
 ) -> Path:  # the directory
     "Drop what a text never uses: `bertlab tokenizer trim`."
-    check_run_directory(output, can_resume=False, can_overwrite=False)
+    check_run_directory(output, flags="")
     tokenizer, model, source_path = _open(directory)
     texts = read_text(text, text_column)
     options = {"keep": keep or (), "keep_characters": keep_characters}
@@ -236,7 +236,7 @@ def transplant(
     text_column: str = "text",  # of tables and datasets, by name or number
 ) -> Path:  # the directory
     "Give a model another tokenizer: `bertlab tokenizer transplant`."
-    check_run_directory(output, can_resume=False, can_overwrite=False)
+    check_run_directory(output, flags="")
     old_tokenizer, model, source_path = _open(directory)
     if model is None:
         raise ValueError(

@@ -332,31 +332,16 @@ def _missing_tpu() -> str:
     if xla is None:
         return (
             "torch_xla is not installed; in Colab, choose a TPU runtime, which has it; elsewhere, "
-            'install it in a separate environment with pip install "bertlab[tpu]" (torch 2.9)'
+            'install it in a separate environment with pip install "bertlab[tpu]"'
         )
-    minor = ".".join(xla.split(".")[:2])
-    if torch.__version__.split(".")[:2] != minor.split("."):
+    if torch.__version__.split(".")[:2] != xla.split(".")[:2]:
         return (
-            f"torch_xla {xla} needs torch {minor}, and this is torch {torch.__version__}; install "
-            f'both of one version: pip install "torch~={minor}.0" "torch_xla[tpu]~={minor}.0"'
+            f"torch_xla {xla} and torch {torch.__version__} must have the same version; reinstall "
+            "one of them"
         )
     if os.environ.get("PJRT_DEVICE") == "CPU" or count_tpus():
         return ""  # XLA's own CPU device stands in for a TPU in tests
     return "no TPU is visible; choose a TPU machine (in Colab: Runtime, Change runtime type)"
-
-
-def _missing_gpu() -> str:
-    if any(map(num_devices, ("cuda", "mps"))):
-        return ""
-    if not torch.backends.cuda.is_built():
-        return (
-            f"this torch ({torch.__version__}) is built without CUDA; install a build with it "
-            "(pytorch.org, Get started), or set accelerator='cpu'"
-        )
-    return (
-        f"torch ({torch.__version__}) finds no GPU; check nvidia-smi and CUDA_VISIBLE_DEVICES, "
-        "or set accelerator='cpu'"
-    )
 
 # %% ../../nbs/core/05_devices.ipynb #cf7f6903
 def find_accelerator(
@@ -365,20 +350,16 @@ def find_accelerator(
     "Return the device type of an accelerator. Raises `ValueError` if it is missing."
     if accelerator == "auto":
         accelerator = next(filter(num_devices, _DEVICE_TYPES))
-    kinds = look_up(accelerator, {"auto": (), **ACCELERATORS}, "accelerator")
-    if accelerator == "tpu":
-        why = _missing_tpu()
-    elif accelerator == "mps":
-        why = "" if num_devices("mps") else "there is no Apple GPU; set accelerator='auto'"
-    else:
-        why = "" if accelerator == "cpu" else _missing_gpu()
-    if not why and accelerator == "cuda" and not num_devices("cuda"):
-        why = "this GPU is Apple's; set accelerator='mps'"
+    device_types = look_up(accelerator, {"auto": (), **ACCELERATORS}, "accelerator")
+    why = _missing_tpu() if accelerator == "tpu" else ""
+    if accelerator not in ("tpu", "cpu") and not any(map(num_devices, device_types)):
+        why = (
+            f"torch {torch.__version__} has no such device here; check the build of torch, "
+            "nvidia-smi and CUDA_VISIBLE_DEVICES, or set accelerator='auto'"
+        )
     if why:
         raise ValueError(f"accelerator={accelerator!r}: {why}")
-    return next(
-        device_type for device_type in kinds if device_type == "tpu" or num_devices(device_type)
-    )
+    return next(name for name in device_types if name == "tpu" or num_devices(name))
 
 # %% ../../nbs/core/05_devices.ipynb #677a5c52
 # With "true" 16-bit precision the weights have 16 bits too, and small updates are lost to rounding.

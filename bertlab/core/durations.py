@@ -90,23 +90,13 @@ def parse_duration(
     if isinstance(value, Duration):
         return value
     if isinstance(value, str):
-        text = value.strip()
-        if parsed := _parse_text(text.removeprefix("-")):
-            sign = -1 if text.startswith("-") else 1
-            return _checked(sign * parsed[0], parsed[1], name, value)
+        if parsed := _parse_text(value.strip()):
+            return _checked(*parsed, name, value)
     elif (amount := _exact(value)) is not None:
         return _checked(amount, "steps" if isinstance(value, Integral) else "run", name, value)
     raise ValueError(f"{name}={value!r} is not a duration; for example {EXAMPLES}")
 
 # %% ../../nbs/core/02_durations.ipynb #b0896cc4
-_DESCRIPTIONS = {
-    "steps": "steps, such as 1000",
-    "tokens": "tokens, such as '10M tokens'",
-    "seconds": "a time, such as '2h30m'",
-    "run": "a share of the run, such as '10%'",
-}
-
-
 def parse_amount(
     value: int | float | str | Duration,  # a number is in `unit`; a text may name its unit
     unit: str,  # steps, tokens, seconds or run
@@ -117,8 +107,9 @@ def parse_amount(
         return _checked(amount, unit, name, value).value
     duration = parse_duration(value, name)
     if duration.unit != unit:
-        expected = _DESCRIPTIONS[unit]
-        raise ValueError(f"{name}={value!r} is in {duration.unit}; it must be {expected}")
+        raise ValueError(
+            f"{name}={value!r} is in {duration.unit}; give it in {unit}, for example {EXAMPLES}"
+        )
     return duration.value
 
 # %% ../../nbs/core/02_durations.ipynb #0c55c323

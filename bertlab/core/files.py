@@ -76,39 +76,19 @@ def recover_directory(
         replaced.rename(directory)
 
 
-def _link_missing_files(old: Path, new: Path, without: Collection[str]) -> None:
-    "Hard-link into `new` what only `old` has, except the names in `without`."
-
-    def skip(folder: str, names: list[str]) -> set[str]:
-        target = new / Path(folder).relative_to(old)
-        present = {name for name in names if os.path.lexists(target / name)}
-        folders = {name for name in present if (target / name).is_dir()}
-        merged = {name for name in folders if os.path.isdir(Path(folder, name))}
-        return present - merged | ({*without} if target == new else set())
-
-    def link(source: str, target: str) -> None:
-        try:
-            os.link(source, target, follow_symlinks=False)
-        except OSError:  # the drive has no hard links
-            shutil.copy2(source, target, follow_symlinks=False)
-
-    shutil.copytree(old, new, symlinks=True, ignore=skip, copy_function=link, dirs_exist_ok=True)
+def _copy_missing_files(old: Path, new: Path, without: Collection[str]) -> None:
+    "Copy into `new` what only `old` has, except the names in `without`."
+    for path in old.iterdir():
+        target = new / path.name
+        if path.is_dir() and target.is_dir():
+            _copy_missing_files(path, target, ())
+        elif path.name not in without and not os.path.lexists(target):
+            if path.is_dir() and not path.is_symlink():
+                shutil.copytree(path, target, symlinks=True)
+            else:
+                shutil.copy2(path, target, follow_symlinks=False)
 
 # %% ../../nbs/core/01_files.ipynb #d837caea
-def _rename_to_free_path(temporary: Path, directory: Path) -> None:
-    try:
-        temporary.rename(directory)  # refuses a directory that has content
-    except OSError:
-        if not os.path.lexists(directory):
-            raise
-        sibling = directory.with_name(f"{directory.name}-{token_hex(4)}")
-        temporary.rename(sibling)
-        raise ValueError(
-            f"{directory} was created by another program in the meantime and was left alone; "
-            f"this output is in {sibling}"
-        ) from None
-
-
 def _flush(path: Path) -> None:
     "Write a file, or the names in a directory, to the disk."
     handle = os.open(path, os.O_RDONLY)
@@ -127,11 +107,10 @@ def atomic_directory(
 ) -> Iterator[Path]:  # a hidden empty directory next to it; fill this one
     """Replace a directory by the one that the block fills, if the block succeeds.
 
-    Raises `ValueError` with `new` if the directory has appeared while the block ran.
+    Raises `OSError` with `new` if the directory was created while the block ran.
     """
     recover_directory(directory)
     directory = Path(os.path.realpath(directory))  # keeps a link to a directory
-    working_directory = os.getcwd()
     # Two commands may create the same new directory; each fills its own.
     temporary = _hidden_sibling(directory, f"{token_hex(4)}.writing" if new else "writing")
     shutil.rmtree(temporary, ignore_errors=True)
@@ -141,17 +120,15 @@ def atomic_directory(
         for path in [*temporary.iterdir(), temporary]:
             _flush(path)
         if new or not directory.exists():
-            _rename_to_free_path(temporary, directory)
+            temporary.rename(directory)  # refuses a directory that has content
             return
         shutil.copymode(directory, temporary)
         if keep:
-            _link_missing_files(directory, temporary, without)
+            _copy_missing_files(directory, temporary, without)
         replaced = _hidden_sibling(directory, "replaced")
         directory.rename(replaced)
         temporary.rename(directory)
         shutil.rmtree(replaced)
-        if Path(working_directory).is_relative_to(directory) and os.path.isdir(working_directory):
-            os.chdir(working_directory)  # the process was inside the replaced directory
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
         recover_directory(directory)
@@ -196,29 +173,26 @@ def _check_writable(output: str | os.PathLike) -> None:
     path = Path(os.path.abspath(output))
     # Unlike Path.exists, os.path.exists is False where a parent may not be searched.
     parent = next(p for p in (path, *path.parents) if os.path.exists(p))
-    if not os.path.isdir(parent):
-        raise ValueError(f"output {output} cannot be created: {parent.name} is a file")
-    if not os.access(parent, os.W_OK | os.X_OK):
+    if not os.path.isdir(parent) or not os.access(parent, os.W_OK | os.X_OK):
         raise ValueError(
-            f"output {output} cannot be written to; choose another directory, or change its "
-            "permissions"
+            f"output {output} cannot be created: {parent} is a file, or may not be written to; "
+            "choose another directory"
         )
+
+
+_FLAGS = "pass --resume to continue it, --overwrite to start again (the old run is moved), or "
 
 
 def check_run_directory(
     directory: str | os.PathLike,  # the run's output
     resume: bool = False,  # continue the run in it
     overwrite: bool = False,  # start again; the old run moves into previous-N
-    can_resume: bool = True,  # whether messages offer --resume
-    can_overwrite: bool = True,  # whether messages offer --overwrite
-    option: str = "--output",  # the option that names the directory, for messages
+    flags: str = _FLAGS,  # what the message about another run proposes
 ) -> None:
     "Raise `ValueError` if a run here would lose files or has nothing to resume."
     directory = Path(directory)
     if resume and overwrite:
         raise ValueError("resume and overwrite exclude each other; give one of them")
-    if os.path.exists(directory) and not os.path.isdir(directory):
-        raise ValueError(f"output {directory} is a file; name a directory")
     _check_writable(directory)
     if (directory / ".lock").exists():
         with lock_directory(directory):
@@ -228,14 +202,11 @@ def check_run_directory(
     if resume and RUN_FILE not in names:
         raise ValueError(f"nothing to resume: {directory} has no {RUN_FILE}; start without resume")
     if not resume and not overwrite and RUN_FILE in names:
-        flags = ["--resume to continue it"] * can_resume
-        flags += ["--overwrite to start again (the old run is moved, not deleted)"] * can_overwrite
-        offer = f"pass {', '.join(flags)}, or " if flags else ""
-        raise ValueError(f"{directory} already holds a run; {offer}choose another {option}")
+        raise ValueError(f"{directory} already holds a run; {flags}choose another directory")
     if RUN_FILE not in names and visible:
         raise ValueError(
-            f"{directory} holds files that are not a run ({', '.join(visible[:3])}"
-            f"{', ...' if len(visible) > 3 else ''}); choose an empty or new {option}"
+            f"{directory} holds files that are not a run ({', '.join(visible[:3])}); choose an "
+            "empty or new directory"
         )
 
 # %% ../../nbs/core/01_files.ipynb #c61335cb
@@ -270,12 +241,7 @@ def prepare_run_directory(
     "Check the directory as above, create it, and move an old run aside with `overwrite`."
     check_run_directory(directory, resume, overwrite)
     directory = Path(directory)
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise OSError(
-            f"output {directory} cannot be created ({error.strerror}); choose another directory"
-        ) from None
+    directory.mkdir(parents=True, exist_ok=True)
     if overwrite and (directory / RUN_FILE).exists():
         move_aside(directory)
     return directory

@@ -54,22 +54,13 @@ def _import_module(
     "Import a module from the current directory or the path; each failure is a `ValueError`."
     directory, top = Path.cwd().resolve(), name.partition(".")[0]
     is_local = Path(f"{top}.py").is_file() or Path(top).is_dir()
-    if top in sys.stdlib_module_names and not is_local:
-        raise ValueError(
-            f"{label} is in Python's standard library; name a class of bertlab, of its libraries, "
-            "or your own"
-        )
     if is_local and str(directory) not in sys.path:
         sys.path.append(str(directory))  # stays there: worker processes import the module again
     importlib.invalidate_caches()  # the file may be newer than the last import
     try:
         module = importlib.import_module(name)
     except Exception as error:
-        files = [path.stem for path in directory.glob("*.py")]
-        is_missing = isinstance(error, ModuleNotFoundError) and f"{name}.".startswith(
-            f"{error.name}."
-        )
-        hint = did_you_mean(top, files) if is_missing else ""
+        hint = "" if is_local else did_you_mean(top, [p.stem for p in directory.glob("*.py")])
         raise ValueError(
             f"{label}: importing {name} from {directory} or sys.path failed with "
             f"{type(error).__name__}: {error}{hint}"
@@ -83,10 +74,10 @@ def _import_module(
 
 
 def _is_installed(module: Any) -> bool:
-    "Whether a module is part of an installed package, and not one of the user's own files."
-    file = getattr(module, "__file__", None)
-    if file is None:
-        return module.__name__ != "__main__"
+    "Whether a module is Python's or part of an installed package, and not one of the user's files."
+    top, file = module.__name__.partition(".")[0], getattr(module, "__file__", None)
+    if file is None or top in sys.stdlib_module_names:
+        return top != "__main__"
     return bool({"site-packages", "dist-packages"}.intersection(Path(file).parts))
 
 
@@ -94,7 +85,6 @@ def import_object(
     name: str,  # "my_file.MyCollator"
     argument: str,  # for messages: "collator"
     bases: tuple[type, ...] = (),  # of an installed package, only subclasses of these are accepted
-    allow_any: bool | None = None,  # any class or function of the user's own files; None: no bases
 ) -> Any:  # a class or function
     """Import a class or function by its dotted name.
 
@@ -113,16 +103,11 @@ def import_object(
     if not callable(value):
         hint = did_you_mean(attribute, [key for key in vars(module) if key != attribute])
         raise ValueError(f"{label}: {module_name} has no class or function {attribute!r}{hint}")
-    if isinstance(value, type) and issubclass(value, bases):
-        return value
-    if bases and not allow_any:
-        expected = ", ".join(base.__name__ for base in bases)
-        raise ValueError(f"{label} is not a subclass of {expected}")
-    if _is_installed(module):
+    if _is_installed(module) and not (isinstance(value, type) and issubclass(value, bases)):
         raise ValueError(
-            f"{label} is part of an installed package, and a name may only stand for a function of "
-            "your own: wrap it in a function of a file in the current directory, or pass the "
-            "function itself from Python"
+            f"{label} is part of an installed package, and not a subclass of "
+            f"{', '.join(base.__name__ for base in bases) or 'any'}: wrap it in a function of a "
+            "file in the current directory, or pass it from Python"
         )
     return value
 
@@ -136,7 +121,7 @@ def resolve(
     "Return a class of the table by its name, a user's own by its dotted name, or `value` itself."
     if isinstance(value, str):
         if value not in table and "." in value:
-            return import_object(value, argument, bases, allow_any=True)
+            return import_object(value, argument, bases)
         return look_up(value, table, argument)
     if not callable(value):
         raise ValueError(

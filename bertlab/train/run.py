@@ -284,7 +284,7 @@ class Run:
         self.resume, self.overwrite, self.checkpoint = resume, overwrite, None
         self.output = Path(config.get("run", {}).get("output", RunConfig.output)).expanduser()
         if rank_zero_only.rank == 0:
-            check_run_directory(self.output, resume, overwrite, option="--run.output")
+            check_run_directory(self.output, resume, overwrite)
         if overwrite:
             check_beginning(self.output, [config.get("model", {}).get(MODEL)])
         trainer = config.get("trainer", {})

@@ -172,14 +172,8 @@ def test_a_gpu_is_described_with_reason_and_peak(bare, gpu, precision, peak):
         and "data sheet" in device.peak[1]
         and device.memory_bytes == gpu[2] * 2**30
     )
-    assert "\n" not in str(device) and precision in str(device) and device.reason in str(device)
-    for fact in (
-        device.name,
-        f"{gpu[2]}.0 GiB",
-        device.reason,
-        device.peak[1],
-    ):
-        assert fact in device.report()
+    for fact in (device.name, f"{gpu[2]}.0 GiB", device.reason):
+        assert fact in str(device) and fact in device.report()
 
 
 @pytest.mark.parametrize("name, count", [("v3-8", 8), ("v5litepod-4", 4), ("", 4)])
@@ -220,16 +214,11 @@ def test_a_cpu_with_bfloat16_instructions_trains_in_it(bare, capability):
     assert "measured" in describe_device(measure=True).peak[1]
 
 
-def test_the_command_prints_each_device_with_every_fact(bare, capsys):
+def test_the_command_prints_each_device(bare, capsys):
     pretend_gpus(bare, A100, T4)
     assert main(["devices"]) == 0
     a100, t4, cpu = capsys.readouterr().out.strip().split("\n\n")
-    for shown, gpu, peak in ((a100, A100, "312 TFLOP/s"), (t4, T4, "65 TFLOP/s")):
-        facts = dict(line.split(maxsplit=1) for line in shown.splitlines())
-        assert list(facts) == ["device", "memory", "precision", "peak"]
-        assert gpu[0] in facts["device"] and f"{gpu[2]}.0 GiB" in facts["memory"]
-        assert peak in facts["peak"] and "dense" in facts["peak"] and "data sheet" in facts["peak"]
-        assert "(" in facts["precision"]  # the reason
+    assert A100[0] in a100 and "312 TFLOP/s" in a100 and T4[0] in t4 and "65 TFLOP/s" in t4
     assert "measured on matrix products" in cpu
 
 
@@ -243,56 +232,33 @@ def refused(*request) -> str:
     return str(error.value)
 
 
-def test_a_missing_gpu_is_refused_with_the_reason(bare):
-    bare.setattr(torch.backends.cuda, "is_built", lambda: False)
-    assert "built without CUDA" in refused("gpu") and "accelerator='cpu'" in refused("cuda")
-    bare.setattr(torch.backends.cuda, "is_built", lambda: True)
-    assert "finds no GPU" in refused("gpu") and "nvidia-smi" in refused("gpu")
-    assert "no Apple GPU" in refused("mps")
+def test_a_missing_gpu_is_refused(bare):
+    for accelerator in ("gpu", "cuda", "mps"):
+        assert f"accelerator='{accelerator}'" in refused(accelerator)
     assert check_device("cpu") == check_device("auto") == "cpu"
     bare.setattr(torch.backends.mps, "is_available", lambda: True)
-    assert check_device("gpu") == check_device("mps") == "mps" and "Apple" in refused("cuda")
+    assert check_device("gpu") == check_device("mps") == "mps" and "cuda" in refused("cuda")
 
 
 def test_a_tpu_needs_torch_xla_of_the_torch_version(bare):
     assert "bertlab[tpu]" in refused("tpu")
     pretend_versions(bare, torch="2.13.0+cpu", torch_xla="2.9.0")
-    message = refused("tpu")
-    assert (
-        "torch_xla 2.9.0 needs torch 2.9, and this is torch 2.13.0+cpu" in message
-        and "torch~=2.9.0" in message
-    )
+    assert "2.9.0" in refused("tpu") and "2.13.0" in refused("tpu")
     pretend_versions(bare, torch="2.9.1+cpu", torch_xla="2.9.0")  # the third number is free
     assert "no TPU is visible" in refused("tpu")
     bare.setenv("PJRT_DEVICE", "CPU")
     assert check_device("tpu", "bf16-mixed") == "tpu"
-    bare.delenv("PJRT_DEVICE")
-    bare.setattr(devices, "count_tpus", lambda: 4)
-    pretend_versions(bare, torch="2.10.0", torch_xla="2.9.0")
-    assert "needs torch 2.9" in refused(
-        "auto"
-    )  # a TPU host with the wrong torch does not fall back in silence
 
 
-@pytest.mark.parametrize(
-    "precision, word",
-    [
-        ("16-mixed", "this is a CPU"),
-        (16, "this is a CPU"),
-        ("16-true", "this is a CPU"),
-        ("bf16-mixd", "did you mean 'bf16-mixed'"),
-    ],
-)
-def test_a_precision_without_support_on_a_cpu_is_refused(bare, precision, word):
-    assert word in refused("cpu", precision) and repr(precision) in refused("cpu", precision)
+@pytest.mark.parametrize("precision", ["16-mixed", 16, "16-true", "bf16-mixd"])
+def test_a_precision_without_support_is_refused(bare, precision):
+    assert repr(precision) in refused("cpu", precision)
 
 
-@pytest.mark.parametrize(
-    "precision", ["auto", "32-true", 32, "bf16-mixed", "bf16", "bf16-true", "64-true"]
-)
-def test_a_cpu_may_emulate_bfloat16(bare, precision):
+def test_a_cpu_may_emulate_bfloat16(bare):
     bare.setattr(torch.cpu, "get_capabilities", dict, raising=False)
-    assert check_device("cpu", precision) == "cpu"
+    for precision in ("auto", "32-true", 32, "bf16-mixed", "bf16", "bf16-true", "64-true"):
+        assert check_device("cpu", precision) == "cpu"
 
 
 def test_a_gpu_before_ampere_is_sent_to_float16(bare):
@@ -308,28 +274,17 @@ def test_a_gpu_before_ampere_is_sent_to_float16(bare):
 # --- memory that a step frees ---------------------------------------------------------------------
 
 
-def mallopt_calls(monkeypatch, libc=("glibc", "2.36"), platform="linux", answer=1):
-    "Return the result of `retain_freed_memory` and its calls of a C library with this answer."
-    calls = []
-    mallopt = lambda option, value: calls.append((option, value)) or answer
-    monkeypatch.setattr(devices.ctypes, "CDLL", lambda name: SimpleNamespace(mallopt=mallopt))
-    monkeypatch.setattr(devices.platform, "libc_ver", lambda: libc)
-    monkeypatch.setattr(devices.sys, "platform", platform)
-    return retain_freed_memory(), calls
-
-
-def test_freed_memory_is_retained_with_glibc(monkeypatch):
+@pytest.mark.parametrize("variables, calls", [({}, [(-3, 2**30), (-1, 2**31 - 1)]),
+                                              ({"MALLOC_ARENA_MAX": "2"}, [])])  # fmt: skip
+def test_freed_memory_is_retained_unless_configured(monkeypatch, variables, calls):
     for name in [*devices.os.environ]:
         if name.startswith(("MALLOC_", "GLIBC_TUNABLES")):
             monkeypatch.delenv(name)
-    assert mallopt_calls(monkeypatch) == (True, [(-3, 2**30), (-1, 2**31 - 1)])
-    assert mallopt_calls(monkeypatch, answer=0)[0] is False
-    assert mallopt_calls(monkeypatch, libc=("", "")) == (False, [])  # musl
-    assert mallopt_calls(monkeypatch, platform="darwin") == (False, [])
-
-
-@pytest.mark.parametrize("name, value", [("MALLOC_ARENA_MAX", "2"),
-                                         ("GLIBC_TUNABLES", "glibc.malloc.mmap_threshold=65536")])  # fmt: skip
-def test_a_configured_allocator_is_left_alone(monkeypatch, name, value):
-    monkeypatch.setenv(name, value)
-    assert mallopt_calls(monkeypatch) == (False, [])
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    seen = []
+    mallopt = lambda option, value: seen.append((option, value)) or 1
+    monkeypatch.setattr(devices.ctypes, "CDLL", lambda name: SimpleNamespace(mallopt=mallopt))
+    monkeypatch.setattr(devices.platform, "libc_ver", lambda: ("glibc", "2.36"))
+    monkeypatch.setattr(devices.sys, "platform", "linux")
+    assert retain_freed_memory() is bool(calls) and seen == calls

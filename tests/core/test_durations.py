@@ -138,8 +138,8 @@ def test_an_argument_with_a_unit_takes_plain_numbers():
     "value, unit, words",
     [
         ("2h30m", "tokens", ["budget", "'2h30m'", "tokens"]),
-        ("10%", "seconds", ["budget", "'10%'", "a time"]),
-        ("100", "seconds", ["budget", "'100'", "a time"]),
+        ("10%", "seconds", ["budget", "'10%'", "seconds"]),
+        ("100", "seconds", ["budget", "'100'", "seconds"]),
         (0.5, "tokens", ["budget", "0.5", "whole"]),
         (10, "run", ["budget", "10", "[0, 1]"]),
         (-1, "seconds", ["budget", "-1", "negative"]),

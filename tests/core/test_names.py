@@ -53,11 +53,14 @@ def test_a_class_is_imported_from_a_package(folder):
     assert layer is torch.nn.Identity
 
 
-@pytest.mark.parametrize("allow_any", [None, True])
 @pytest.mark.parametrize("bases", [(), (torch.nn.Module,)])
-def test_functions_of_installed_packages_are_refused(bases, allow_any):
-    with pytest.raises(ValueError, match="collect_env.run"):
-        import_object("torch.utils.collect_env.run", "schedule", bases, allow_any)
+@pytest.mark.parametrize(
+    "name",
+    ["torch.utils.collect_env.run", "os.system", "builtins.eval", "subprocess.run"],
+)
+def test_functions_of_installed_packages_are_refused(bases, name):
+    with pytest.raises(ValueError, match=name):
+        import_object(name, "schedule", bases)
 
 
 def test_own_functions_are_accepted_where_a_class_would_do(folder):
@@ -116,18 +119,6 @@ def test_resolve_takes_names_and_classes(folder):
     for wrong in (3, None, "adamv"):
         with pytest.raises(ValueError, match="optimizer_class.*adamw"):
             resolve(wrong, TABLE, "optimizer_class")
-
-
-@pytest.mark.parametrize("name", ["os.system", "builtins.eval", "subprocess.run"])
-def test_the_standard_library_is_not_imported(folder, name):
-    with pytest.raises(ValueError, match=name):
-        import_object(name, "callback")
-
-
-def test_a_class_may_have_to_be_a_subclass(folder):
-    assert import_object("own_parts.Collator", "collator", (object,))
-    with pytest.raises(ValueError, match="own_parts.Collator.*dict"):
-        import_object("own_parts.Collator", "collator", (dict,))
 
 
 # ---- checks of options ----------------------------------------------------------------------------
