@@ -28,7 +28,7 @@ from .gradcache import chunk_batch, encode_with_gradcache
 from .pooling import POOLINGS, document_index, pack_for_encoder
 from ..model.encoder import BertLabModel
 from ..model.mask_filling import eval_mode
-from ..model.huggingface import END_OF_MODEL, check_tokenizer, load_model, save_model
+from ..model.huggingface import check_tokenizer, load_model, save_model
 
 # %% ../../nbs/embeddings/04_bi_encoder.ipynb #f1309f11
 def length_batches(
@@ -268,7 +268,6 @@ class BiEncoder(nn.Module):
         "Write a directory for transformers and sentence-transformers."
         tokenizer = copy.deepcopy(self.tokenizer)
         tokenizer.model_max_length = self.max_sequence_length
-        tokenizer.init_kwargs.pop(END_OF_MODEL, None)  # the length here is a choice
         directory = save_model(self.encoder, tokenizer, directory, family)
         for name, content in st_config_files(self).items():  # modules.json last
             with atomic_write(directory / name) as temporary:

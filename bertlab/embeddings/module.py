@@ -28,7 +28,7 @@ from .gradcache import all_gather, all_gather_with_grad, rank_and_world_size
 from .losses import ContrastiveLoss, DistillationLoss, EmbeddedTexts
 from .pairs import EmbeddingDataModule
 from .pooling import POOLINGS
-from ..model.adapters import adapter_overrides, add_adapter, freeze_weights, layer_depths
+from ..model.adapters import add_adapter, freeze_weights, layer_depths
 from ..model.adapters import make_peft_config, save_adapter
 from ..model.config import BertLabConfig
 from ..model.encoder import BertLabModel
@@ -378,7 +378,6 @@ class EmbeddingModule(TrainingModule):
 
     def _optimizer_settings(self) -> AttributeDict:
         overrides = self.layerwise_rates() | (self.hparams.parameter_overrides or {})
-        overrides = adapter_overrides(self.model, overrides)
         return AttributeDict({**self.hparams, "parameter_overrides": overrides or None})
 
     def configure_optimizers(self) -> dict[str, Any]:

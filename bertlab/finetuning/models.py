@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from .classification import balanced_class_weights
 from .task import Task
-from ..model.adapters import adapter_overrides, block_names, freeze_weights
+from ..model.adapters import block_names, freeze_weights
 from ..model.adapters import layer_depths, save_adapter
 from ..model.config import BertLabConfig
 from ..model.encoder import BertLabPreTrainedModel
@@ -152,7 +152,7 @@ def finetuning_groups(
         model,
         hparams.weight_decay,
         split_hidden=split,
-        overrides=adapter_overrides(model, overrides),
+        overrides=overrides,
     )
     return sorted(groups, key=lambda group: "lr" in group)
 

@@ -6,12 +6,15 @@
 __all__ = ['MULTIPLE', 'FLOAT8_RECIPES', 'float8_layers', 'check_float8_device', 'convert_to_float8']
 
 # %% ../../nbs/model/17_float8.ipynb #11ca6f8a
+from collections.abc import Sequence
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from importlib import import_module
 
 import torch
 from torch import nn
 
+from ..core.names import look_up
 from .activation_checkpointing import transformer_blocks
 
 # %% ../../nbs/model/17_float8.ipynb #84341237
@@ -20,18 +23,19 @@ MULTIPLE = 16  # rows and columns of a float8 product come in sixteens
 
 def float8_layers(
     model: nn.Module,
+    skip: Sequence[str] = (),  # globs of names that keep their precision, such as "*.down_proj"
 ) -> list[str]:  # names
-    "The linear layers that may multiply in float8: inside blocks, both sizes multiples of 16."
+    "List the linear layers that may multiply in float8: in blocks, sizes multiples of 16."
     names = []
     for block_name, block in transformer_blocks(model).items():
         for name, layer in block.named_modules(prefix=block_name):
-            if isinstance(layer, nn.Linear) and not any(n % MULTIPLE for n in layer.weight.shape):
+            fits = isinstance(layer, nn.Linear) and not any(n % MULTIPLE for n in layer.weight.shape)
+            if fits and not any(fnmatchcase(name, pattern) for pattern in skip):
                 names.append(name)
     if not names:
         raise ValueError(
-            f"{type(model).__name__} has no linear layer in its blocks both of whose "
-            f"sizes are multiples of {MULTIPLE}: float8 cannot multiply them; choose "
-            "such a hidden_size and intermediate_size"
+            f"{type(model).__name__} has no linear layer in its blocks whose sizes are multiples "
+            f"of {MULTIPLE}, besides skip={skip}: float8 has nothing to multiply"
         )
     return names
 
@@ -63,11 +67,11 @@ def convert_to_float8(
     recipe: str = "tensorwise",  # one scale a tensor (fastest), or one a row: FLOAT8_RECIPES
     device: torch.device | str | None = None,  # where it will train; None: where it is
     emulate: bool = False,  # round as float8 does, multiply as before: any device, no faster
+    skip: Sequence[str] = (),  # globs of layers that keep their precision
 ) -> list[str]:  # names of the layers that now multiply in float8
     "Let the linear layers of the blocks multiply in float8, through torchao (Micikevicius 2022)."
-    if recipe not in FLOAT8_RECIPES:
-        raise ValueError(f"recipe {recipe!r} is unknown; choose one of {', '.join(FLOAT8_RECIPES)}")
-    names = float8_layers(model)
+    look_up(recipe, dict.fromkeys(FLOAT8_RECIPES), "recipe")
+    names = float8_layers(model, skip)
     if not emulate:
         check_float8_device(next(model.parameters()).device if device is None else device)
     try:

@@ -8,7 +8,8 @@ __all__ = ['WEIGHT_FILES', 'numpy_allowed', 'read_torch_file', 'written_weights'
            'load_state_dict']
 
 # %% ../../nbs/model/09_loading.ipynb #5eb059d9
-import difflib
+import functools
+import itertools
 import os
 import re
 import zipfile
@@ -23,6 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ..core.names import did_you_mean
 from ..core.serialization import load_json
 from .families import FAMILIES, key_table, second_names, their_names
 
@@ -78,32 +80,23 @@ def written_weights(
     path: str | os.PathLike,  # a file, or a new directory of files, that the block writes
     name: str | os.PathLike | None = None,  # what users know it by; None: path
 ) -> Iterator[None]:
-    "Give weights the usual permissions. Raises `OSError` with the name if a drive is full."
+    "Give weights the usual permissions. Raises `OSError` with the name if the disk is full."
     from safetensors import SafetensorError
 
     try:
         yield
     except SafetensorError as error:
-        errno_match = re.search(r"os error (\d+)", str(error))
-        arguments = (
-            (int(errno_match[1]), os.strerror(int(errno_match[1])))
-            if errno_match
-            else (0, str(error))
-        )
-        raise OSError(*arguments, os.fspath(name or path)) from None
-    path = Path(path)
+        raise OSError(f"{name or path} cannot be written: {error}") from None
     os.umask(umask := os.umask(0o077))
-    for file in path.iterdir() if path.is_dir() else [path]:
-        if file.is_file() and not file.stat().st_mode & 0o077:
-            # safetensors creates files for their owner alone; a new file has what the umask leaves.
-            with suppress(OSError):  # a mounted drive may have no permissions
-                file.chmod(0o666 & ~umask)
+    for file in Path(path).iterdir() if Path(path).is_dir() else [Path(path)]:
+        with suppress(OSError):  # a mounted drive may have no permissions
+            file.chmod(0o666 & ~umask)  # safetensors creates files for their owner alone
 
 
 def weight_files(
     source: str | os.PathLike,  # a directory, or a model on the hub
 ) -> list[Path]:
-    "Find the files of a model's weights, one or several. Raises `ValueError` if there are none."
+    "Find the files of a model's weights. Raises `ValueError` if there are none."
     from transformers.utils import cached_file
 
     for name in WEIGHT_FILES:
@@ -113,11 +106,8 @@ def weight_files(
             continue  # try the next name
         if path.suffix != ".json":
             return [path]
-        weight_map = load_json(path).get("weight_map")
-        if not isinstance(weight_map, dict) or not weight_map:
-            raise ValueError(f"{path} is damaged: it has no weight_map that names files")
+        shards = sorted(set((load_json(path).get("weight_map") or {}).values()))
         try:
-            shards = sorted(set(weight_map.values()))
             return [Path(cached_file(os.fspath(source), shard)) for shard in shards]
         except OSError as error:
             reason = str(error).splitlines()[0]
@@ -128,7 +118,7 @@ def weight_files(
     )
 
 
-def _read_file(path: str | os.PathLike) -> dict[str, Any]:
+def _read_file(path: str | os.PathLike) -> Mapping[str, Any]:
     "Read one file of weights. Raises `ValueError`."
     from safetensors import SafetensorError
     from safetensors.torch import load_file
@@ -136,14 +126,10 @@ def _read_file(path: str | os.PathLike) -> dict[str, Any]:
     with open(path, "rb") as file:
         if file.read(24).startswith(b"version https://git-lfs"):
             raise ValueError(
-                f"{path} is a pointer of Git LFS and not the weights: run git lfs pull, or "
-                "download the file"
+                f"{path} is a Git LFS pointer: run git lfs pull, or download the weights"
             )
     if Path(path).suffix != ".safetensors":
-        content = read_torch_file(path)
-        if not isinstance(content, Mapping):
-            raise ValueError(f"{path} holds no state dict: names with tensors")
-        return dict(content)
+        return read_torch_file(path)
     try:
         return load_file(path)
     except SafetensorError as error:
@@ -167,23 +153,25 @@ def _strip_wrappers(state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
 def read_state_dict(
     source: Mapping | str | os.PathLike,  # a state dict, a file, a directory, a name on the hub
 ) -> dict[str, Tensor]:  # by name, on the CPU
-    "Read weights. Of a Lightning checkpoint: those of its module's attribute `model`."
+    "Read weights; of a Lightning checkpoint, those of its module's attribute `model`."
     if isinstance(source, Mapping):
-        content = dict(source)
+        content = source
     elif Path(source).is_file():
         content = _read_file(source)
-    else:
-        # All files before any prefix is removed: every name in one of several may have it.
-        content = {}
-        for path in weight_files(source):
-            content |= _read_file(path)
-    if isinstance(inner := content.get("state_dict"), Mapping):
-        inner = _strip_wrappers(dict(inner))
-        model = {name: w for name, w in inner.items() if name.startswith("model.")}
-        content = {name.removeprefix("model."): w for name, w in model.items()} or inner
-    if not content or not all(isinstance(weight, Tensor) for weight in content.values()):
+    else:  # join all files before removing prefixes: in one of them all names may have one
+        content = {name: w for file in weight_files(source) for name, w in _read_file(file).items()}
+    if isinstance(content, Mapping) and isinstance(content.get("state_dict"), Mapping):
+        state_dict = _strip_wrappers(dict(content["state_dict"]))
+        prefix = "model."
+        content = {
+            name.removeprefix(prefix): weight
+            for name, weight in state_dict.items()
+            if name.startswith(prefix)
+        } or state_dict
+    is_dict = isinstance(content, Mapping) and content
+    if not is_dict or not all(isinstance(weight, Tensor) for weight in content.values()):
         raise ValueError(f"source {str(source)[:80]} holds no state dict: names with tensors")
-    return _strip_wrappers(content)
+    return _strip_wrappers(dict(content))
 
 # %% ../../nbs/model/09_loading.ipynb #176e40a7
 def _translate(
@@ -193,8 +181,8 @@ def _translate(
 ) -> str | None:  # None: the pattern does not match
     if not pattern.startswith("^"):
         pattern = "(.*?)".join(map(re.escape, pattern.split("*")))
-        pieces = target.replace("\\", r"\\").split("*")
-        target = "".join(f"{p}\\{n}" for n, p in enumerate(pieces[:-1], 1)) + pieces[-1]
+        groups = itertools.count(1)
+        target = re.sub(r"\*", lambda star: rf"\{next(groups)}", target.replace("\\", r"\\"))
     match = re.fullmatch(pattern, key)
     return match and match.expand(target)
 
@@ -209,33 +197,31 @@ def apply_key_mapping(
         matches = {key: _translate(key, pattern, target) for key in keys}
         matches = {key: name for key, name in matches.items() if name is not None}
         if not matches:
-            nearest = difflib.get_close_matches(pattern, keys, n=1, cutoff=0)
             raise ValueError(
-                f"load_key_mapping {pattern!r} matches no weight of the model; the most similar "
-                f"one is {nearest[0]!r}"
+                f"load_key_mapping {pattern!r} matches no weight of the model; its names are like "
+                f"{keys[0]!r}{did_you_mean(pattern, keys)}"
             )
         names = matches | names
     return names
 
 # %% ../../nbs/model/09_loading.ipynb #4000efd3
-def get_head(model: nn.Module) -> str:  # how the class of transformers ends
-    "Which head a model has: Model, ForMaskedLM, ForTokenClassification, ..."
+def get_head(model: nn.Module) -> str:  # end of the class's name in transformers
+    "Return the head of a model: Model, ForMaskedLM, ForTokenClassification, ..."
     name = type(model).__name__
-    for head in ("SequenceClassification", "TokenClassification", "QuestionAnswering"):
+    for head in ("ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering"):
         if name.endswith(head):
-            return f"For{head}"
+            return head
     return "ForMaskedLM" if hasattr(model, "head") else "Model"
 
 
 def _naming_schemes(model: nn.Module) -> Iterator[tuple[Callable, str, dict[str, str]]]:
-    "For each family: key -> its names, the encoder's prefix, and second names."
+    "Yield for each family: a function from key to names, the encoder's prefix, second names."
     head = get_head(model)
     yield lambda key: [key], "encoder.", {"head.decoder": "encoder.embeddings.tokens.weight"}
     for model_type, family in FAMILIES.items():
         if head in family.heads:
-            table = key_table(model_type, head)
-            names = lambda key, table=table: their_names(key, table)
-            yield names, f"{family.base}.", second_names(model_type, head)
+            names_of = functools.partial(their_names, table=key_table(model_type, head))
+            yield names_of, f"{family.base}.", second_names(model_type, head)
 
 
 def match_keys(
@@ -252,11 +238,10 @@ def match_keys(
     mapped = apply_key_mapping(keys, key_mapping or {})
     for pattern, target in (key_mapping or {}).items():
         names = list(apply_key_mapping(keys, {pattern: target}).values())
-        if not any(name in state_dict for name in names):
-            nearest = difflib.get_close_matches(names[0], list(state_dict), n=1, cutoff=0)
+        if state_dict.keys().isdisjoint(names):
             raise ValueError(
-                f"load_key_mapping {pattern!r}: the weights have no {names[0]!r}; the most similar "
-                f"name is {nearest[0]!r}"
+                f"load_key_mapping {pattern!r}: the weights have no {names[0]!r}"
+                f"{did_you_mean(names[0], state_dict)}"
             )
     best: tuple[dict[str, list[str]], dict[str, str]] = ({}, {})
     for names_of, prefix, second in _naming_schemes(model):
@@ -305,10 +290,6 @@ class LoadReport:
         return not (self.missing_keys or self.unexpected_keys or self.mismatched_keys)
 
 # %% ../../nbs/model/09_loading.ipynb #9dc34146
-def _describe(tensor: Tensor, shape: list[int]) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')}{shape}"
-
-
 def plan_loading(
     model: nn.Module,  # its shapes are enough: it may be on the meta device
     state_dict: Mapping[str, Tensor],  # of `read_state_dict`
@@ -316,20 +297,17 @@ def plan_loading(
 ) -> tuple[dict[str, list[Tensor]], LoadReport]:  # ours: theirs, to be joined along axis 0
     "Decide which weight goes where; nothing is changed."
     matches, second = match_keys(model, state_dict, key_mapping)
-    targets, plan, report, loaded = model.state_dict(keep_vars=True), {}, LoadReport(), set()
+    targets, plan, report = model.state_dict(keep_vars=True), {}, LoadReport()
     for key, names in matches.items():
-        parts, target = [state_dict[name] for name in names], targets[key]
-        shape = list(parts[0].shape)
-        shape[:1] = [sum(len(part) for part in parts)] if shape else []
-        is_float = parts[0].is_floating_point()
-        if shape != list(target.shape) or is_float != target.is_floating_point():
-            stored, expected = _describe(parts[0], shape), _describe(target, list(target.shape))
-            report.mismatched_keys.append(f"{key}: {stored} in the file, {expected} in the model")
-            continue
-        plan[key] = parts
-        loaded.add(id(target))
+        parts, shape = [state_dict[name] for name in names], list(targets[key].shape)
+        if [sum(map(len, parts)), *parts[0].shape[1:]] == shape or parts[0].shape == shape == []:
+            plan[key] = parts
+        else:
+            stored = " + ".join(str(list(part.shape)) for part in parts)
+            report.mismatched_keys.append(f"{key}: {stored} in the file, {shape} in the model")
     report.loaded = list(plan)
     # A weight that is the same object as a loaded one is loaded as well.
+    loaded = {id(targets[key]) for key in plan}
     report.missing_keys = [
         key for key in targets if key not in matches and id(targets[key]) not in loaded
     ]
@@ -350,13 +328,12 @@ def check_finite(
 ) -> None:
     "Raise `ValueError` for weights that hold NaN or infinity."
     for name, weight in state_dict.items():
-        if weight.is_floating_point() and not weight.is_meta:
-            wide = weight if weight.element_size() > 1 else weight.float()
-            if not wide.isfinite().all():
-                raise ValueError(
-                    f"the weights of {source} are damaged: {name} holds NaN or infinity; take an "
-                    "earlier checkpoint"
-                )
+        weight = weight.float() if weight.element_size() == 1 else weight  # float8 has no isfinite
+        if not weight.is_meta and not weight.isfinite().all():
+            raise ValueError(
+                f"the weights of {source} are damaged: {name} holds NaN or infinity; take an "
+                "earlier checkpoint"
+            )
 
 
 def load_state_dict(

@@ -29,7 +29,7 @@ from ..core.names import import_object, resolve
 from ..data.rows import IGNORE_INDEX, NON_MODEL_KEYS
 from ..data.tokenizers import check_same_vocabulary, load_tokenizer
 from ..model.activation_checkpointing import checkpoint_activations, parse_checkpointing
-from ..model.adapters import adapter_overrides, add_adapter, freeze_weights, make_peft_config
+from ..model.adapters import add_adapter, freeze_weights, make_peft_config
 from ..model.adapters import trained_fractions
 from ..model.attention import raise_recompile_limit
 from ..model.config import SPECIAL_TOKEN_IDS, BertLabConfig
@@ -116,7 +116,7 @@ def build_param_groups(
         model,
         weight_decay=options.weight_decay,
         split_hidden=optimizer_spec(options.optimizer_class).split_hidden,
-        overrides=adapter_overrides(model, options.parameter_overrides),
+        overrides=options.parameter_overrides,
     )
 
 

@@ -62,7 +62,7 @@ def run(place, output, steps, resume=False, **options):
 OPTIONS = {
     "lora": dict(adapter={"type": "lora", "r": 4, "lora_dropout": 0.1}),
     "dora, recomputed": dict(adapter="dora", gradient_checkpointing="full"),
-    "ia3, one block frozen": dict(adapter="ia3", freeze=1),
+    "one block frozen": dict(adapter="lora", freeze=1),
     "frozen patterns": dict(freeze=["embeddings", "*.mlp.*"]),
 }
 
