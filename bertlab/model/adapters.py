@@ -48,7 +48,10 @@ def make_peft_config(
 ) -> Any:  # a peft.LoraConfig
     "Read an adapter's setting. Raises `ValueError` for an unknown type or option."
     options = {"type": setting} if isinstance(setting, str) else dict(setting)
-    defaults, config_class = look_up(options.pop("type", "lora"), ADAPTERS, "adapter"), _peft().LoraConfig
+    defaults, config_class = (
+        look_up(options.pop("type", "lora"), ADAPTERS, "adapter"),
+        _peft().LoraConfig,
+    )
     check_options(config_class, options, "adapter")
     start, bias = str(options.get("init_lora_weights")), options.get("bias", "none")
     if start.startswith(("pissa", "olora", "loftq", "corda", "lora_ga")) or bias != "none":

@@ -29,7 +29,9 @@ def float8_layers(
     names = []
     for block_name, block in transformer_blocks(model).items():
         for name, layer in block.named_modules(prefix=block_name):
-            fits = isinstance(layer, nn.Linear) and not any(n % MULTIPLE for n in layer.weight.shape)
+            fits = isinstance(layer, nn.Linear) and not any(
+                n % MULTIPLE for n in layer.weight.shape
+            )
             if fits and not any(fnmatchcase(name, pattern) for pattern in skip):
                 names.append(name)
     if not names:

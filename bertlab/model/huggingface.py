@@ -228,7 +228,11 @@ def from_huggingface(
         if loaded.padded_because is not None:
             raise ValueError(f"{str(source)!r} cannot be converted: {loaded.padded_because}")
         return loaded.model
-    name, model_type, state_dict = type(source).__name__, source.config.model_type, source.state_dict()
+    name, model_type, state_dict = (
+        type(source).__name__,
+        source.config.model_type,
+        source.state_dict(),
+    )
     prefix = FAMILIES[model_type].prefix if model_type in FAMILIES else ""
     head = name.removeprefix(prefix)
     config = to_bertlab_config(source.config, head)
@@ -418,13 +422,20 @@ def _warn_once(line: str) -> None:
 
 # Those of transformers 4 have the special tokens, and win over the files that are written today.
 _OLD_FILES = ("special_tokens_map.json", "added_tokens.json")
+
+
 def _replaced_files(directory: Path, with_tokenizer: bool) -> set[str]:
     "List files of an older model, and of its tokenizer, that would be read with the new ones."
     names = {path.name for path in directory.iterdir()}
     shards = r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?"
     replaced = {name for name in names if re.fullmatch(shards, name)}
     # A word list alone is a file of the user's.
-    if with_tokenizer and names & {"config.json", "tokenizer.json", "tokenizer_config.json", *_OLD_FILES}:
+    if with_tokenizer and names & {
+        "config.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        *_OLD_FILES,
+    }:
         replaced |= names & {*TOKENIZER_FILES, "merges.txt", "tokenizer.model", *_OLD_FILES}
     return replaced
 

@@ -74,7 +74,7 @@ def test_a_redrawn_state_leaves_no_line_behind_however_wide_its_letters_are(text
     ids, terminal = torch.tensor([tokenizer(text)["input_ids"]]), io.StringIO()
     view, no = LiveView(tokenizer, terminal, columns), torch.zeros_like(ids, dtype=torch.bool)
     for _ in range(4):
-        view(0, SamplingStep(ids, no, no, torch.ones(ids.shape), True))
+        view(0, SamplingStep(ids, no, no, torch.ones(ids.shape)))
     screen = screen_of(terminal.getvalue(), columns)
     assert "".join(screen).replace(" ", "") == f"3{text}".replace(" ", "") and screen[-1] == ""
 
@@ -84,7 +84,7 @@ def test_a_break_in_a_text_does_not_break_the_line_of_the_show():
     ids = torch.tensor([tokenizer("a b\nc\td")["input_ids"]])
     no = torch.zeros_like(ids, dtype=torch.bool)
     assert (
-        show_state(tokenizer, SamplingStep(ids, no, no, torch.ones(ids.shape), True), colours=False)
+        show_state(tokenizer, SamplingStep(ids, no, no, torch.ones(ids.shape)), colours=False)
         == "a b c d"
     )
 

@@ -233,9 +233,7 @@ def adapted(base, adapter="lora", **options):
     return module
 
 
-@pytest.mark.parametrize(
-    "adapter, part", [({"type": "lora", "r": 2}, "lora_"), ("dora", "lora_")]
-)
+@pytest.mark.parametrize("adapter, part", [({"type": "lora", "r": 2}, "lora_"), ("dora", "lora_")])
 def test_an_adapter_trains_and_the_encoder_below_stays(base, adapter, part):
     module = adapted(base, adapter)
     before = {n: p.detach().clone() for n, p in module.named_parameters()}
