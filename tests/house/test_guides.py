@@ -40,9 +40,9 @@ def test_the_table_of_migration_has_the_defaults():
             assert argument and ast.literal_eval(argument[1]) == ast.literal_eval(theirs), back
         listed[where, name] = theirs
     # The first cell of data holds the reference's defaults; the table lists exactly those that differ.
-    data = next(source(cell) for cell in cells if source(cell).startswith("THEIRS = "))
+    data = next(source(cell) for cell in cells if source(cell).startswith("BERTBLOCKS_DEFAULTS = "))
     names: dict = {"bertlab": bertlab, "inspect": inspect}
     exec(data.rpartition("\n")[0], names)
-    differ = {(where, name) for where, defaults in names["THEIRS"].items() for name, theirs in defaults.items()
+    differ = {(where, name) for where, defaults in names["BERTBLOCKS_DEFAULTS"].items() for name, theirs in defaults.items()
               if names["default_here"](where, name) != theirs}  # fmt: skip
     assert set(listed) == differ and len(listed) >= 10
