@@ -93,9 +93,8 @@ from .train.modules import PretrainingModule as PretrainingModule
 from .train.history import History as History
 from .train.parallel import FullyShardedStrategy as FullyShardedStrategy
 from .train.parallel import get_strategy as get_strategy
+from .train.resume import latest_checkpoint as latest_checkpoint
 from .train.checkpoints import TrainingCheckpoint as TrainingCheckpoint
-from .train.checkpoints import latest_checkpoint as latest_checkpoint
-from .train.model_directories import ModelDirectories as ModelDirectories
 from .train.batch_size import BatchSizeScheduler as BatchSizeScheduler
 from .train.stopping import NonFiniteGuard as NonFiniteGuard
 from .train.stopping import SpikeGuard as SpikeGuard

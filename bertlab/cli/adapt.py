@@ -28,8 +28,9 @@ from ..model.context import extend_context
 from ..model.huggingface import merged_copy, save_model
 from ..model.loading import check_finite
 from ..train.averages import average_weights, find_models, greedy_soup, save_average
-from ..train.checkpoints import read_checkpoint
-from ..train.model_directories import read_sentence_transformers_files, atomic_directory
+from ..train.resume import read_checkpoint
+from ..core.files import atomic_directory
+from ..model.huggingface import read_sentence_transformers_files
 from ..train.initialization import load_encoder
 from ..train.trainer import make_trainer
 

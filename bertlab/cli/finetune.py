@@ -33,8 +33,9 @@ from ..finetuning.runs import metric_rank, prepare
 from ..model.config import SPECIAL_TOKEN_IDS
 from ..optim.optimizers import optimizer_spec
 from ..train.averages import EMA
-from ..train.checkpoints import TrainingCheckpoint, TrainingInterrupted, check_same_run
-from ..train.checkpoints import latest_checkpoint, read_checkpoint, run_fingerprint
+from ..train.checkpoints import TrainingCheckpoint, TrainingInterrupted
+from ..train.resume import check_same_run
+from ..train.resume import latest_checkpoint, read_checkpoint, run_fingerprint
 from ..train.config import PROGRESS
 from ..train.history import History
 from ..train.monitors import get_progress

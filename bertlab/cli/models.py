@@ -29,7 +29,7 @@ from ..model.huggingface import check_tokenizer
 from ..model.mask_filling import fill_masks
 from ..train.estimate import MemoryEstimate, estimate_memory
 from ..train.initialization import load_encoder
-from ..train.model_directories import saved_models
+from ..train.checkpoints import saved_models
 from ..train.modules import PretrainingModule
 from ..train.objectives import collator_objective
 from ..train.parallel import FullyShardedStrategy, get_strategy, num_processes

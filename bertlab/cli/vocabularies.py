@@ -26,10 +26,7 @@ from ..model.heads import TokenPredictionModel
 from ..model.huggingface import save_model
 from ..model.vocabulary import ModelAndTokenizer, extend_vocabulary
 from ..model.vocabulary import masked_bits_per_byte, transplant_vocabulary, trim_vocabulary
-from bertlab.train.model_directories import (
-    SENTENCE_TRANSFORMERS_FILES,
-    read_sentence_transformers_files,
-)
+from ..model.huggingface import SENTENCE_TRANSFORMERS_FILES, read_sentence_transformers_files
 from ..train.initialization import load_encoder
 from .models import find_model_directory
 

@@ -21,7 +21,7 @@ from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
 from ..data.tokenizers import load_tokenizer
 from .models import save_predictor
 from .module import FinetuningModule
-from ..train.checkpoints import read_checkpoint
+from ..train.resume import read_checkpoint
 from ..train.history import History
 from ..train.stopping import NonFiniteGuard
 from ..train.trainer import make_trainer, seed_everything

@@ -8,8 +8,8 @@ from . import modules as modules
 from . import history as history
 from . import parallel as parallel
 from . import xla as xla
+from . import resume as resume
 from . import checkpoints as checkpoints
-from . import model_directories as model_directories
 from . import stopping as stopping
 from . import batch_size as batch_size
 from . import monitors as monitors

@@ -24,10 +24,8 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 from ..data.tokenizers import TOKENIZER_FILES, load_tokenizer
 from ..model.huggingface import read_config
 from ..model.loading import check_finite, read_state_dict, written_weights
-from bertlab.train.model_directories import (
-    read_sentence_transformers_files,
-    saved_models,
-)
+from ..model.huggingface import read_sentence_transformers_files
+from .checkpoints import saved_models
 from ..core.files import atomic_directory
 from ..core.names import check_range
 

@@ -39,10 +39,7 @@ from ..model.huggingface import check_tokenizer, load_model, merged_copy
 from ..model.layers import gather_positions
 from ..model.mask_filling import encode_masked, max_input_length
 from .model_cards import make_card
-from bertlab.train.model_directories import (
-    SENTENCE_TRANSFORMERS_FILES,
-    read_sentence_transformers_files,
-)
+from ..model.huggingface import SENTENCE_TRANSFORMERS_FILES, read_sentence_transformers_files
 
 # %% ../../nbs/train/25_export.ipynb #8120c314
 OUTPUTS = {  # of a masked language model, with the axes of each

@@ -21,10 +21,7 @@ import yaml
 from ..core.serialization import dump_yaml, load_json, load_yaml
 from ..core.files import RUN_FILE, atomic_write
 from ..core.names import check_range
-from bertlab.train.model_directories import (
-    SENTENCE_TRANSFORMERS_FILES,
-    read_sentence_transformers_files,
-)
+from ..model.huggingface import SENTENCE_TRANSFORMERS_FILES, read_sentence_transformers_files
 
 # %% ../../nbs/train/24_model_cards.ipynb #4c52af64
 DEVICE_WATTS = {  # power limits of the manufacturers' data sheets, W

@@ -412,10 +412,10 @@ class PretrainingModule(TrainingModule):
         if not any(isinstance(c, ModelCheckpoint) for c in trainer.checkpoint_callbacks):
             return
         if getattr(strategy, "_save_distributed_checkpoint", False):  # it uses no checkpoint_io
-            if not any(getattr(c, "writes_models", False) for c in trainer.callbacks):
+            if not any(getattr(c, "models", None) for c in trainer.callbacks):
                 rank_zero_warn(
-                    "checkpoints in shards have no directories for transformers beside them: add "
-                    "ModelDirectories to the callbacks, or use strategy='fsdp'"
+                    "checkpoints in shards have no directories for transformers beside them: use "
+                    "TrainingCheckpoint(..., models=DIRECTORY), or strategy='fsdp'"
                 )
         elif not isinstance(strategy.checkpoint_io, HuggingFaceCheckpointIO):
             strategy.checkpoint_io = HuggingFaceCheckpointIO(strategy.checkpoint_io, self)

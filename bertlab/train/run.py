@@ -47,11 +47,10 @@ from ..model.float8 import convert_to_float8
 from ..model.losses import unigram_counts, unigram_entropy
 from ..optim.optimizers import optimizer_spec
 from .averages import EMA
-from .checkpoints import TrainingCheckpoint, TrainingInterrupted, check_resume
-from .checkpoints import latest_checkpoint
+from .checkpoints import TrainingCheckpoint, TrainingInterrupted
+from .resume import check_resume, latest_checkpoint
 from .config import PretrainingConfig, PretrainRunConfig, RunConfig
 from .history import History
-from .model_directories import ModelDirectories
 from .modules import PretrainingModule, build_optimizer, clock_budget
 from .modules import collator_objective
 from .monitors import MemoryMonitor, Throughput, build_loggers, get_progress
@@ -150,14 +149,11 @@ def run_callbacks(
     ]
     if run.ema_decay is not None:
         callbacks.append(EMA(run.ema_decay))
-    if run.models:
-        callbacks.append(
-            ModelDirectories(output / "models", parts.tokenizer, run.checkpoint_every_steps,
-                             keep_last=run.keep_last, keep_best=run.keep_best)
-        )  # fmt: skip
+    models = output / "models" if run.models else None
     callbacks.append(
-        TrainingCheckpoint(output / "checkpoints", run.checkpoint_every_steps, run.keep_last)
-    )
+        TrainingCheckpoint(output / "checkpoints", run.checkpoint_every_steps, run.keep_last,
+                           models, run.keep_best)
+    )  # fmt: skip
     if run.report:
         callbacks.append(RunReport(output, history, configuration))
     return [*callbacks, *parts.trainer.get("callbacks", [])]
@@ -388,8 +384,8 @@ class Run:
         results = self.trainer.validate(self.module, self.data, verbose=False)
         metrics = results[0] if results else {}  # none with trainer.limit_val_batches=0
         for callback in self.trainer.callbacks:
-            if isinstance(callback, ModelDirectories) and callback.monitor in metrics:
-                callback.save_best(self.trainer, self.module, metrics[callback.monitor])
+            if metrics and isinstance(callback, TrainingCheckpoint):
+                callback.save_best(self.trainer, self.module)
         return metrics or last
 
 # %% ../../nbs/train/21_run.ipynb #f9e28588

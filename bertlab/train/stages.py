@@ -20,9 +20,9 @@ from ..core.files import RUN_FILE, atomic_write, check_run_directory, lock_direc
 from ..core.files import prepare_run_directory
 from ..core.serialization import dump_yaml, load_json, load_yaml
 from ..data.sources import expand_sources, is_local
-from .checkpoints import latest_checkpoint, read_checkpoint
+from .resume import latest_checkpoint, read_checkpoint
 from .history import print_line
-from .model_directories import saved_models
+from .checkpoints import saved_models
 from .reports import is_finished
 from .run import MODEL, TOKENIZER, Run, RunParts, build_pretraining, check_beginning
 from .run import build_data, check_options, complete_config

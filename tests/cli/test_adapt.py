@@ -23,7 +23,7 @@ from bertlab.model.huggingface import save_model
 from bertlab.model.task_heads import BertLabForSequenceClassification, BertLabForSpanClassification
 from bertlab.train.averages import save_average
 from bertlab.train.model_cards import push_model
-from bertlab.train.model_directories import read_sentence_transformers_files
+from bertlab.model.huggingface import read_sentence_transformers_files
 from bertlab.train.initialization import load_encoder
 
 WORDS = [f"w{i}" for i in range(30)]

@@ -20,7 +20,8 @@ from called import pretrain, resumed_config, validate  # noqa: E402
 from bertlab.data.module import PretrainingDataModule
 from bertlab.train import run as run_module
 from bertlab.data.tokenizers import train_tokenizer
-from bertlab.train.checkpoints import TrainingInterrupted, latest_checkpoint
+from bertlab.train.checkpoints import TrainingInterrupted
+from bertlab.train.resume import latest_checkpoint
 from bertlab.train.parallel import LaunchInfo
 from bertlab.train.run import Run, build_pretraining, complete_config, resolve_config
 

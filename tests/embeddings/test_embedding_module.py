@@ -27,14 +27,8 @@ from bertlab.embeddings.losses import EmbeddedTexts
 from bertlab.embeddings.module import EmbeddingModule, ranks_of
 from bertlab.embeddings.pairs import EmbeddingDataModule
 from bertlab.optim.groups import main_param_group
-from bertlab.train.checkpoints import (
-    TrainingCheckpoint,
-    RunCheckpoint,
-    check_resume,
-    latest_checkpoint,
-    check_same_run,
-    run_fingerprint,
-)
+from bertlab.train.checkpoints import TrainingCheckpoint
+from bertlab.train.resume import check_resume, latest_checkpoint, check_same_run, run_fingerprint
 from bertlab.train.history import History
 from bertlab.train.trainer import make_trainer, seed_everything
 
@@ -126,7 +120,7 @@ class StopAt(Callback):
 def test_a_run_that_was_stopped_goes_on_bit_by_bit(tmp_path):
     def run(stop_at, seed=0, checkpoint=None):
         keeper, history = (
-            RunCheckpoint(tmp_path / f"{stop_at}-{seed}.ckpt", every_n_steps=100),
+            TrainingCheckpoint(tmp_path / f"{stop_at}-{seed}", every_n_steps=100),
             History(),
         )
         module, data = (
@@ -141,7 +135,7 @@ def test_a_run_that_was_stopped_goes_on_bit_by_bit(tmp_path):
     whole, losses = run(8)
     run(3)
     resumed, later = run(
-        8, seed=1, checkpoint=tmp_path / "3-0.ckpt"
+        8, seed=1, checkpoint=tmp_path / "3-0" / "step-00000003.ckpt"
     )  # other first weights, which must not matter
     assert torch.equal(whole, resumed)
     assert list(later)[-5:] == list(losses)[-5:]

@@ -17,7 +17,7 @@ from bertlab.embeddings.pairs import (
     hold_out_pairs,
     read_pairs,
 )
-from bertlab.train.checkpoints import check_same_run, run_fingerprint
+from bertlab.train.resume import check_same_run, run_fingerprint
 
 ROWS = [{"query": "how far", "positive": "two miles", "negative": ["red", "blue"]},
         {"query": "how long", "positive": "an hour", "negative": ["green"]}]  # fmt: skip

@@ -53,7 +53,7 @@ from bertlab.explorers.widgets import downsample
 from bertlab.model.config import modernbert_tiny
 from bertlab.model.heads import BertLabForMaskedLM
 from bertlab.optim.schedulers import SCHEDULE_KINDS, Schedule
-from bertlab.train.checkpoints import RunCheckpoint
+from bertlab.train.checkpoints import TrainingCheckpoint
 from bertlab.train.history import History
 from bertlab.train.modules import PretrainingModule
 from bertlab.train.reports import stop_reason
@@ -509,14 +509,14 @@ class Finger(History):
 def test_the_button_ends_a_run_after_a_step(notebook, tmp_path):
     monitor = TrainingMonitor(checkpoint=tmp_path / "stopped.ckpt")
     finger = Finger(monitor, 5)  # the second of the two batches of step 3 is the sixth
-    regular = RunCheckpoint(tmp_path / "run.ckpt", every_n_steps=100)
+    regular = TrainingCheckpoint(tmp_path / "run", every_n_steps=100)
     trainer = train([finger, monitor, regular], 20, accumulate_grad_batches=2)
     assert (
         trainer.global_step == monitor.stopped_at == 3
         and stop_reason(trainer) == "its stop button was pressed"
     )
-    for name in ("stopped", "run"):
-        assert torch.load(tmp_path / f"{name}.ckpt", weights_only=False)["global_step"] == 3
+    for path in (tmp_path / "stopped.ckpt", tmp_path / "run" / "step-00000003.ckpt"):
+        assert torch.load(path, weights_only=False)["global_step"] == 3
     plain = History(fetch_every=1)
     train([plain], 3, accumulate_grad_batches=2)
     assert (monitor.column("train_loss") == plain.column("train_loss")).all()

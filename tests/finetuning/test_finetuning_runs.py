@@ -20,7 +20,8 @@ from bertlab.finetuning.runs import (
     finetune_seeds,
 )
 from bertlab.finetuning.models import load_task_model
-from bertlab.train.checkpoints import TrainingCheckpoint, TrainingInterrupted, latest_checkpoint
+from bertlab.train.checkpoints import TrainingCheckpoint, TrainingInterrupted
+from bertlab.train.resume import latest_checkpoint
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 PLAIN = {"precision": "32-true", "accelerator": "cpu"}
@@ -56,10 +57,10 @@ class StopAfter(Callback):
         self.series, self.step = series, step
 
     def on_train_batch_end(self, trainer, pl_module, *_):
-        self.series.signals.asked |= trainer.global_step == self.step
+        self.series.stop_requested |= trainer.global_step == self.step
 
     def on_validation_end(self, trainer, pl_module):
-        self.series.signals.asked |= self.step is None and trainer.current_epoch == 1
+        self.series.stop_requested |= self.step is None and trainer.current_epoch == 1
 
 
 @pytest.mark.parametrize("interrupted", [False, True])

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import save_file
 from test_training import CONFIG, Texts, train
 
-from bertlab.train.checkpoints import RunCheckpoint
+from bertlab.train.checkpoints import TrainingCheckpoint
 from bertlab.model.config import bert_tiny, modernbert_tiny, roberta_base
 from bertlab.model.huggingface import to_huggingface
 from bertlab.model.encoder import BertLabModel
@@ -94,13 +94,13 @@ def test_a_model_of_transformers_in_many_files_is_read_as_in_one(family, tmp_pat
 
 
 def test_a_checkpoint_of_a_run_is_read_without_running_its_code(tmp_path):
-    weights, _ = train(Texts(), 3, [RunCheckpoint(tmp_path / "last.ckpt")])
+    weights, _ = train(Texts(), 3, [TrainingCheckpoint(tmp_path)])
     from bertlab.model.config import BertLabConfig
 
     target = BertLabForMaskedLM(
         BertLabConfig(**{**CONFIG, "embedding_dropout": 0.1, "mlp_dropout": 0.1})
     )
-    assert load_state_dict(target, tmp_path / "last.ckpt").complete
+    assert load_state_dict(target, tmp_path / "step-00000003.ckpt").complete
     assert all(torch.equal(weight, weights[name]) for name, weight in target.state_dict().items())
 
 

@@ -21,8 +21,8 @@ from bertlab.train.averages import (
     greedy_soup,
     save_average,
 )
-from bertlab.train.checkpoints import TrainingCheckpoint, latest_checkpoint
-from bertlab.train.model_directories import ModelDirectories
+from bertlab.train.checkpoints import TrainingCheckpoint
+from bertlab.train.resume import latest_checkpoint
 from bertlab.train.modules import PretrainingModule
 from bertlab.train.trainer import make_trainer, seed_everything
 
@@ -60,8 +60,8 @@ def run(text, output, steps, average, resume=False, **options):
     module = PretrainingModule({**CONFIG, "num_hidden_layers": 1, "mlp_dropout": 0.1}, learning_rate=1e-2,
                                scheduler_warmup_steps=2, **options)  # fmt: skip
     seen = Seen()
-    callbacks = [seen, *([average] if average else []), ModelDirectories(output / "models", module.tokenizer, 100),
-                 TrainingCheckpoint(output / "checkpoints", 3)]  # fmt: skip
+    saving = TrainingCheckpoint(output / "checkpoints", 3, models=output / "models")
+    callbacks = [seen, *([average] if average else []), saving]
     trainer = make_trainer(
         steps, "32-true", accelerator="cpu", val_check_steps=3, callbacks=callbacks
     )

@@ -21,13 +21,8 @@ from bertlab.data.packing import PackedDataset
 from bertlab.model.heads import BertLabForCausalLM
 from bertlab.model.config import BertLabConfig
 from bertlab.train.averages import EMA
-from bertlab.train.checkpoints import (
-    TrainingCheckpoint,
-    latest_checkpoint,
-    run_fingerprint,
-    validates_after_batch,
-)
-from bertlab.train.model_directories import ModelDirectories, saved_models
+from bertlab.train.checkpoints import TrainingCheckpoint, saved_models, validates_after_batch
+from bertlab.train.resume import latest_checkpoint, run_fingerprint
 from bertlab.train.modules import PretrainingModule
 from bertlab.train.steps import plain_options
 from bertlab.train.trainer import make_trainer
@@ -289,7 +284,7 @@ def test_the_causal_twin_is_stretched_as_its_encoder_is():
 
 def test_no_validation_follows_where_there_is_no_row_to_validate_on(tmp_path):
     module, data = module_of(), data_of(val=[])
-    models = ModelDirectories(tmp_path / "models", TOKENIZER, every_n_steps=2, keep_last=9)
+    models = TrainingCheckpoint(tmp_path / "run", 2, keep_last=9, models=tmp_path / "models")
     trainer = make_trainer(6, "32-true", accelerator="cpu", val_check_steps=2, callbacks=[models])
     trainer.fit(module, data)
     states = saved_models(tmp_path / "models").values()

@@ -13,7 +13,8 @@ from torch.nn import functional as F
 
 from bertlab.train.history import History
 from bertlab.model.huggingface import save_model
-from bertlab.train.model_directories import full_state_dict, atomic_directory
+from bertlab.core.files import atomic_directory
+from bertlab.train.parallel import full_state_dict
 from bertlab.train.distill import (
     DistillationModule,
     check_same_words,

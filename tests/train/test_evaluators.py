@@ -13,7 +13,8 @@ from stop_at import StopAt
 from bertlab.data.module import PretrainingDataModule
 from bertlab.data.tokenizers import train_tokenizer
 from bertlab.model.mask_filling import fill_mask
-from bertlab.train.checkpoints import RunCheckpoint, TrainingInterrupted
+from bertlab.train.checkpoints import TrainingCheckpoint, TrainingInterrupted
+from bertlab.train.resume import latest_checkpoint
 from bertlab.train.evaluators import (
     EvalBatchSpec,
     Evaluator,
@@ -50,6 +51,7 @@ def run(tokenizer, evaluators, steps=6, more=(), kept=None, **options):
     trainer = make_trainer(
         steps, callbacks=[history, callback, *more], **{"precision": "32-true", **options}
     )
+    kept = kept and latest_checkpoint(kept)
     trainer.fit(module, data, ckpt_path=kept, weights_only=True)
     return module, data, history, callback, trainer
 
@@ -98,7 +100,7 @@ def test_a_run_that_ends_before_its_last_number_is_asked_once_at_its_end(
     early = {
         "steps": 50,
         **early,
-        "more": [*early.get("more", []), RunCheckpoint(path, every_n_steps=1)],
+        "more": [*early.get("more", []), TrainingCheckpoint(path, every_n_steps=1)],
     }
     *_, callback, trainer = run(tokenizer, make(), **early)
     assert 1 < trainer.global_step < 40

@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import run_on_ranks
 
-from bertlab.train.checkpoints import RunCheckpoint
+from bertlab.train.checkpoints import TrainingCheckpoint
+from bertlab.train.resume import latest_checkpoint
 from bertlab.train.history import History
 from bertlab.train.stopping import NonFiniteGuard, SpikeGuard, spike_limits
 from bertlab.model.losses import LossSums
@@ -77,6 +78,7 @@ def fit(steps, loader, callbacks=(), make_optimizer=None, ckpt_path=None, val=No
     "Train the line; return module, history and trainer."
     module, history = Line(make_optimizer), History()
     trainer = make_trainer(steps, "32-true", "cpu", callbacks=[history, *callbacks], **options)
+    ckpt_path = ckpt_path and (latest_checkpoint(ckpt_path) or ckpt_path)
     trainer.fit(module, loader, val, ckpt_path=ckpt_path)
     return module, history, trainer
 
@@ -141,12 +143,12 @@ def test_too_many_in_a_row_stop_the_run_and_say_what_to_try(tmp_path, capsys):
     path, bad = tmp_path / "last.ckpt", {i: NAN for i in range(7, 100)}
     before, _, _ = fit(7, Numbered(range(7)))
     guard = NonFiniteGuard(max_in_a_row=5)
-    module, _, trainer = fit(100, Numbered(range(100), bad), [guard, RunCheckpoint(path)])
+    module, _, trainer = fit(100, Numbered(range(100), bad), [guard, TrainingCheckpoint(path)])
     # The first look that finds five: 7 good steps, then bad ones up to a multiple of five.
     assert trainer.global_step == 15 and guard.num_skipped == 8 and same_weights(before, module)
     assert guard.reason.startswith("8 steps in a row") and "learning_rate" in guard.reason
     assert capsys.readouterr().out.count("stopping after step 15") == 1
-    assert torch.load(path, weights_only=True)["global_step"] == 15
+    assert torch.load(latest_checkpoint(path), weights_only=True)["global_step"] == 15
     # Resumed on sound data it goes on; what was counted stays counted.
     again = NonFiniteGuard(max_in_a_row=5)
     _, _, trainer = fit(22, Numbered(range(100)), [again], ckpt_path=path)
@@ -155,7 +157,7 @@ def test_too_many_in_a_row_stop_the_run_and_say_what_to_try(tmp_path, capsys):
 
 def test_a_streak_goes_on_over_a_resume(tmp_path):
     path, bad = tmp_path / "last.ckpt", {i: NAN for i in range(3, 100)}
-    fit(6, Numbered(range(100), bad), [NonFiniteGuard(5), RunCheckpoint(path)])
+    fit(6, Numbered(range(100), bad), [NonFiniteGuard(5), TrainingCheckpoint(path)])
     guard = NonFiniteGuard(5)
     _, _, trainer = fit(50, Numbered(range(100), bad), [guard], ckpt_path=path)
     assert trainer.global_step == 10 and guard.reason.startswith("7 steps in a row")
@@ -327,7 +329,7 @@ def test_counts_and_histories_survive_a_resume(tmp_path, stop_at):
     make = lambda: [SpikeGuard(), NonFiniteGuard()]  # noqa: E731
     slow = lambda w: torch.optim.AdamW(w, lr=0.01, fused=True)  # noqa: E731
     whole, record, _ = fit(90, Numbered(range(90), bad), one := make(), slow)
-    fit(stop_at, Numbered(range(90), bad), [*make(), RunCheckpoint(path)], slow)
+    fit(stop_at, Numbered(range(90), bad), [*make(), TrainingCheckpoint(path)], slow)
     resumed, again, _ = fit(90, Numbered(range(90), bad), two := make(), slow, path)
     assert same_weights(whole, resumed)
     assert [g.num_skipped for g in one] == [g.num_skipped for g in two] == [4, 1]

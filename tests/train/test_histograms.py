@@ -6,7 +6,7 @@ import torch
 from lightning.pytorch.loggers import TensorBoardLogger
 from test_training import CONFIG, Texts, equal, train
 
-from bertlab.train.checkpoints import RunCheckpoint
+from bertlab.train.checkpoints import TrainingCheckpoint
 from bertlab.train.histograms import (
     thin,
     WeightHistograms,
@@ -123,8 +123,8 @@ def test_records_and_bits_survive_a_resume(tmp_path):
     weights, _ = train(Texts(), 8)
     whole, parts = make(), make()
     watched, _ = train(Texts(), 8, [whole])
-    train(Texts(), 4, [make(), RunCheckpoint(path)])
-    resumed, _ = train(Texts(), 8, [parts, RunCheckpoint(path)], path)
+    train(Texts(), 4, [make(), TrainingCheckpoint(path)])
+    resumed, _ = train(Texts(), 8, [parts, TrainingCheckpoint(path)], path)
     assert equal(weights, watched) and equal(weights, resumed)
     assert list(parts.records) == [0, 2, 4, 6, 8]
     for a, b in zip(whole.histograms, parts.histograms):

@@ -14,10 +14,11 @@ from lightning.pytorch.callbacks import Callback
 from test_training import CONFIG, word_tokenizer
 
 from bertlab.train.history import History
-from bertlab.train.model_directories import ModelDirectories, read_state
+from bertlab.core.serialization import load_json
+from bertlab.train.checkpoints import STATE_FILE, TrainingCheckpoint
 from bertlab.data.module import PretrainingDataModule
 from bertlab.train.modules import PretrainingModule
-from bertlab.train.checkpoints import TrainingCheckpoint, check_resume, latest_checkpoint
+from bertlab.train.resume import check_resume, latest_checkpoint
 from bertlab.train.trainer import make_trainer, seed_everything
 
 STEPS, EVERY, WINDOW = 18, 3, 2  # optimizer steps, those between checkpoints, micro-batches in one
@@ -94,8 +95,7 @@ def run(folder, text, options, kill=None, at=None):
                                scheduler_warmup_steps=3)  # fmt: skip
     history = History()
     callbacks = [history, Deaths(folder / "position", at if kill == "step" else None),
-                 ModelDirectories(folder / "models", tokenizer, every_n_steps=6, keep_last=2),
-                 TrainingCheckpoint(folder / "checkpoints", EVERY, keep_last=2)]  # fmt: skip
+                 TrainingCheckpoint(folder / "checkpoints", EVERY, 2, folder / "models")]  # fmt: skip
     trainer = make_trainer(STEPS, "32-true", accelerator="cpu", val_check_steps=4, callbacks=callbacks,
                            accumulate_grad_batches=WINDOW)  # fmt: skip
     if found is not None:
@@ -144,8 +144,8 @@ def same_end(whole, killed):
     for part in ("models", "checkpoints"):
         names = [sorted(p.name for p in (folder / part).iterdir()) for folder in (whole, killed)]
         assert names[0] == names[1], "something was left over, or is missing"
-    best = [read_state(folder / "models" / "best") for folder in (whole, killed)]
-    assert best[0] == best[1] is not None
+    best = [load_json(folder / "models" / "best" / STATE_FILE) for folder in (whole, killed)]
+    assert best[0] == best[1]
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -13,7 +13,8 @@ from ranks import run_on_ranks
 from stop_at import StopAt
 
 from bertlab.optim.budgets import BatchSizeWarmup
-from bertlab.train.checkpoints import RunCheckpoint
+from bertlab.train.checkpoints import TrainingCheckpoint
+from bertlab.train.resume import latest_checkpoint
 from bertlab.train.history import History, ProgressBar
 from bertlab.train.batch_size import BatchSizeScheduler
 from bertlab.train.stopping import TimeLimit
@@ -53,10 +54,10 @@ def slow(weights):
 def test_time_ends_the_run_after_a_whole_step(tmp_path, monkeypatch):
     watch, path = Watch(), tmp_path / "last.ckpt"
     monkeypatch.setattr(TIMER, SimpleNamespace(monotonic=watch))
-    _, _, trainer = fit(50, Numbered(range(200)), [Wind(watch, 7), TimeLimit("1m30s"), RunCheckpoint(path)],
+    _, _, trainer = fit(50, Numbered(range(200)), [Wind(watch, 7), TimeLimit("1m30s"), TrainingCheckpoint(path)],
                         accumulate_grad_batches=4)  # fmt: skip
     assert trainer.global_step == 4, "12 batches are 84 seconds, 13 are 91: step 4 is under way"
-    assert torch.load(path, weights_only=True)["global_step"] == 4
+    assert torch.load(latest_checkpoint(path), weights_only=True)["global_step"] == 4
 
 
 def test_time_counts_over_all_sessions(tmp_path, monkeypatch):
@@ -65,7 +66,7 @@ def test_time_counts_over_all_sessions(tmp_path, monkeypatch):
         watch = Watch()  # a new process: its clock starts elsewhere
         watch.now += 1000 * limit
         monkeypatch.setattr(TIMER, SimpleNamespace(monotonic=watch))
-        callbacks = [Wind(watch, 1), TimeLimit(limit), RunCheckpoint(path)]
+        callbacks = [Wind(watch, 1), TimeLimit(limit), TrainingCheckpoint(path)]
         _, _, trainer = fit(18, Numbered(range(200)), callbacks, ckpt_path=path if path.exists() else None)  # fmt: skip
         steps.append(trainer.global_step)
     assert steps == [3, 3, 10]
@@ -93,9 +94,9 @@ def test_a_stopped_run_resumes_bit_identically(tmp_path):
     whole, record, _ = fit(30, Numbered(range(60)), (), adam, val=val, val_check_steps=4,
                            accumulate_grad_batches=2)  # fmt: skip
     for step in (7, 8):  # between two validations, and at one
-        fit(30, Numbered(range(60)), [StopAt(step), RunCheckpoint(path)], adam, val=val,
+        fit(30, Numbered(range(60)), [StopAt(step), TrainingCheckpoint(path)], adam, val=val,
             val_check_steps=4, accumulate_grad_batches=2)  # fmt: skip
-        assert torch.load(path, weights_only=True)["global_step"] == step
+        assert torch.load(latest_checkpoint(path), weights_only=True)["global_step"] == step
         resumed, again, _ = fit(30, Numbered(range(60)), (), adam, path, val, val_check_steps=4,
                                 accumulate_grad_batches=2)  # fmt: skip
         assert same_weights(whole, resumed)
@@ -184,7 +185,7 @@ def test_a_resume_keeps_to_the_windows(tmp_path, stop_at):
     whole, record, _ = fit(
         16, Numbered(range(80)), [BatchSizeScheduler(WARMUP)], MOMENTUM, **options
     )
-    stops = [BatchSizeScheduler(WARMUP), RunCheckpoint(path)]
+    stops = [BatchSizeScheduler(WARMUP), TrainingCheckpoint(path)]
     fit(stop_at, Numbered(range(80)), stops, MOMENTUM, **options)
     resumed, again, _ = fit(
         16, Numbered(range(80)), [BatchSizeScheduler(WARMUP)], MOMENTUM, path, **options
@@ -197,10 +198,10 @@ def test_a_resume_keeps_to_the_windows(tmp_path, stop_at):
 def test_periodic_checkpoints_fall_on_the_ends_of_growing_windows(tmp_path):
     seen = []
 
-    class Noted(RunCheckpoint):
-        def save(self, trainer):
+    class Noted(TrainingCheckpoint):
+        def save(self, trainer, *arguments):
             seen.append((trainer.global_step, int(record.totals()[0])))
-            super().save(trainer)
+            super().save(trainer, *arguments)
 
     record = History()
     callbacks = [record, BatchSizeScheduler(WARMUP), Noted(tmp_path / "last.ckpt", every_n_steps=3)]

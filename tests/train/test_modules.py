@@ -20,7 +20,6 @@ from bertlab.train.history import History
 from bertlab.data.module import PretrainingDataModule
 from bertlab.data.tokenizers import train_tokenizer
 from bertlab.train.checkpoints import TrainingCheckpoint
-from bertlab.train.model_directories import ModelDirectories
 from bertlab.model.activation_checkpointing import checkpoint_activations
 from bertlab.model.config import BertLabConfig, bert_base, matmul_parameters
 from bertlab.model.heads import BertLabForEnhancedMaskedLM, BertLabForMaskedLM, head_and_loss
@@ -1204,8 +1203,8 @@ def test_checkpoints_in_shards_have_no_directories_beside_them_and_the_run_says_
     tmp_path, recwarn
 ):
     for more, words in (
-        ([], ["add ModelDirectories"]),
-        ([ModelDirectories(tmp_path, TOKENIZER, 1)], []),
+        ([], ["models=DIRECTORY"]),
+        ([TrainingCheckpoint(tmp_path, models=tmp_path)], []),
     ):
         module = module_of()
         module.trainer = make_trainer(

@@ -17,7 +17,7 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from test_training import CONFIG, Texts, equal, train
 
-from bertlab.train.checkpoints import RunCheckpoint
+from bertlab.train.checkpoints import TrainingCheckpoint
 from bertlab.train.history import Clock, History, ProgressBar, paused
 from bertlab.model.config import BertLabConfig, matmul_parameters
 from bertlab.core.devices import peak_memory_bytes, resident_memory_bytes
@@ -257,9 +257,9 @@ def test_values_reach_the_logger_at_their_own_steps_and_the_callback_metrics(tmp
 
 def test_rows_go_on_after_a_resume_and_speed_is_of_the_new_session_alone(tmp_path):
     path = tmp_path / "last.ckpt"
-    train(Texts(), 6, [Recorded(2), MemoryMonitor(2), RunCheckpoint(path)])
+    train(Texts(), 6, [Recorded(2), MemoryMonitor(2), TrainingCheckpoint(path)])
     monitor, memory = Recorded(2), MemoryMonitor(2)
-    train(Texts(), 12, [monitor, memory, RunCheckpoint(path)], path)
+    train(Texts(), 12, [monitor, memory, TrainingCheckpoint(path)], path)
     assert [row["step"] for row in monitor.rows] == [2, 4, 6, 8, 10, 12]
     assert [row["step"] for row in memory.rows] == [2, 4, 6, 8, 10, 12]
     assert [look[0] for look in monitor.looks] == [7, 8, 10, 12]
@@ -368,7 +368,7 @@ def test_paused_stops_running_clocks_and_starts_only_those_again():
 @pytest.mark.parametrize("pause", ["checkpoint", "lightning's checkpoint", "validation", "paused"])
 @pytest.mark.parametrize("trainer_of", ["bertlab", "lightning"])
 def test_no_clock_counts_a_pause(pause, trainer_of, tmp_path):
-    parts = {"checkpoint": [RunCheckpoint(tmp_path / "last.ckpt", every_n_steps=1), SlowSaving()],
+    parts = {"checkpoint": [TrainingCheckpoint(tmp_path / "last.ckpt", every_n_steps=1), SlowSaving()],
              "lightning's checkpoint": [ModelCheckpoint(tmp_path, every_n_train_steps=1, save_top_k=-1), SlowSaving()],
              "validation": [SlowValidation()], "paused": [Pauses()]}  # fmt: skip
     history, throughput = History(), Throughput(1)
@@ -475,7 +475,7 @@ class Steps(PeriodicCallback):
 ])  # fmt: skip
 def test_a_periodic_callback_observes_when_it_says(options, steps, tmp_path):
     callback, path = Steps(2, **options), tmp_path / "last.ckpt"
-    train(Texts(), 5, [callback, RunCheckpoint(path, 3)])
+    train(Texts(), 5, [callback, TrainingCheckpoint(path, 3)])
     assert [row["step"] for row in callback.rows] == [row["seen"] for row in callback.rows] == steps
     resumed = Steps(2, **options)
     train(Texts(), 7, [resumed], path)

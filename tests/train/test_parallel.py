@@ -16,7 +16,8 @@ from transformers import BertConfig, BertForMaskedLM
 from ranks import run_on_ranks
 
 from bertlab.model.activation_checkpointing import checkpoint_activations
-from bertlab.train.checkpoints import RunCheckpoint, read_checkpoint
+from bertlab.train.checkpoints import TrainingCheckpoint
+from bertlab.train.resume import latest_checkpoint, read_checkpoint
 from bertlab.model.config import BertLabConfig
 from bertlab.train.modules import PretrainingModule
 from bertlab.train.objectives import OBJECTIVES
@@ -129,7 +130,7 @@ def run(size, accumulate=1, steps=2, strategy="auto", seed=0, dropout=0.0, resum
     more = {"val_check_steps": 1, "limit_val_batches": 2 * ROWS // rows} if validate else {}
     trainer = make_trainer(steps, "32-true", "cpu", batches.world, [losses, *callbacks],
                            accumulate_grad_batches=accumulate, strategy=strategy, **more)  # fmt: skip
-    trainer.fit(module, batches, Batches(size) if validate else None, ckpt_path=resume,
+    trainer.fit(module, batches, Batches(size) if validate else None, ckpt_path=resume and (latest_checkpoint(resume) or resume),
                 weights_only=False)  # fmt: skip
     held = held_bytes(module, trainer.optimizers[0])
     return {"losses": losses.column("train_loss"), "norms": losses.column("gradient_norm"),
@@ -187,7 +188,7 @@ def sharded_variants():
 
 def worker(folder):
     "What each of the two processes does."
-    checkpoint = lambda name: [RunCheckpoint(folder / name)]
+    checkpoint = lambda name: [TrainingCheckpoint(folder / name)]
     results = {
         "ddp": run(4, 2, strategy="ddp"),
         "fsdp": run(2, 4, strategy="fsdp", validate=True),
@@ -204,7 +205,7 @@ def worker(folder):
             8, steps=6, seed=99, resume=folder / f"{kind} half", **options
         )
     results["variants"] = sharded_variants()
-    thin = torch.load(folder / "fsdp half", weights_only=False)
+    thin = torch.load(latest_checkpoint(folder / "fsdp half"), weights_only=False)
     thin["state_dict"]["model.head.dense.weight"] = thin["state_dict"]["model.head.dense.weight"][
         :1
     ]
@@ -308,7 +309,7 @@ def test_a_checkpoint_of_other_shapes_is_refused(results):
 def test_a_checkpoint_of_fsdp2_is_one_file_with_which_one_process_predicts_the_same(
     results, folder
 ):
-    state = torch.load(folder / "one", weights_only=False)["state_dict"]
+    state = torch.load(latest_checkpoint(folder / "one"), weights_only=False)["state_dict"]
     module = PretrainingModule(CONFIG)
     module.configure_model()
     module.load_state_dict(state)

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from ranks import run_on_ranks
 from stop_at import StopAt
 
-from bertlab.train.checkpoints import RunCheckpoint, rng_state
+from bertlab.train.checkpoints import TrainingCheckpoint, rng_state
 from bertlab.train.history import History
 from bertlab.model.mask_filling import fill_mask
 from bertlab.train.modules import PretrainingModule, compile_model
@@ -81,9 +81,11 @@ def test_a_resumed_run_that_compiles_ahead_goes_on_with_the_very_next_batch(tmp_
         lambda: FillMaskPreview([ONE], TOKENIZER, 3, path=tmp_path / "p.jsonl"),
     )
     weights, _ = train(Texts(), 13)  # an epoch has 10 batches
-    train(Texts(), 7, [CompileAhead(), make(), RunCheckpoint(path)])
+    train(Texts(), 7, [CompileAhead(), make(), TrainingCheckpoint(path)])
     preview = make()
-    resumed, _ = train(Texts(), 13, [CompileAhead(), preview, RunCheckpoint(path)], path, seed=5)
+    resumed, _ = train(
+        Texts(), 13, [CompileAhead(), preview, TrainingCheckpoint(path)], path, seed=5
+    )
     assert equal(weights, resumed)
     assert [e["step"] for e in preview.rows] == [0, 3, 6, 7, 9, 12, 13]
     rows = [json.loads(line) for line in Path(tmp_path, "p.jsonl").read_text().splitlines()]
@@ -99,7 +101,7 @@ def test_a_preview_looks_once_at_the_end_of_a_run_that_a_limit_ends(tmp_path):
         path,
     ):  # a resume has no step left, and its checkpoint is older than the look
         looks.append(FillMaskPreview([ONE], TOKENIZER, 40))
-        stops = [StopAt(1), looks[-1], RunCheckpoint(path, every_n_steps=1)]
+        stops = [StopAt(1), looks[-1], TrainingCheckpoint(path, every_n_steps=1)]
         train(Texts(), 30, stops, kept)
         assert [entry["step"] for entry in looks[-1].rows] == [0, 1]
 

@@ -14,7 +14,8 @@ from forks import forked
 from lightning.pytorch.callbacks import Callback
 from test_training import CONFIG, word_tokenizer
 
-from bertlab.train.checkpoints import RunCheckpoint
+from bertlab.train.checkpoints import TrainingCheckpoint
+from bertlab.train.resume import latest_checkpoint
 from bertlab.data.module import PretrainingDataModule
 from bertlab.train.modules import PretrainingModule
 from bertlab.train.trainer import make_trainer, seed_everything
@@ -53,18 +54,17 @@ def run(folder, log, options, die_at=None, checkpoint=True, trainer_options=None
     torch.set_num_threads(1)
     multiprocessing.set_start_method("fork", force=True)  # of the workers; here it was inherited
     seed_everything(0)
-    path = Path(folder, "last.ckpt")
+    directory = Path(folder, "checkpoints")
     data = PretrainingDataModule(
         str(Path(folder, "text.txt")), word_tokenizer(WORDS), max_sequence_length=32,
         train_batch_size=4, val_batch_size=8, **options)  # fmt: skip
     callbacks = [BatchLog(Path(folder, log), die_at)]
-    callbacks += [RunCheckpoint(path, every_n_steps=EVERY)] if checkpoint else []
+    callbacks += [TrainingCheckpoint(directory, every_n_steps=EVERY)] if checkpoint else []
     trainer = make_trainer(STEPS, "32-true", accelerator="cpu", val_check_steps=10,
                            callbacks=callbacks, **(trainer_options or {}))  # fmt: skip
     module = PretrainingModule({**CONFIG, "num_hidden_layers": 1}, learning_rate=1e-3,
                               scheduler_warmup_steps=3)  # fmt: skip
-    resumed = str(path) if checkpoint and path.exists() else None
-    trainer.fit(module, data, ckpt_path=resumed)
+    trainer.fit(module, data, ckpt_path=latest_checkpoint(directory) if checkpoint else None)
 
 
 def read_log(path):

@@ -26,7 +26,8 @@ from bertlab.model.activation_checkpointing import checkpoint_activations
 from bertlab.model.config import BertLabConfig
 from bertlab.model.context_parallel import deal_labels, share_rows
 from bertlab.model.losses import LossConfig
-from bertlab.train.checkpoints import RunCheckpoint
+from bertlab.train.checkpoints import TrainingCheckpoint
+from bertlab.train.resume import latest_checkpoint
 from bertlab.train.modules import PretrainingModule
 from bertlab.train.objectives import OBJECTIVES
 from bertlab.train.parallel import (
@@ -192,7 +193,7 @@ def run(
         one,
         batches,
         Shared(batches.size, sharers) if validate else None,
-        ckpt_path=resume,
+        ckpt_path=resume and latest_checkpoint(resume),
         weights_only=False,
     )
     values = lambda name: float(trainer.callback_metrics.get(name, np.nan))  # noqa: E731
@@ -233,8 +234,6 @@ def guarded(strategy, sharers):
 
 def directory_run(folder, strategy, sharers):
     "A run on real data with checkpoints and directories; the loss of each step."
-    from bertlab.train.model_directories import ModelDirectories
-
     seed_everything(0)
     world = int(os.environ.get("WORLD_SIZE", 1))
     corpus = embedded_corpus()
@@ -246,7 +245,7 @@ def directory_run(folder, strategy, sharers):
     data.set_datasets(corpus.train_texts[:200])
     shape = {**FOUR, "vocab_size": 301}
     module, losses = PretrainingModule(shape, pretrained_tokenizer_name_or_path=tokenizer), Losses()
-    watchers = [losses, ModelDirectories(folder / "models", tokenizer, 2)]
+    watchers = [losses, TrainingCheckpoint(folder / "run", 2, models=folder / "models")]
     trainer = make_trainer(
         4, "32-true", "cpu", world, watchers, val_check_steps=2, strategy=strategy
     )
@@ -283,7 +282,7 @@ def worker(folder):
     seed_everything(0)
     results = {}
     for way in ("tensor", "context"):
-        results[way] = run(way, 2, validate=True, callbacks=[RunCheckpoint(folder / way)])
+        results[way] = run(way, 2, validate=True, callbacks=[TrainingCheckpoint(folder / way)])
         results[f"{way} variants"] = {name: apart(name, way) for name in QUICK}
         results[f"{way} rules"] = {"all terms": apart("plain", way, rule=RULES["all terms"])}
         results[f"{way} of one"] = run(way, 2, steps=4, seed=99, resume=folder / "one")
@@ -329,7 +328,7 @@ def folder(tmp_path_factory):
 def one(folder):
     "One process that does all by itself; its checkpoint is there before others start."
     return {
-        "run": run(validate=True, callbacks=[RunCheckpoint(folder / "one")]),
+        "run": run(validate=True, callbacks=[TrainingCheckpoint(folder / "one")]),
         "longer": run(steps=4),
     }
 
@@ -442,7 +441,9 @@ def test_a_step_that_is_not_finite_in_one_process_is_skipped_in_all(more, way):
 
 @WAYS
 def test_a_checkpoint_is_the_one_of_one_process(results, one, folder, way):
-    ours, theirs = (torch.load(folder / name, weights_only=False) for name in (way, "one"))
+    ours, theirs = (
+        torch.load(latest_checkpoint(folder / name), weights_only=False) for name in (way, "one")
+    )
     assert ours["state_dict"].keys() == theirs["state_dict"].keys()
     for name, weight in theirs["state_dict"].items():
         torch.testing.assert_close(ours["state_dict"][name], weight, atol=1e-6, rtol=0)
@@ -563,7 +564,7 @@ def mesh_worker(folder):
             FullyShardedStrategy(**options),
             sharers,
             validate=True,
-            callbacks=[RunCheckpoint(place)],
+            callbacks=[TrainingCheckpoint(place)],
         )
         results[f"{name} resumed"] = run(
             FullyShardedStrategy(**options), sharers, steps=4, seed=99, resume=place

@@ -125,14 +125,14 @@ def dying_run(text, output, at):
 
     run_module.make_trainer = dying_trainer
     if at == "model":
-        save_step = run_module.ModelDirectories.save_step
+        save = run_module.TrainingCheckpoint.save
 
         def die_at_the_end(self, trainer, *arguments):
             if trainer.global_step == trainer.max_steps:
                 os.kill(os.getpid(), signal.SIGKILL)
-            save_step(self, trainer, *arguments)
+            save(self, trainer, *arguments)
 
-        run_module.ModelDirectories.save_step = die_at_the_end
+        run_module.TrainingCheckpoint.save = die_at_the_end
     run_stages(plan(text), output, resume=(Path(output) / "run.yaml").exists())
 
 

@@ -17,7 +17,8 @@ from tokenizers.pre_tokenizers import Whitespace
 from transformers import PreTrainedTokenizerFast
 from ranks import run_on_ranks
 
-from bertlab.train.checkpoints import RunCheckpoint, TrainingInterrupted
+from bertlab.train.checkpoints import TrainingCheckpoint, TrainingInterrupted
+from bertlab.train.resume import latest_checkpoint
 from bertlab.train.history import History
 from bertlab.data.loaders import EpochBatches, filled_batches
 from bertlab.data.module import PretrainingDataModule
@@ -63,6 +64,7 @@ def train(data, steps, callbacks=(), ckpt_path=None, seed=0, dropout=0.1, **opti
     module = PretrainingModule(config, learning_rate=3e-3, scheduler_warmup_steps=3)
     options = {"precision": "32-true", "accelerator": "cpu", **options}
     trainer = make_trainer(steps, callbacks=[history, *callbacks], **options)
+    ckpt_path = ckpt_path and (latest_checkpoint(ckpt_path) or ckpt_path)
     try:
         trainer.fit(module, data, ckpt_path=ckpt_path)
     except TrainingInterrupted:
@@ -74,7 +76,7 @@ def equal(a, b):
     return all(torch.equal(a[key], b[key]) for key in a)
 
 
-class Stop(RunCheckpoint):
+class Stop(TrainingCheckpoint):
     "A checkpoint that is asked to stop, as by Ctrl-C, during one step."
 
     def __init__(self, path, at_step, **options):
@@ -82,7 +84,7 @@ class Stop(RunCheckpoint):
         self.at_step = at_step
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-        if trainer.global_step == self.at_step - 1 and not self.signals.asked:
+        if trainer.global_step == self.at_step - 1 and not self.stop_requested:
             os.kill(os.getpid(), signal.SIGINT)
 
 
@@ -130,7 +132,7 @@ def test_a_run_stopped_at_any_step_and_resumed_is_bit_identical(tmp_path, stop_a
     weights, record = train(data, 15, **options)
     train(Texts(), 15, [Stop(path, stop_at, every_n_steps=1000)], **options)
     assert path.exists()
-    resumed, again = train(Texts(), 15, [RunCheckpoint(path)], path, seed=77, **options)
+    resumed, again = train(Texts(), 15, [TrainingCheckpoint(path)], path, seed=77, **options)
     np.testing.assert_array_equal(again.column("train_loss"), record.column("train_loss"))
     np.testing.assert_array_equal(again.column("learning_rate"), record.column("learning_rate"))
     assert again.validation == record.validation and equal(weights, resumed)
@@ -143,7 +145,7 @@ def test_resume_is_exact_with_workers_and_inside_accumulation(tmp_path, options)
     trainer_options = {"accumulate_grad_batches": window, "val_check_steps": 4}
     weights, record = train(make(), 9, **trainer_options)
     train(make(), 9, [Stop(path, 5)], **trainer_options)
-    resumed, again = train(make(), 9, [RunCheckpoint(path)], path, seed=77, **trainer_options)
+    resumed, again = train(make(), 9, [TrainingCheckpoint(path)], path, seed=77, **trainer_options)
     np.testing.assert_array_equal(again.column("train_loss"), record.column("train_loss"))
     assert again.validation == record.validation and equal(weights, resumed)
 
@@ -151,17 +153,17 @@ def test_resume_is_exact_with_workers_and_inside_accumulation(tmp_path, options)
 def test_a_periodic_checkpoint_resumes_as_exactly_as_a_stop(tmp_path):
     path = tmp_path / "last.ckpt"
     weights, record = train(Texts(), 12, val_check_steps=4)
-    train(Texts(), 8, [RunCheckpoint(path, every_n_steps=4)], val_check_steps=4)
-    state = torch.load(path)
+    train(Texts(), 8, [TrainingCheckpoint(path, every_n_steps=4)], val_check_steps=4)
+    state = torch.load(latest_checkpoint(path))
     assert state["global_step"] == 8
-    resumed, again = train(Texts(), 12, [RunCheckpoint(path)], path, val_check_steps=4)
+    resumed, again = train(Texts(), 12, [TrainingCheckpoint(path)], path, val_check_steps=4)
     assert again.validation == record.validation
     np.testing.assert_array_equal(again.column("train_loss"), record.column("train_loss"))
 
 
 def test_signals_are_given_back_after_training(tmp_path):
     before = [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)]
-    train(Texts(), 4, [RunCheckpoint(tmp_path / "last.ckpt")])
+    train(Texts(), 4, [TrainingCheckpoint(tmp_path / "last.ckpt")])
     assert [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)] == before
     train(Texts(), 4, [Stop(tmp_path / "stopped.ckpt", 2)])
     assert [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)] == before

@@ -21,7 +21,8 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from transformers import PreTrainedTokenizerFast
 
-from bertlab.train.checkpoints import RunCheckpoint
+from bertlab.train.checkpoints import TrainingCheckpoint
+from bertlab.train.resume import latest_checkpoint
 from bertlab.train.history import History
 from bertlab.data.module import PretrainingDataModule
 from bertlab.train.stopping import NonFiniteGuard, SpikeGuard
@@ -63,6 +64,7 @@ def train(accelerator, steps, callbacks=(), ckpt_path=None, dropout=0.0, data=No
     trainer = make_trainer(
         steps, precision, accelerator, callbacks=[history, *watching, *callbacks], **options
     )
+    ckpt_path = ckpt_path and latest_checkpoint(ckpt_path)
     trainer.fit(module, rows, ckpt_path=ckpt_path, weights_only=False)
     return history, recorder.counts, module
 
@@ -118,7 +120,7 @@ def test_a_rate_that_has_come_to_zero_makes_one_new_program_and_no_more():
 def test_a_run_that_was_stopped_goes_on_as_if_nothing_had_been(tmp_path):
     whole, _, _ = train("tpu", 8, dropout=0.2)
     dry, _, _ = train("tpu", 8)
-    train("tpu", 4, [RunCheckpoint(tmp_path / "half", 4)], dropout=0.2)
+    train("tpu", 4, [TrainingCheckpoint(tmp_path / "half", 4)], dropout=0.2)
     rest, counts, _ = train("tpu", 8, ckpt_path=tmp_path / "half", dropout=0.2)
     assert not np.array_equal(
         whole.column("train_loss"), dry.column("train_loss")
@@ -129,9 +131,9 @@ def test_a_run_that_was_stopped_goes_on_as_if_nothing_had_been(tmp_path):
 
 def test_a_checkpoint_of_xla_goes_on_where_there_is_no_xla(tmp_path):
     whole, _, _ = train("tpu", 6)
-    train("tpu", 3, [RunCheckpoint(tmp_path / "half", 3)])
+    train("tpu", 3, [TrainingCheckpoint(tmp_path / "half", 3)])
     tensors = []
-    saved = torch.load(tmp_path / "half", weights_only=False)
+    saved = torch.load(latest_checkpoint(tmp_path / "half"), weights_only=False)
     walk = lambda x: [walk(y) for y in (x.values() if isinstance(x, dict) else x)] if isinstance(
         x, (dict, list, tuple)) else tensors.append(x)  # fmt: skip
     walk(saved)
