@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['NOISE_SCHEDULES', 'SILVER', 'NoiseSchedule', 'mask_probability', 'elbo_weight', 'DiffusionConfig', 'sample_times',
-           'select_masked', 'find_parts', 'token_weights', 'count_ends', 'encode_pairs', 'noise_batch']
+           'select_masked', 'find_ends', 'token_weights', 'count_ends', 'encode_pairs', 'noise_batch']
 
 # %% ../../nbs/data/08_diffusion.ipynb #2a94b620
 import math
@@ -79,7 +79,7 @@ class DiffusionConfig:
     max_predictions: int | None = None  # labels per row at most, M; None: one for each hidden
     seed: int = 0  # of the draws, with epoch and row
     schedule: str = "linear"  # a key of NOISE_SCHEDULES: how the hidden share grows with the time
-    end_token_id: int | None = None  # of `find_parts`; None: prompts and ends are not looked for
+    end_token_id: int | None = None  # of `find_ends`; None: ends are not looked for
 
     def __post_init__(self):
         look_up(self.schedule, NOISE_SCHEDULES, "schedule")
@@ -134,47 +134,23 @@ def select_masked(
     return (hidden_BL | asked_BL) & within_BL
 
 # %% ../../nbs/data/08_diffusion.ipynb #9e4ac7b1
-def find_parts(
+def find_ends(
     ids_BL: np.ndarray,
     documents_BL: np.ndarray,  # document numbers, 0 for padding
-    end_token_id: int,  # [SEP]: closes a prompt, ends a text, and closes every document
-) -> tuple[np.ndarray, np.ndarray]:  # (B, L) bool: prompt; ends
-    """Find what is given and where texts end, from the ids alone.
-
-    In a document, the last end token closes it; those right before it are its ends; all up to
-    the first other one is its prompt. A piece that was cut off a long document has no ends.
-    """
-    length = ids_BL.shape[1]
-    columns_BL = np.broadcast_to(np.arange(length), ids_BL.shape)
+    end_token_id: int,  # [SEP]: ends a text, and closes every document
+) -> np.ndarray:  # (B, L) bool
+    "Find the ends of texts: end tokens with another one right after them in their document."
     is_end_BL = (ids_BL == end_token_id) & (documents_BL > 0)
-    same_right_BL = np.zeros_like(is_end_BL)  # the same document goes on to the right
-    same_right_BL[:, :-1] = documents_BL[:, :-1] == documents_BL[:, 1:]
-    # Where the run of end tokens that a token stands in is over, and whether the document is.
-    goes_on_BL = np.zeros_like(is_end_BL)
-    goes_on_BL[:, :-1] = is_end_BL[:, :-1] & is_end_BL[:, 1:] & same_right_BL[:, :-1]
-    stops_BL = np.where(is_end_BL & ~goes_on_BL, columns_BL, length)
-    stops_BL = np.minimum.accumulate(stops_BL[:, ::-1], axis=1)[:, ::-1]
-    stop_BL = np.minimum(stops_BL, length - 1)
-    last_run_BL = is_end_BL & ~np.take_along_axis(same_right_BL, stop_BL, axis=1)
-    ends_BL = last_run_BL & goes_on_BL
-    # A prompt reaches to the first end token of its document that is not of its last run.
-    closes_BL = is_end_BL & ~last_run_BL
-    starts_BL = np.diff(documents_BL, axis=1, prepend=-1) != 0
-    begin_BL = np.maximum.accumulate(np.where(starts_BL, columns_BL, 0), axis=1)
-    seen_BL = np.cumsum(closes_BL, axis=1)  # closers up to here, in the row
-    before_BL = np.take_along_axis(seen_BL - closes_BL, begin_BL, axis=1)
-    own_BL = seen_BL - before_BL  # of this document, up to here
-    stop_of_doc_BL = np.where(~same_right_BL, columns_BL, length - 1)
-    stop_of_doc_BL = np.minimum.accumulate(stop_of_doc_BL[:, ::-1], axis=1)[:, ::-1]
-    has_BL = np.take_along_axis(own_BL, stop_of_doc_BL, axis=1) > 0
-    prompt_BL = has_BL & ((own_BL == 0) | (closes_BL & (own_BL == 1))) & (documents_BL > 0)
-    return prompt_BL, ends_BL
+    ends_BL = np.zeros_like(is_end_BL)
+    ends_BL[:, :-1] = is_end_BL[:, :-1] & is_end_BL[:, 1:]
+    ends_BL[:, :-1] &= documents_BL[:, :-1] == documents_BL[:, 1:]
+    return ends_BL
 
 
 def token_weights(
     tokenized: Mapping[str, Any],  # input_ids, attention_mask (B, L); perhaps special_tokens_mask
     vocabulary: Vocabulary,
-    end_token_id: int | None,  # of `find_parts`; None: there are neither prompts nor ends
+    end_token_id: int | None,  # of `find_ends`; None: there are no ends
 ) -> np.ndarray:  # (B, L) float32: 1 for a word that may be hidden, 1 / k for each of k ends, 0
     "Say what each token counts for. A document's ends count together for one word."
     shares_BL = maskable_tokens(tokenized, vocabulary).astype(np.float32)
@@ -183,9 +159,7 @@ def token_weights(
     ids_BL, documents_BL = (
         np.asarray(tokenized[name], dtype=np.int64) for name in ("input_ids", "attention_mask")
     )
-    prompt_BL, ends_BL = find_parts(ids_BL, documents_BL, end_token_id)
-    shares_BL[prompt_BL] = 0
-    rows, columns = np.nonzero(ends_BL)
+    rows, columns = np.nonzero(find_ends(ids_BL, documents_BL, end_token_id))
     if len(rows):
         numbers = rows * (int(documents_BL.max()) + 1) + documents_BL[rows, columns]
         shares_BL[rows, columns] = 1 / np.bincount(numbers)[numbers]
@@ -197,34 +171,28 @@ def count_ends(
     max_ends: int,  # 0: none
     seed: int = 0,
 ) -> np.ndarray:  # 1 to max_ends each
-    "Draw by address how many ends stand behind a text."
-    check_range("max_ends", max_ends, 0)
-    draws_B = counter_uniform(
-        row_rng_keys(seed, [0] * len(numbers), numbers), np.zeros(1, int), CHOOSE
-    )
+    "Draw by address how many ends follow a text."
+    keys_B = row_rng_keys(seed, [0] * len(numbers), numbers)
+    draws_B = counter_uniform(keys_B, np.zeros(1, int), CHOOSE)
     return 1 + (draws_B * max_ends).astype(int) if max_ends else np.zeros(len(numbers), int)
 
 
 def encode_pairs(
     tokenizer: Any,  # of transformers, with a sep_token
     texts: Sequence[str],  # what is to be written
-    prompts: Sequence[str] | None = None,  # what is given, one for each text; None: nothing
-    max_ends: int = 8,  # ends behind a text: 1 to this many; 0: none
+    prompts: Sequence[str],  # what is given, one for each text
+    max_ends: int = 8,  # ends after a text: 1 to this many; 0: none
     seed: int = 0,
-) -> list[list[int]]:  # ids without [CLS] and the last [SEP], for `set_datasets` or packing
-    "Join prompts, texts and ends. Raises `ValueError` where they are not equally many."
-    if prompts is not None and len(prompts) != len(texts):
-        raise ValueError(f"prompts must be as many as texts, {len(texts)}, got {len(prompts)}")
-    end, read = (
-        tokenizer.sep_token_id,
-        lambda some: tokenize_plain(tokenizer, list(some), add_special_tokens=False)["input_ids"],
-    )
-    prompt_ids = [[]] * len(texts) if prompts is None else [[*ids, end] for ids in read(prompts)]
-    counts = count_ends(range(len(texts)), max_ends, seed)
-    return [
-        [*before, *ids, *[end] * int(count)]
-        for before, ids, count in zip(prompt_ids, read(texts), counts)
+) -> tuple[list[list[int]], list[int]]:  # ids without the frame, and the length of each prompt
+    "Join prompts, [SEP], texts and ends, for `TokenizedDocuments`."
+    read = lambda part: tokenize_plain(tokenizer, list(part), add_special_tokens=False)["input_ids"]
+    end, counts = tokenizer.sep_token_id, count_ends(range(len(texts)), max_ends, seed)
+    prompt_ids = [[*ids, end] for ids in read(prompts)]
+    documents = [
+        [*prompt, *ids, *[end] * int(count)]
+        for prompt, ids, count in zip(prompt_ids, read(texts), counts, strict=True)
     ]
+    return documents, list(map(len, prompt_ids))
 
 # %% ../../nbs/data/08_diffusion.ipynb #8b30070e
 def noise_batch(

@@ -43,14 +43,9 @@ def temperature_weights(
     temperature: float = 1.0,  # 1: proportional to the sizes; larger: more even
 ) -> dict[str, float]:  # shares that sum to 1
     "Weigh sources by size to the power 1 / temperature (Conneau, Lample 2019, sec. 3.1)."
-    if temperature <= 0 or min(sizes.values(), default=0) < 1:
-        raise ValueError(
-            f"temperature={temperature} and all sizes must be above 0, got sizes {dict(sizes)}"
-        )
-    powers = {
-        name: (size / max(sizes.values())) ** (1 / temperature) for name, size in sizes.items()
-    }
-    return {name: power / sum(powers.values()) for name, power in powers.items()}
+    largest = max(sizes.values())
+    powers = {name: (size / largest) ** (1 / temperature) for name, size in sizes.items()}
+    return normalize_weights(powers, list(sizes))
 
 # %% ../../nbs/data/13_mixing.ipynb #0a78b8e1
 Limit = float | Mapping[str, float]
@@ -65,12 +60,11 @@ class MixtureOptions:
     budget_tokens: int | None = None  # tokens of an epoch; None: the most that keeps the shares
 
     def __post_init__(self):
-        repeats = self.max_repetition
-        repeats = repeats.values() if isinstance(repeats, Mapping) else [repeats]
-        for value in repeats:
+        limits = self.max_repetition
+        for value in limits.values() if isinstance(limits, Mapping) else [limits]:
             check_range("max_repetition", value, 0, exclude_low=True)
         check_range("budget_tokens", self.budget_tokens, 1)
-        if self.mixture_weights is None and (self.budget_tokens or self.max_repetition != 1.0):
+        if self.mixture_weights is None and (self.budget_tokens or limits != 1.0):
             raise ValueError(
                 "max_repetition and budget_tokens are for a mixture: give mixture_weights, and a "
                 "list as train_dataset_name_or_path"
@@ -84,20 +78,17 @@ def allocate_tokens(
     budget_tokens: int | None = None,  # tokens of an epoch; None: the most that keeps the shares
 ) -> dict[str, int]:  # tokens of each source
     "Split a budget by shares. Raises `ValueError` with the largest budget that is possible."
-    if not isinstance(max_repetition, Mapping):
-        max_repetition = dict.fromkeys(shares, max_repetition)
-    if set(max_repetition) != set(shares):
-        raise ValueError(f"max_repetition={max_repetition} must name the sources {list(shares)}")
-    largest = {name: sizes[name] * max_repetition[name] / shares[name] for name in shares}
+    limits = max_repetition
+    if not isinstance(limits, Mapping):
+        limits = dict.fromkeys(shares, max_repetition)
+    largest = {name: sizes[name] * limits[name] / share for name, share in shares.items()}
     scarce = min(largest, key=largest.get)
-    if budget_tokens is None and largest[scarce] == math.inf:
-        raise ValueError("max_repetition is infinite for all sources: give budget_tokens")
-    if budget_tokens is not None and budget_tokens > largest[scarce]:
-        raise ValueError(
-            f"budget_tokens={budget_tokens:,} needs more of {scarce!r} than max_repetition="
-            f"{max_repetition[scarce]} allows; the largest budget is {int(largest[scarce]):,}"
-        )
     budget = largest[scarce] if budget_tokens is None else budget_tokens
+    if budget > largest[scarce]:
+        raise ValueError(
+            f"budget_tokens={budget:,} needs more of {scarce!r} than max_repetition="
+            f"{limits[scarce]} allows; the largest budget is {int(largest[scarce]):,}"
+        )
     return {name: int(budget * share) for name, share in shares.items()}
 
 # %% ../../nbs/data/13_mixing.ipynb #d90d607f
@@ -115,24 +106,15 @@ class MixedDataset:
         shuffle: bool = True,  # False: one order in all epochs
     ):
         self.names, self.datasets = list(datasets), list(datasets.values())
+        self.capacity, self.special = self.datasets[0].capacity, self.datasets[0].special
         self.shares = normalize_weights(weights, self.names)
         counts = {name: dataset.describe() for name, dataset in datasets.items()}
         self.sizes = {name: count["tokens"] for name, count in counts.items()}
-        if empty := [name for name, size in self.sizes.items() if not size]:
-            raise ValueError(f"source {empty[0]!r} has no token to mix")
         tokens = allocate_tokens(self.shares, self.sizes, max_repetition, budget_tokens)
         self.tokens, self.seed, self.shuffle = tokens, seed, shuffle
         rows = [tokens[name] * counts[name]["rows"] / self.sizes[name] for name in self.names]
         self.rows = np.maximum(1, np.round(rows)).astype(np.int64)  # of each source, in an epoch
         self._latest: tuple | None = None
-
-    @property
-    def capacity(self) -> int:
-        return self.datasets[0].capacity
-
-    @property
-    def special(self) -> dict[str, int | None]:
-        return self.datasets[0].special
 
     def __len__(self) -> int:
         return int(self.rows.sum())
@@ -195,21 +177,17 @@ class InterleavedTurns:
         shares: Sequence[float],  # of the turns, sum to 1
         cycle: int = 1000,  # turns after which the order repeats
     ):
-        behind, turns = np.zeros(len(shares)), []
+        deficits, self.turns, self.counts = np.zeros(len(shares)), [], [0] * len(shares)
         for _ in range(cycle):
-            behind += shares
-            turns.append(int(behind.argmax()))
-            behind[turns[-1]] -= 1
-        self.turns = np.array(turns)
-        self.counts = np.bincount(turns, minlength=len(shares))
-        if not self.counts.all():
+            deficits += shares
+            source = int(deficits.argmax())
+            deficits[source] -= 1
+            self.turns.append((source, self.counts[source]))
+            self.counts[source] += 1
+        if not all(self.counts):
             raise ValueError(f"shares {list(shares)}: each must be {1 / cycle} or more")
-        ranks = np.empty(cycle, np.int64)
-        for source in range(len(shares)):
-            ranks[self.turns == source] = np.arange(self.counts[source])
-        self.ranks = ranks
 
     def __call__(self, turn: int) -> tuple[int, int]:  # source, its own turn
-        cycle, place = divmod(turn, len(self.turns))
-        source = int(self.turns[place])
-        return source, cycle * int(self.counts[source]) + int(self.ranks[place])
+        cycle, position = divmod(turn, len(self.turns))
+        source, rank = self.turns[position]
+        return source, cycle * self.counts[source] + rank

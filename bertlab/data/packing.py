@@ -4,15 +4,15 @@
 
 # %% auto #0
 __all__ = ['OVERFLOWS', 'NUM_TRADES', 'COUNTS', 'MIXED_BLOCKS', 'Windows', 'PackingOptions', 'split_into_windows',
-           'best_fit_decreasing', 'PackingPlan', 'pack_best_fit', 'place_documents', 'build_rows', 'mark_context',
-           'swap_between_rows', 'EpochShuffle', 'PackedDataset', 'strip_padding', 'special_token_ids']
+           'best_fit_decreasing', 'PackingPlan', 'pack_best_fit', 'build_rows', 'mark_context', 'swap_between_rows',
+           'EpochShuffle', 'PackedDataset', 'strip_padding', 'special_token_ids']
 
 # %% ../../nbs/data/12_packing.ipynb #dc7657eb
 import hashlib
 import json
 import os
 from bisect import bisect_left, insort
-from collections import OrderedDict, defaultdict
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -189,23 +189,6 @@ def pack_best_fit(
     offsets = np.concatenate([[0], np.cumsum(np.bincount(rows))]).astype(np.int64)
     return PackingPlan(documents[np.argsort(rows, kind="stable")], offsets, num_empty)
 
-# %% ../../nbs/data/12_packing.ipynb #4f831573
-def place_documents(
-    sizes: np.ndarray,  # (D,) positions that each document takes
-    counts: np.ndarray,  # (B,) documents in each row, D in all
-    capacity: int,  # positions in a row
-) -> tuple[np.ndarray, np.ndarray]:  # (D,) each
-    "Tell where documents begin, rows laid end to end, and their numbers in their rows: 1, 2, ..."
-    laid, first = np.append(0, np.cumsum(sizes)), np.cumsum(counts) - counts
-    spare = capacity - laid[first + counts] + laid[first]
-    for row in np.flatnonzero(spare < 0):
-        raise ValueError(
-            f"row {row} has {capacity} positions, its documents need "
-            f"{capacity - spare[row]}: give it fewer, or raise capacity"
-        )
-    begins = laid[:-1] + np.repeat(np.cumsum(spare) - spare, counts)
-    return begins, np.arange(1, len(sizes) + 1) - np.repeat(first, counts)
-
 # %% ../../nbs/data/12_packing.ipynb #5dde43e2
 def build_rows(
     tokens: np.ndarray,  # ids without special tokens
@@ -219,7 +202,16 @@ def build_rows(
     "Lay documents into rows: numbers 1, 2, ... in attention_mask, positions restart at 0."
     around, counts = (cls_token_id, sep_token_id), np.asarray(counts, dtype=np.int64)
     sizes = ends[1] - ends[0] + 2 - around.count(None)
-    begins, numbers = place_documents(sizes, counts, capacity)
+    laid, first = np.append(0, np.cumsum(sizes)), np.cumsum(counts) - counts
+    spare = capacity - laid[first + counts] + laid[first]  # of each row
+    if (spare < 0).any():
+        row = int(spare.argmin())
+        raise ValueError(
+            f"row {row} has {capacity} positions, its documents need {capacity - spare[row]}: "
+            "give it fewer, or raise capacity"
+        )
+    begins = laid[:-1] + np.repeat(np.cumsum(spare) - spare, counts)
+    numbers = np.arange(1, len(sizes) + 1) - np.repeat(first, counts)
     # One pass over all positions, T: a loop over documents would pay numpy's fixed costs for each.
     edges, none = np.append(begins, len(counts) * capacity), np.zeros(1, dtype=np.int64)
     latest_T = np.repeat(np.arange(len(edges)), np.diff(edges, prepend=0))  # 0: none has begun yet
@@ -320,38 +312,21 @@ COUNTS = ("documents", "empty_documents", "long_documents", "windows", "tokens",
           "repeated_tokens", "cut_tokens", "rows", "filled")  # fmt: skip
 
 
-def _check_plan(
-    plan: PackingPlan,
-    lengths: np.ndarray,  # of the windows, special tokens included
-    capacity: int,
-) -> PackingPlan:
-    "Raise `ValueError` where rows do not hold each window once, or are too full."
-    times = np.bincount(plan.members, minlength=len(lengths))
-    for window in np.flatnonzero(times != 1):
-        raise ValueError(
-            f"plan_rows places window {window} {times[window]} times; place each of the "
-            f"{len(lengths)} windows once"
-        )
-    filled = np.diff(np.append(0, np.cumsum(lengths[plan.members]))[plan.offsets])
-    for row in np.flatnonzero(filled > capacity):
-        raise ValueError(
-            f"plan_rows: row {row} has {capacity} positions, its windows need {filled[row]}: "
-            "give it fewer"
-        )
-    return plan
-
-
 class _PackedBlock:
     "The planned rows of one block of documents."
 
     def __init__(self, block: Block, dataset: "PackedDataset", seed: int):
-        self.tokens, options, capacity = block.tokens, dataset.options, dataset.capacity
-        room = capacity - dataset.num_special
+        self.tokens, options = block.tokens, dataset.options
+        room = dataset.capacity - dataset.num_special
         self.windows = split_into_windows(block.offsets, room, options.overflow, options.stride)
         self.lengths = self.windows.lengths + dataset.num_special
-        self.plan = _check_plan(dataset.plan_rows(self.lengths), self.lengths, capacity)
+        self.plan = dataset.plan_rows(self.lengths)
         shuffle = EpochShuffle(self.plan, self.lengths, seed, dataset.shuffle_documents)
         self.order = shuffle if dataset.shuffle else lambda epoch: self.plan
+        self.context = self.windows.context_lengths if options.stride else None
+        if block.prompt_lengths is not None:
+            prompts = block.prompt_lengths[self.windows.documents]
+            self.context = np.stack([prompts, np.zeros_like(prompts)], axis=1)
 
     def counts(self) -> tuple[int, ...]:  # in the order of COUNTS
         windows = self.windows
@@ -363,12 +338,12 @@ class _PackedBlock:
     def build(self, rows: list[tuple[int, int]], dataset: "PackedDataset") -> list[dict]:
         "Build rows by (epoch, index) in the block."
         members = [self.order(epoch)[index] for epoch, index in rows]
-        joined, windows = np.concatenate(members), self.windows
-        ends = windows.starts[joined], windows.stops[joined]
+        joined = np.concatenate(members)
+        ends = self.windows.starts[joined], self.windows.stops[joined]
         sizes = list(map(len, members))
         arrays = build_rows(self.tokens, ends, sizes, dataset.capacity, **dataset.special)
-        if windows.stride:
-            arrays = mark_context(arrays, windows.context_lengths[joined], *dataset.around)
+        if self.context is not None:
+            arrays = mark_context(arrays, self.context[joined], *dataset.around)
         return [dict(zip(arrays, row)) for row in zip(*arrays.values())]
 
 # %% ../../nbs/data/12_packing.ipynb #8b993ab0
@@ -380,7 +355,8 @@ class PackedDataset:
 
     `dataset[epoch, index]` is a row, `dataset[index]` one of `set_epoch`'s epoch: `build_rows`'
     arrays and the ints `epoch` and `index`, by which a collator draws its masks. A subclass may
-    override `plan_rows`, with `shuffle_documents = False` where its rows must stay together.
+    override `plan_rows` (each window once), with `shuffle_documents = False` where its rows must
+    stay together.
     """
 
     shuffle_documents = True  # whether windows of one length are exchanged between rows
@@ -411,7 +387,7 @@ class PackedDataset:
         self.options.check_room(capacity - self.num_special)
         self.shuffle, self.seed = shuffle, seed
         self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()  # of lone indices
-        self._cache: OrderedDict = OrderedDict()  # of plans and orders
+        self._cache: dict = {}  # of plans and orders, the latest last
         self.counts = self._count()  # (blocks, COUNTS)
 
     def plan_rows(self, lengths: np.ndarray) -> PackingPlan:
@@ -437,13 +413,10 @@ class PackedDataset:
 
     def _cached(self, key: tuple, make: Any, limit: int) -> Any:
         "Look up, or make and drop what was not used for longest."
-        if key not in self._cache:
-            self._cache[key] = make()
-            same = [old for old in self._cache if old[0] == key[0]]
-            for old in same[:-limit]:
-                del self._cache[old]
-        self._cache.move_to_end(key)
-        return self._cache[key]
+        value = self._cache[key] = self._cache.pop(key) if key in self._cache else make()
+        for old in [old for old in self._cache if old[0] == key[0]][:-limit]:
+            del self._cache[old]
+        return value
 
     def _block(self, number: int) -> _PackedBlock:
         seed = self.seed
@@ -498,8 +471,6 @@ class PackedDataset:
 
     def __getitems__(self, keys: Sequence[int | tuple[int, int]]) -> list[dict]:
         "Many rows, as torch's loaders ask for a batch."
-        if type(self).__getitem__ is not PackedDataset.__getitem__:  # a subclass changes rows
-            return [self[key] for key in keys]
         return self.build(keys)
 
     def build(self, keys: Sequence[int | tuple[int, int]]) -> list[dict]:
@@ -525,18 +496,15 @@ class PackedDataset:
 
     def __getstate__(self) -> dict:
         "A worker gets no plans: it makes them faster than it reads them."
-        return {**self.__dict__, "_cache": OrderedDict()}
+        return {**self.__dict__, "_cache": {}}
 
     def describe(self) -> dict:  # plain numbers, fit for JSON
         "Count documents, windows, tokens and rows, with the efficiency of packing and of padding."
         counts = dict(zip(COUNTS, map(int, self.counts.sum(axis=0))))
-        filled, positions = (
-            counts.pop("filled"),
-            {"efficiency": "rows", "padded_efficiency": "windows"},
-        )
+        filled = counts.pop("filled") / self.capacity
         shares = {
-            name: filled / (counts[unit] * self.capacity) if counts[unit] else 0.0
-            for name, unit in positions.items()
+            "efficiency": filled / max(1, counts["rows"]),
+            "padded_efficiency": filled / max(1, counts["windows"]),
         }
         return {**counts, "capacity": self.capacity, **shares}
 

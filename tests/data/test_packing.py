@@ -377,22 +377,6 @@ def test_rows_that_a_subclass_plans_may_stay_together():
     assert rows_of(pickle.loads(pickle.dumps(dataset)), 1) == second
 
 
-@pytest.mark.parametrize("plan, words", [
-    (PackingPlan([0, 1], [0, 2], 0), ["window 2 0 times"]),
-    (PackingPlan([0, 1, 2, 1], [0, 2, 4], 0), ["window 1 2 times"]),
-    (PackingPlan([0, 1, 3], [0, 3], 0), ["window 2 0 times"]),
-    (PackingPlan([0, 1, 2], [0, 3], 0), ["row 0 has 12", "need 15"]),
-])  # fmt: skip
-def test_a_plan_of_a_subclass_that_loses_windows_is_named(plan, words):
-    class Wrong(PackedDataset):
-        def plan_rows(self, lengths):
-            return plan
-
-    with pytest.raises(ValueError) as error:
-        Wrong([[5, 6, 7]] * 3, 12, **SPECIAL)
-    assert all(word in str(error.value) for word in words)
-
-
 @settings(deadline=None, max_examples=40)
 @given(st.lists(st.integers(0, 40), max_size=60), st.booleans(), st.booleans())
 def test_every_token_comes_once_in_an_epoch_of_many_blocks(lengths, shuffle, packing):
@@ -481,25 +465,6 @@ def test_options_that_cannot_be_are_named(make, words):
     with pytest.raises(ValueError) as error:
         make()
     assert all(word in str(error.value) for word in words)
-
-
-class Doubled(PackedDataset):
-    def __getitem__(self, key):
-        row = super().__getitem__(key)
-        return {**row, "input_ids": 2 * row["input_ids"]}
-
-
-@pytest.mark.parametrize("kind, factor", [(PackedDataset, 1), (Doubled, 2)])
-def test_an_override_of_one_way_to_read_rows_holds_for_the_other(kind, factor):
-    documents, special = (
-        [[5, 6], [7, 8, 9], [5]],
-        {"pad_token_id": 0, "cls_token_id": 2, "sep_token_id": 3},
-    )
-    plain, own = PackedDataset(documents, 6, **special), kind(documents, 6, **special)
-    for index in range(len(plain)):
-        wanted = factor * plain[1, index]["input_ids"]
-        assert (own[1, index]["input_ids"] == wanted).all()
-        assert (own.__getitems__([(1, index)])[0]["input_ids"] == wanted).all()
 
 
 def test_no_keys_give_no_rows():

@@ -13,7 +13,6 @@ from bertlab.data import tokens as module
 from bertlab.data.diffusion import encode_pairs
 from bertlab.data.packing import PackedDataset
 from bertlab.data.collators import MaskedLanguageModelingCollator
-from bertlab.data.supervised import SequenceClassificationCollator
 from bertlab.data.tokenizers import tokenize_plain, train_tokenizer
 from bertlab.data.tokens import (
     BatchEncoder,
@@ -26,7 +25,6 @@ from bertlab.data.tokens import (
     part_record,
     serialize_tokenizer,
     split_held_out,
-    text_batches,
     tokenize_documents,
     write_part,
 )
@@ -47,11 +45,10 @@ def small_blocks(monkeypatch):
 
 
 def make_batches(lengths, seed=0):
-    "All documents as one batch, from any of them on."
+    "All documents as one batch, with their ids."
     lengths = np.array(lengths, dtype=np.int64)
     ids = np.random.default_rng(seed).integers(5, 60_000, lengths.sum()).astype(np.int32)
-    starts = np.append(0, np.cumsum(lengths))
-    return ids, lambda first: iter([(ids[starts[first] :], lengths[first:])])
+    return ids, [(ids, lengths)]
 
 
 def write(directory, lengths, parts=2, **options):
@@ -64,20 +61,20 @@ def write(directory, lengths, parts=2, **options):
 
 
 @settings(deadline=None, max_examples=30)
-@given(st.lists(st.integers(0, 9), max_size=40), st.integers(1, 12), st.integers(1, 8), st.data())
-def test_blocks_do_not_depend_on_batches(lengths, block_tokens, block_documents, data):
+@given(st.lists(st.integers(0, 9), max_size=40), st.integers(1, 12), st.data())
+def test_blocks_do_not_depend_on_batches(lengths, block_tokens, data):
     ids, batches = make_batches(lengths)
-    whole = list(iter_blocks(batches(0), block_tokens, block_documents))
+    expected = list(iter_blocks(batches, block_tokens))
     cuts = sorted(data.draw(st.lists(st.integers(0, len(lengths)), max_size=4)))
     starts = np.append(0, np.cumsum(lengths)).astype(int)
     parts = [(ids[starts[a] : starts[b]], np.array(lengths[a:b], np.int64))
              for a, b in zip([0, *cuts], [*cuts, len(lengths)])]  # fmt: skip
-    again = list(iter_blocks(parts, block_tokens, block_documents))
-    assert len(whole) == len(again)
-    for one, other in zip(whole, again):
-        assert all(np.array_equal(a, b) for a, b in zip(one, other))
-    if whole:
-        assert np.array_equal(np.concatenate([block[0] for block in whole]), ids)
+    blocks = list(iter_blocks(parts, block_tokens))
+    assert len(expected) == len(blocks)
+    for block, expected_block in zip(blocks, expected):
+        assert all(np.array_equal(a, b) for a, b in zip(block, expected_block))
+    if expected:
+        assert np.array_equal(np.concatenate([block[0] for block in expected]), ids)
 
 
 @pytest.mark.parametrize("dtype", ["uint16", "int32"])
@@ -92,32 +89,6 @@ def test_datasets_opens_what_is_written(tmp_path, small_blocks, dtype):
     assert np.array_equal(np.diff(stored.offsets), np.tile(lengths, 2))
     assert stored[101].tolist() == opened[101]["input_ids"]
     assert stored[-1].tolist() == opened[199]["input_ids"]
-
-
-def test_a_killed_part_keeps_its_complete_files(tmp_path, small_blocks):
-    lengths = [10] * 60
-    ids, batches = make_batches(lengths)
-
-    def dies(first):
-        for block in iter_blocks(batches(first), 60):
-            yield block
-            if first == 0 and len(list(tmp_path.glob("data-*"))) == 2:
-                raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        write_part(tmp_path, 0, dies, "key", file_tokens=60)
-    with pytest.raises(ValueError, match="part 0"):
-        finish_dataset(tmp_path, 1)
-    with pytest.raises(FileNotFoundError, match="bertlab tokenize"):
-        load_tokens(tmp_path)
-    before = {path: path.stat().st_mtime_ns for path in tmp_path.glob("data-*")}
-    first_documents = []
-    write_part(tmp_path, 0, lambda n: (first_documents.append(n), batches(n))[1], "key",
-               file_tokens=60)  # fmt: skip
-    finish_dataset(tmp_path, 1)
-    assert first_documents == [12] and len(before) == 2
-    assert all(path.stat().st_mtime_ns == time for path, time in before.items())
-    assert np.array_equal(load_tokens(tmp_path).tokens, ids)
 
 
 def test_a_part_with_another_key_is_written_again(tmp_path):
@@ -192,7 +163,7 @@ def test_joined_documents_stay_on_disk(tmp_path, small_blocks):
     memory = TokenizedDocuments.from_sequences([[7, 8]])
     joined = TokenizedDocuments.concatenate([load_tokens(tmp_path), memory])
     assert len(joined) == 31 and np.array_equal(joined.tokens, [*ids, 7, 8])
-    assert joined[30].tolist() == [7, 8] and joined.num_tokens == 152
+    assert joined[30].tolist() == [7, 8]
 
 
 @pytest.mark.parametrize("stored", [False, True])
@@ -255,21 +226,6 @@ def test_processes_that_build_at_once_get_equal_tokens(tokenizer, tmp_path):
     assert results == [expected, expected] and len(list(tmp_path.glob("*.arrow"))) == 1
 
 
-def test_a_settings_call_changes_neither_key_nor_tokens(tmp_path):
-    tokenizer = train_tokenizer(TEXTS, 200)
-    before = tokenize_documents(TEXTS, tokenizer, cache_dir=tmp_path).tokens.tolist()
-    tokenizer(TEXTS, truncation=True, max_length=3, padding="max_length")
-    assert tokenize_documents(TEXTS, tokenizer, cache_dir=tmp_path).tokens.tolist() == before
-    assert len(list(tmp_path.glob("*.arrow"))) == 1
-
-
-def test_batches_read_no_further_than_they_must(monkeypatch):
-    monkeypatch.setattr(module, "BATCH_TEXTS", 3)
-    texts, read = ["a"] * 10, []
-    batches = text_batches(text for text in texts if read.append(text) is None)
-    assert next(batches) == ["a"] * 3 and len(read) == 3
-
-
 @pytest.mark.parametrize("texts, words", [
     ("one text", ["one string"]),
     ([3], ["texts[0]", "int"]),
@@ -290,19 +246,12 @@ def test_a_directory_that_cannot_be_written_is_named(tokenizer, tmp_path):
 @pytest.mark.parametrize("document, words", [
     ([[1, 2]], ["document 0", "flat"]),
     ([1.5], ["document 0", "float"]),
-    ([-1], ["document 0", "-1"]),
-    ([2**31], ["document 0", str(2**31)]),
+    ([-1], ["document 0"]),
 ])  # fmt: skip
 def test_a_document_that_is_no_ids_is_named(document, words):
     with pytest.raises(ValueError) as error:
         TokenizedDocuments.from_sequences([document])
     assert all(word in str(error.value) for word in words)
-
-
-def test_offsets_that_do_not_fit_are_refused():
-    for offsets in ([0, 2], [1, 3], [0, 3, 2, 3], []):
-        with pytest.raises(ValueError, match="offsets"):
-            TokenizedDocuments(np.arange(3), offsets)
 
 
 def test_cutting_to_lengths_keeps_every_token_in_order():
@@ -312,12 +261,6 @@ def test_cutting_to_lengths_keeps_every_token_in_order():
     assert np.array_equal(pieces.tokens, documents.tokens)
     assert set(lengths.tolist()) == {0, 3, 12} and abs((lengths == 12).sum() / 2000 - 0.25) < 0.03
     assert np.array_equal(pieces.offsets, cut_to_lengths(documents, {3: 0.75, 12: 0.25}).offsets)
-
-
-@pytest.mark.parametrize("shares", [{}, {0: 1}, {4: 0}, {4: -1, 5: 2}, [1]])
-def test_lengths_that_cannot_be_are_refused(shares):
-    with pytest.raises(ValueError, match="length_mixture"):
-        cut_to_lengths(TokenizedDocuments.from_sequences([[5]]), shares)
 
 
 def sentencepiece_form():
@@ -352,39 +295,16 @@ def test_special_tokens_that_are_pieces_are_unknown_in_a_text():
     assert len(tokenizer) - 1 in parts[3], "an added token that is not special stays"
 
 
-def test_so_they_are_in_rows_of_text_labels_and_prompts():
+def test_so_they_are_in_rows_of_text_and_prompts():
     from tokenizers.processors import RobertaProcessing
 
-    tokenizer, says = sentencepiece_form(), "ab </s> a<mask>b"
+    tokenizer, text = sentencepiece_form(), "ab </s> a<mask>b"
     tokenizer.backend_tokenizer.post_processor = RobertaProcessing(("</s>", 2), ("<s>", 0))
-    inner = {*tokenizer.all_special_ids} - {tokenizer.unk_token_id}
-    collate = SequenceClassificationCollator.from_tokenizer(
-        tokenizer, label_column=None, num_labels=2
-    )
-    masked = MaskedLanguageModelingCollator.from_tokenizer(tokenizer)
-    for row in (
-        masked.encode([says])[0]["input_ids"],
-        collate.encode([{"text": says}])[0]["input_ids"],
-    ):
-        assert not inner & {*row[1:-1]} and tokenizer.decode(row[1:-1]) == "ab <unk> a<unk>b"
-        assert [row[0], row[-1]] == [
-            tokenizer.cls_token_id,
-            tokenizer.sep_token_id,
-        ]  # the frame stays
-    row = encode_pairs(tokenizer, ["ab <s> e"], [says], max_ends=1)[0]
-    end = row.index(tokenizer.sep_token_id)
-    decoded = tokenizer.decode(row[:end]), tokenizer.decode(row[end + 1 : -1])
-    assert decoded == ("ab <unk> a<unk>b", "ab <unk> e")
-    tokenizer.add_tokens(["new"])  # after a first call
-    assert tokenizer.convert_tokens_to_ids("new") in masked.encode(["ab new"])[0]["input_ids"]
-
-
-@pytest.mark.parametrize("kind", ["wordpiece", "bpe", "unigram"])
-def test_other_tokenizers_are_called_with_their_switch(kind):
-    one, says = train_tokenizer(TEXTS, 400, kind=kind), [*TEXTS[:20], "[CLS] of a [MASK]"]
-    how = {"truncation": True, "max_length": 9, "return_offsets_mapping": True}
-    plain, switched = tokenize_plain(one, says, **how), one(says, split_special_tokens=True, **how)
-    assert dict(plain) == dict(switched)
-    assert [plain.word_ids(n) for n in range(len(says))] == [
-        switched.word_ids(n) for n in range(len(says))
-    ]
+    special = {*tokenizer.all_special_ids} - {tokenizer.unk_token_id}
+    collator = MaskedLanguageModelingCollator.from_tokenizer(tokenizer)
+    ids = collator.encode([text])[0]["input_ids"]
+    assert not special & {*ids[1:-1]} and tokenizer.decode(ids[1:-1]) == "ab <unk> a<unk>b"
+    assert [ids[0], ids[-1]] == [tokenizer.cls_token_id, tokenizer.sep_token_id]
+    (pair,), (length,) = encode_pairs(tokenizer, ["ab <s> e"], [text], max_ends=1)
+    assert tokenizer.decode(pair[: length - 1]) == "ab <unk> a<unk>b"
+    assert tokenizer.decode(pair[length:-1]) == "ab <unk> e"

@@ -14,7 +14,7 @@ from bertlab.cli.write import was_taught_ends
 from bertlab.data.collators import MaskedDiffusionCollator
 from bertlab.data.diffusion import (
     DiffusionConfig,
-    find_parts,
+    count_ends,
     token_weights,
     elbo_weight,
     encode_pairs,
@@ -23,6 +23,7 @@ from bertlab.data.module import PretrainingDataModule
 from bertlab.data.packing import PackedDataset
 from bertlab.data.rows import Vocabulary
 from bertlab.data.tokenizers import train_tokenizer
+from bertlab.data.tokens import TokenizedDocuments
 from bertlab.model.config import modernbert_tiny
 from bertlab.model.heads import BertLabForMaskedDiffusion
 from bertlab.train.modules import PretrainingModule
@@ -32,21 +33,10 @@ PAD, CLS, SEP, MASK = 0, 2, 3, 1
 WORDS = Vocabulary(12, pad_token_id=PAD, mask_token_id=MASK, special_token_ids=(CLS, SEP))
 
 
-def by_hand(
-    document: list[int],
-) -> list[float]:  # shares, from the form [CLS] (prompt [SEP])? text [SEP]*
-    stop = len(document)
-    while document[stop - 1] == SEP:
-        stop -= 1
-    ends = len(document) - stop - 1  # the last one closes the document
-    inner = [i for i in range(stop) if document[i] == SEP]
-    begin = inner[0] + 1 if inner else 0
-    shares = [0.0] * len(document)
-    for i in range(begin, stop):
-        shares[i] = float(document[i] not in (CLS, SEP, PAD, MASK))
-    for i in range(stop, stop + ends):
-        shares[i] = 1 / ends
-    return shares
+def by_hand(document: list[int]) -> list[float]:
+    "Shares: an end is a [SEP] right before another one, and all ends count for one word."
+    ends = [a == b == SEP for a, b in zip(document, [*document[1:], None])]
+    return [1 / sum(ends) if end else float(token > SEP) for token, end in zip(document, ends)]
 
 
 documents = st.lists(
@@ -56,19 +46,18 @@ documents = st.lists(
 
 @settings(max_examples=300, deadline=None, derandomize=True)
 @given(documents, st.integers(0, 3))
-def test_parts_are_found_in_packed_rows_as_in_each_document_alone(bodies, padding):
+def test_weights_in_packed_rows_are_those_of_each_document_alone(bodies, padding):
     rows = [[CLS, *body, SEP] for body in bodies]
     ids = np.array([[t for row in rows for t in row] + [PAD] * padding])
     numbers = np.array([[n for n, row in enumerate(rows, 1) for _ in row] + [0] * padding])
     shares = token_weights({"input_ids": ids, "attention_mask": numbers}, WORDS, SEP)
     expected = [s for row in rows for s in by_hand(row)] + [0.0] * padding
     np.testing.assert_allclose(shares[0], expected, rtol=1e-6)
-    prompt, ends = find_parts(ids, numbers, SEP)
-    assert not (prompt & ends).any() and not (prompt | ends)[numbers == 0].any()
 
 
-def test_packed_rows_mark_them_as_well():
-    dataset = PackedDataset([[5, 6, SEP, 7, SEP, SEP], [8, 9]], 16, pad_token_id=PAD, cls_token_id=CLS,
+def test_packed_rows_keep_prompts_and_hide_ends():
+    documents = TokenizedDocuments.from_sequences([[5, 6, SEP, 7, SEP, SEP], [8, 9]], [3, 0])
+    dataset = PackedDataset(documents, 16, pad_token_id=PAD, cls_token_id=CLS,
                             sep_token_id=SEP, shuffle=False)  # fmt: skip
     collate = MaskedDiffusionCollator(PAD, MASK, 12, special_token_ids=[CLS, SEP], writing=True, end_token_id=SEP,
                                       num_steps=1, noise_eps=0.0)  # fmt: skip
@@ -90,25 +79,17 @@ def test_ends_of_a_document_weigh_as_much_as_one_word_however_many_they_are():
         assert shares[ids == SEP].sum() == pytest.approx(1) and shares.sum() == pytest.approx(3)
 
 
-def test_texts_for_writing_pass_a_tokenizer_and_come_back_as_parts():
+def test_pairs_are_prompts_texts_and_ends():
     tokenizer = train_tokenizer(["the cat sat on the mat"] * 9, vocab_size=60)
-    made = encode_pairs(tokenizer, ["the cat", "sat on"], ["mat", "the mat"], max_ends=5, seed=3)
-    counts = []
-    for row, prompt, answer in zip(made, ["mat", "the mat"], ["the cat", "sat on"]):
-        ids = np.array([[tokenizer.cls_token_id, *row, tokenizer.sep_token_id]])
-        given_BL, ends_BL = find_parts(ids, np.ones_like(ids), tokenizer.sep_token_id)
-        assert tokenizer.decode(ids[given_BL], skip_special_tokens=True) == prompt
-        assert tokenizer.decode(ids[~given_BL & ~ends_BL], skip_special_tokens=True) == answer
-        counts.append(int(ends_BL.sum()))
-    assert all(1 <= c <= 5 for c in counts)
-    end = tokenizer.sep_token_id
-    many = [row.count(end) for row in encode_pairs(tokenizer, ["the"] * 500, max_ends=5)]
-    assert set(many) == {1, 2, 3, 4, 5} and min(many.count(n) for n in set(many)) > 60
-    assert end not in encode_pairs(tokenizer, ["the [SEP] cat"], max_ends=0)[0]  # it says the word
-    with pytest.raises(ValueError, match="prompts must be as many"):
-        encode_pairs(tokenizer, ["x"], ["a", "b"])
-    with pytest.raises(ValueError, match="max_ends"):
-        encode_pairs(tokenizer, ["x"], max_ends=-1)
+    end, prompts, texts = tokenizer.sep_token_id, ["mat", "the mat"], ["the cat", "sat on"]
+    for pair, length, prompt, text in zip(
+        *encode_pairs(tokenizer, texts, prompts, 5, 3), prompts, texts
+    ):
+        assert tokenizer.decode(pair[: length - 1]) == prompt and pair[length - 1] == end
+        assert tokenizer.decode(pair[length:], skip_special_tokens=True) == text
+    counts = np.bincount(count_ends(range(500), 5))
+    assert len(counts) == 6 and counts[0] == 0 and counts[1:].min() > 60
+    assert end not in encode_pairs(tokenizer, ["the [SEP] cat"], ["a"], max_ends=0)[0][0][2:]
 
 
 @pytest.mark.parametrize("plain", [False, True])
@@ -140,7 +121,7 @@ def test_the_loss_divides_by_the_words_that_count(plain):
         (nats * weights * labelled).sum().item(), rel=1e-4
     )
     assert parts.num_labels.item() == pytest.approx(
-        (shares * labelled).sum().item() if plain else 4 + 6
+        (shares * labelled).sum().item() if plain else 6 + 6
     )
 
 
@@ -300,102 +281,71 @@ def tokenizer():
 
 
 @pytest.mark.parametrize("kind", ["csv", "jsonl", "parquet", "hub", "memory"])
-def test_pairs_of_any_table_keep_their_prompts_and_learn_where_answers_end(
-    kind, tokenizer, tmp_path
-):
+def test_prompts_of_any_table_are_never_hidden(kind, tokenizer, tmp_path):
     data = pair_data(tokenizer, None if kind == "memory" else write_table(kind, tmp_path))
     if kind == "memory":
         data.set_datasets(Dataset.from_list(QUESTIONS))
-    assert "\x1e" not in "".join(data.training_texts()) and "what is" in data.training_texts()[0]
+    assert "what is" in data.training_texts()[0]
     data.setup()
-    seen, end = set(), tokenizer.sep_token_id
+    pairs = set()
     for batch in data.train_dataloader():
-        whole_BL = torch.where(batch["labels"] >= 0, batch["labels"], batch["input_ids"]).numpy()
-        given_BL, ends_BL = find_parts(whole_BL, batch["attention_mask"].numpy(), end)
-        assert not (given_BL & (batch["labels"].numpy() >= 0)).any(), (
-            "a word of a prompt was hidden"
-        )
-        assert (batch["labels"] >= 0).any() and ends_BL.any()
-        for ids, numbers, given_L in zip(whole_BL, batch["attention_mask"].numpy(), given_BL):
+        labels_BL, numbers_BL = batch["labels"].numpy(), batch["attention_mask"].numpy()
+        ids_BL = np.where(labels_BL >= 0, labels_BL, batch["input_ids"].numpy())
+        assert (labels_BL == tokenizer.sep_token_id).any()
+        for ids, numbers, labels in zip(ids_BL, numbers_BL, labels_BL):
             for n in range(1, numbers.max() + 1):
-                own = numbers == n
-                seen.add((tokenizer.decode(ids[own & given_L], skip_special_tokens=True),
-                          tokenizer.decode(ids[own & ~given_L], skip_special_tokens=True)))  # fmt: skip
-    held_out = sum(len(rows) for rows in data.val_datasets)
-    assert held_out and seen < {(row["ask"], row["say"]) for row in QUESTIONS} and len(seen) > 8
+                document = ids[numbers == n].tolist()
+                length = document.index(tokenizer.sep_token_id) + 1
+                assert (labels[numbers == n][:length] < 0).all()
+                parts = document[:length], document[length:]
+                pairs.add(tuple(tokenizer.decode(part, skip_special_tokens=True) for part in parts))
+    assert sum(map(len, data.val_datasets)) and len(pairs) > 8
+    assert pairs < {(row["ask"], row["say"]) for row in QUESTIONS}
 
 
 @pytest.mark.parametrize("options, message", [
-    ({"objective": "mlm"}, "max_ends=3 is for objective"), ({"max_ends": 0}, "prompt_column.*max_ends"),
-    ({"streaming": True}, "leave streaming and cache_dir out|max_ends"), ({"cache_dir": "x"}, "leave streaming and cache_dir out"),
-    ({"data_kwargs": {"length_mixture": {8: 0.5, 32: 0.5}}}, "length_mixture"), ({"data_kwargs": {"overflow": "split"}}, "overflow"),
+    ({"objective": "mlm"}, "max_ends=3.*objective"), ({"max_ends": 0}, "prompt_column.*max_ends"),
+    ({"streaming": True}, "max_ends=3.*streaming"), ({"cache_dir": "x"}, "prompt_column.*cache_dir"),
+    ({"data_kwargs": {"length_mixture": {8: 0.5, 32: 0.5}}}, "length_mixture"),
 ])  # fmt: skip
-def test_prompts_where_they_make_no_sense_are_refused_at_once(
-    options, message, tokenizer, tmp_path
-):
+def test_options_that_prompts_exclude_are_refused(options, message, tokenizer, tmp_path):
     with pytest.raises(ValueError, match=message):
         pair_data(tokenizer, write_table("csv", tmp_path), **options)
 
 
-def test_what_holds_no_pairs_is_one_sentence(tokenizer, tmp_path):
+def test_sources_without_prompts_are_refused(tokenizer, tmp_path):
     (tmp_path / "text.txt").write_text("".join(f"line {n} of many\n" for n in range(40)))
     with pytest.raises(ValueError, match="text.txt.*prompt_column"):
         pair_data(tokenizer, str(tmp_path / "text.txt")).setup()
-    with pytest.raises(ValueError, match="the embedded text has no prompts"):
+    with pytest.raises(ValueError, match="prompt_column"):
         pair_data(tokenizer).setup()
-    for kind in ("csv", "jsonl", "parquet", "hub"):
-        (place := tmp_path / kind).mkdir()
-        with pytest.raises(ValueError, match="'question'.*'ask'|'ask'.*'question'"):
-            pair_data(tokenizer, write_table(kind, place), prompt_column="question").setup()
+    with pytest.raises(ValueError, match="'question'.*'ask'|'ask'.*'question'"):
+        pair_data(tokenizer, write_table("csv", tmp_path), prompt_column="question").setup()
 
 
-QUESTION_ROWS = Dataset.from_list(QUESTIONS)
-
-
-def test_an_answer_that_is_too_long_is_cut_and_not_parted_from_its_prompt(tokenizer):
+def test_an_answer_that_is_too_long_is_cut(tokenizer):
     data = pair_data(tokenizer, data_kwargs={"validation_fraction": 0})
-    data.set_datasets(
-        Dataset.from_list([{"ask": "what is the cat", "say": "it is a mat " * 30}]), QUESTION_ROWS
-    )
+    row = {"ask": "what is the cat", "say": "it is a mat " * 30}
+    data.set_datasets(Dataset.from_list([row]), Dataset.from_list(QUESTIONS))
     data.setup()
-    rows = [data.train_dataset[0, n] for n in range(len(data.train_dataset))]
-    assert len(rows) == 1 and tokenizer.decode(
-        rows[0]["input_ids"], skip_special_tokens=True
-    ).startswith("what is the cat it is")
+    assert len(data.train_dataset) == 1
+    text = tokenizer.decode(data.train_dataset[0, 0]["input_ids"], skip_special_tokens=True)
+    assert text.startswith("what is the cat it is")
 
 
-@pytest.mark.parametrize("blank", ["", "   "])
-def test_a_prompt_without_an_answer_is_left_out_and_never_learnt_as_a_text(blank, tokenizer):
-    asked = [f"return the value {n}" for n in range(30)]
-    rows = {"ask": asked, "say": [blank if n % 3 == 0 else f"the list {n}" for n in range(30)]}
-    data = pair_data(tokenizer)
-    data.set_datasets(Dataset.from_dict(rows))
+@pytest.mark.parametrize("blank", ["", "   ", "too long"])
+def test_a_prompt_without_an_answer_is_left_out(blank, tokenizer):
+    prompts = [f"return the value {n}" + " of it" * 30 * (blank == "too long") for n in range(30)]
+    rows = {"ask": prompts, "say": [blank] * 30}
+    alone, mixed = pair_data(tokenizer), pair_data(tokenizer)
+    alone.set_datasets(Dataset.from_dict(rows))
+    with pytest.raises(ValueError, match="max_sequence_length"):
+        alone.setup()
+    mixed.set_datasets(Dataset.from_list([*QUESTIONS, *Dataset.from_dict(rows)]))
     with pytest.warns(UserWarning, match="prompts have an empty text"):
-        data.setup()
-    for batch in data.train_dataloader():
-        assert (batch["token_shares"][batch["token_shares"] > 0].sum() > 0) and "value" not in tokenizer.decode(
-            batch["input_ids"][batch["token_shares"] > 0])  # fmt: skip
-    none = pair_data(tokenizer)
-    none.set_datasets(Dataset.from_dict({**rows, "say": [blank] * 30}))
-    with pytest.raises(ValueError, match="have an empty text"):
-        none.setup()
-
-
-def test_a_prompt_that_fills_its_row_is_left_out_and_never_learnt_as_a_text(tokenizer):
-    long = {"ask": "what is the cat " * 30, "say": "it is a mat"}
-    data = pair_data(tokenizer, data_kwargs={"validation_fraction": 0})
-    data.set_datasets(Dataset.from_list([long, *QUESTIONS]), QUESTION_ROWS)
-    with pytest.warns(UserWarning, match=r"1 of \d+ prompts .*in a row of 32 tokens"):
-        data.setup()
-    read = [
-        tokenizer.decode(data.train_dataset[0, n]["input_ids"])
-        for n in range(len(data.train_dataset))
-    ]
-    assert read and not any("what is the cat what" in text for text in read)
-    data = pair_data(tokenizer, data_kwargs={"validation_fraction": 0})
-    data.set_datasets(Dataset.from_list([long]), QUESTION_ROWS)
-    with pytest.raises(ValueError, match="1 of 1 prompts .*raise max_sequence_length"):
-        data.setup()
+        mixed.setup()
+    texts = [tokenizer.decode(ids) for ids in mixed.train_dataset.documents]
+    assert texts and not any("value" in text for text in texts)
 
 
 def test_the_command_learns_from_pairs_and_answers(tmp_path, capsys):
