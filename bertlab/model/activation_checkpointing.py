@@ -26,15 +26,17 @@ from torch.utils.checkpoint import (
 )
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from ..core.names import check_range, look_up
+
 # %% ../../nbs/model/16_activation_checkpointing.ipynb #d3f818b3
 def _storages(tree: Any) -> dict[int, Any]:  # by address
-    "The memory behind the tensors in a nest of arguments; views share theirs."
+    "Return the memory of the tensors in a nest of arguments; views share theirs."
     storages = [t.untyped_storage() for t in tree_leaves(tree) if isinstance(t, Tensor)]
     return {storage._cdata: storage for storage in storages}
 
 
 class MemoryTracker(TorchDispatchMode):
-    "Counts the bytes of tensors made under it that still live, after each operation."
+    "Count the bytes of tensors made inside it that are still live, after each operation."
 
     def __init__(self):
         super().__init__()
@@ -46,20 +48,20 @@ class MemoryTracker(TorchDispatchMode):
         inputs = _storages((args, kwargs))  # not made here: weights, or counted already
         for key, storage in _storages(out).items():
             if key not in inputs and key not in self._alive:
-                gone = weakref.ref(storage, partial(self._forget, key))
-                self._alive[key] = gone, storage.nbytes()
+                reference = weakref.ref(storage, partial(self._forget, key))
+                self._alive[key] = reference, storage.nbytes()
                 self.now += storage.nbytes()
         self.history.append(self.now)
         return out
 
-    def _forget(self, key: int, gone: weakref.ref) -> None:
+    def _forget(self, key: int, reference: weakref.ref) -> None:
         self.now -= self._alive.pop(key)[1]
 
 # %% ../../nbs/model/16_activation_checkpointing.ipynb #b15ded0e
 def transformer_blocks(
     model: nn.Module,
 ) -> dict[str, GradientCheckpointingLayer]:  # by name, in order
-    "The blocks of a model. Raises `ValueError` where it has none."
+    "Return the blocks of a model. Raises `ValueError` if it has none."
     blocks = {n: m for n, m in model.named_modules() if isinstance(m, GradientCheckpointingLayer)}
     if not blocks:
         raise ValueError(
@@ -69,20 +71,13 @@ def transformer_blocks(
     return blocks
 
 
-_FUSED = {SDPBackend.FLASH_ATTENTION: torch.backends.cuda.flash_sdp_enabled,
-          SDPBackend.EFFICIENT_ATTENTION: torch.backends.cuda.mem_efficient_sdp_enabled,
-          SDPBackend.CUDNN_ATTENTION: torch.backends.cuda.cudnn_sdp_enabled}  # fmt: skip
-
-
 def _run_again(function: Callable, *args: Any, **options: Any) -> Any:
-    "torch's checkpoint, whose second run has the attention kernels that were allowed in the first."
-    if torch.compiler.is_compiling() or all(allowed() for allowed in _FUSED.values()):
+    "Checkpoint a function; its second run uses the attention kernels of the first."
+    if torch.compiler.is_compiling() or torch.backends.cuda.flash_sdp_enabled():
         return checkpoint(function, *args, use_reentrant=False, **options)
-    allowed = [backend for backend, is_allowed in _FUSED.items() if is_allowed()]
 
-    def run(*args: Any, **kwargs: Any) -> Any:
-        # The second run happens in the backward pass, where nobody says which kernels to take.
-        with sdpa_kernel([*allowed, SDPBackend.MATH]):
+    def run(*args: Any, **kwargs: Any) -> Any:  # of an optimizer that needs a second derivative
+        with sdpa_kernel(SDPBackend.MATH):
             return function(*args, **kwargs)
 
     return checkpoint(run, *args, use_reentrant=False, **options)
@@ -102,7 +97,7 @@ def _checkpoint_blocks(
 
 # %% ../../nbs/model/16_activation_checkpointing.ipynb #ca988627
 def _run_twice(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    "A module's own forward pass, repeated in the backward pass instead of remembered."
+    "Run a module's forward pass, and repeat it in the backward pass."
     forward = partial(type(module).forward, module)
     if not (module.training and torch.is_grad_enabled()):
         return forward(*args, **kwargs)
@@ -138,8 +133,8 @@ def _checkpoint_modules(
             )
     chosen: list[str] = []
     for name in names:  # parents come before their children
-        inside = any(name.startswith(parent + ".") for parent in chosen)
-        if not inside and any(fnmatchcase(name, pattern) for pattern in modules):
+        is_inside = any(name.startswith(parent + ".") for parent in chosen)
+        if not is_inside and any(fnmatchcase(name, pattern) for pattern in modules):
             module = model.get_submodule(name)
             # On the instance, so that the names of weights stay; a partial can be copied and
             # pickled with its module.
@@ -149,16 +144,12 @@ def _checkpoint_modules(
 
 # %% ../../nbs/model/16_activation_checkpointing.ipynb #a493cd00
 def _drops(op: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
-    "Whether an operation of torch is asked to drop something at random."
+    "Return whether an operation of torch drops values at random."
     schema = getattr(op, "_schema", None)
     for position, argument in enumerate(schema.arguments if schema else ()):
         if argument.name == "dropout_p":
-            values = (
-                *args[position : position + 1],
-                kwargs.get("dropout_p"),
-                argument.default_value,
-            )
-            return bool(next((value for value in values if value is not None), 0))
+            default = kwargs.get("dropout_p", argument.default_value)
+            return bool(args[position] if position < len(args) else default)
     return False
 
 # %% ../../nbs/model/16_activation_checkpointing.ipynb #4123a4a4
@@ -187,40 +178,22 @@ def _checkpoint_operations(model: nn.Module) -> list[str]:  # names of the block
     return _checkpoint_blocks(model, context_fn=contexts)
 
 # %% ../../nbs/model/16_activation_checkpointing.ipynb #b22d50a8
-def _demand_compiler(function: Callable, *args: Any) -> Any:
-    "Run a block inside a compiler. Raises `ValueError` outside, where a budget does nothing."
-    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        raise ValueError(
-            "activation checkpointing by 'budget' is done by the compiler: give "
-            "compile_model=True, or choose 'selected_ops', which needs none"
-        )
-    return function(*args)
-
-
 def _checkpoint_within(
     model: nn.Module,
     budget: float,  # share of what the compiler would keep: 0 nothing, 1 all of it
 ) -> list[str]:  # names of the blocks
-    "Let the compiler choose what to keep. Holds for all that this process compiles from now on."
-    rates = {
-        name: rate
-        for name, rate in vars(model.config).items()
-        if name.endswith("_dropout") and rate
-    }
+    "Let the compiler choose what to keep, in all that this process compiles from now on."
+    settings = vars(model.config)
+    rates = [name for name in settings if name.endswith("_dropout") and settings[name]]
     if rates and budget < 1:
-        # The compiler would draw other random numbers in the second run and say nothing
+        # The compiler would draw other random numbers in the second run without an error
         # (issue 190758 of PyTorch).
         raise ValueError(
-            f"budget {budget}: the compiler does not repeat dropout when it "
-            f"recomputes; set {', '.join(sorted(rates))} to 0, or "
-            "choose 'selected_ops'"
+            f"budget={budget}: the compiler does not repeat dropout when it recomputes; set "
+            f"{', '.join(sorted(rates))} to 0, or choose 'selected_ops'"
         )
-    blocks = transformer_blocks(model)
-    for block in blocks.values():
-        block.gradient_checkpointing = True
-        block._gradient_checkpointing_func = _demand_compiler
     partitioning.activation_memory_budget = float(budget)
-    return list(blocks)
+    return list(transformer_blocks(model))
 
 # %% ../../nbs/model/16_activation_checkpointing.ipynb #2a340e98
 CHECKPOINTING_MODES: dict[str, Callable[..., list[str]]] = {
@@ -235,37 +208,27 @@ _EXAMPLES = {  # of the option that a mode needs
     "selected_modules": {"modules": ["*.mlp"]},
     "budget": {"budget": 0.5},
 }
-_FITS = {
-    "interval": lambda value: type(value) is int and value >= 1,
-    "modules": lambda value: (
-        isinstance(value, (list, tuple)) and {str} == {type(name) for name in value}
-    ),
-    "budget": lambda value: type(value) in (int, float) and 0 <= value <= 1,
-}
 _ONE_BACKWARD = ("selected_ops", "budget")  # the backward pass cannot be differentiated again
 
 # %% ../../nbs/model/16_activation_checkpointing.ipynb #f2e08e63
 def parse_checkpointing(
     setting: bool | str | Mapping[str, Any] | None,  # a mode, or {"mode": ..., its option: ...}
     compiled: bool | None = None,  # will the encoder be compiled? None: not known yet
-    needs_create_graph: bool = False,  # does the optimizer look at the curvature, as SophiaH does?
+    needs_create_graph: bool = False,  # does the optimizer use the curvature, as SophiaH does?
 ) -> tuple[str | None, dict[str, Any]]:  # a key of CHECKPOINTING_MODES or None, and its options
     "Read a `gradient_checkpointing` setting. Raises `ValueError` with what to write instead."
     if setting is None or setting is False:
         return None, {}
     label = f"gradient_checkpointing={setting!r}"
-    if not isinstance(setting, Mapping):
-        setting = {"mode": "full" if setting is True else setting}
-    options = {name: value for name, value in setting.items() if name != "mode"}
-    mode = setting.get("mode")
-    if not isinstance(mode, str) or mode not in CHECKPOINTING_MODES:
-        raise ValueError(
-            f"{label}: choose True, False, one of {', '.join(CHECKPOINTING_MODES)}, or a mode with "
-            "its option, {'mode': 'selected_blocks', 'interval': 2}"
-        )
+    options = dict(setting) if isinstance(setting, Mapping) else {"mode": setting}
+    mode = "full" if setting is True else options.pop("mode", None)
+    options.pop("mode", None)
+    look_up(mode, CHECKPOINTING_MODES, f"{label}: mode")
     example = _EXAMPLES.get(mode, {})
-    if options.keys() != example.keys() or not all(_FITS[n](v) for n, v in options.items()):
+    if options.keys() != example.keys():
         raise ValueError(f"{label} has a wrong option; write { {'mode': mode, **example} }")
+    check_range(f"{label}: interval", options.get("interval"), 1)
+    check_range(f"{label}: budget", options.get("budget"), 0, 1)
     if needs_create_graph and mode in _ONE_BACKWARD:
         others = [name for name in CHECKPOINTING_MODES if name not in _ONE_BACKWARD]
         raise ValueError(
@@ -274,8 +237,7 @@ def parse_checkpointing(
         )
     if mode == "budget" and compiled is False:
         raise ValueError(
-            f"{label}: the compiler keeps the budget; set compile_model=True, or choose "
-            "'selected_ops'"
+            f"{label} needs a compiler; set compile_model=True, or choose 'selected_ops'"
         )
     return mode, options
 

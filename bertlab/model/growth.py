@@ -8,7 +8,6 @@ __all__ = ['AXES', 'MUST_AGREE', 'MAY_GROW', 'READERS', 'tile_indices', 'expand_
 
 # %% ../../nbs/model/15_growth.ipynb #85fd6167
 import copy
-import logging
 import re
 
 import torch
@@ -16,7 +15,6 @@ from torch import Tensor
 
 from ..core.names import check_range
 from .config import BertLabConfig
-from .families import unused_settings
 from .huggingface import check_no_adapter
 
 # %% ../../nbs/model/15_growth.ipynb #149a45f1
@@ -82,13 +80,12 @@ def axes_of(
     name: str,  # of a weight, as in `named_parameters`
     num_axes: int,
 ) -> tuple[str | None, ...]:  # a key of `axis_maps` or None for each axis
-    "Look the axes of a weight up. Raises `ValueError` for a weight that nobody knows."
+    "Look up the axes of a weight. Raises `ValueError` for a weight that AXES does not know."
     parts = name.split(".")
     owner = parts[-1] if parts[-1] in AXES else parts[-2]
     if owner not in AXES and not owner.endswith("norm"):
         raise ValueError(
-            f"no rule says how to tile {name!r}: give AXES a row for its module, or "
-            "grow the encoder alone, with model.encoder in place of model"
+            f"{name!r} cannot be tiled: give AXES a row for its module, or grow model.encoder alone"
         )
     return AXES.get(owner, ("stream",))[:num_axes]
 
@@ -107,54 +104,28 @@ MUST_AGREE = (
     "partial_rotary_factor", "attention_bias", "qk_norm", "output_gate", "mlp", "hidden_activation",
     "mlp_bias", "norm", "norm_position", "norm_bias", "classifier_head", "num_labels",
 )  # fmt: skip
-# The weights fit, and mean something else.
-_READ_BY = ("global_rope_theta", "local_rope_theta", "rope_scaling", "local_attention",
-            "global_attention_every_n_layers")  # fmt: skip
 MAY_GROW = ("hidden_size", "intermediate_size", "num_hidden_layers")
 
 
-def _keep_labels(
-    source: BertLabConfig,
-    target: BertLabConfig,  # changed in place
-    has_head: bool,  # whether the model has a head for them
-) -> None:
-    "Take over the labels' names and problem type. Raises `ValueError` if the target has others."
-    default_names = [f"LABEL_{label}" for label in range(target.num_labels)]
-    defaults = {"id2label": dict(enumerate(default_names)), "problem_type": None}
-    for name, default in defaults.items():
-        old, new = getattr(source, name), getattr(target, name)
-        if old not in (new, default) and new != default and has_head:
-            raise ValueError(f"{name} is {old!r} in the model, got {new!r}: set {name}={old!r}")
-        if new == default:
-            setattr(target, name, copy.copy(old))
-            if name == "id2label":
-                target.label2id = copy.copy(source.label2id)
-
-
 def check_growth(source: BertLabConfig, target: BertLabConfig) -> None:
-    "Raise `ValueError` where tiling cannot lead from one to the other, naming the setting."
+    "Raise `ValueError` if tiling cannot lead from one to the other, naming the setting."
     learned = source.embedding_positions == "learned"
     for name in MUST_AGREE + ("max_position_embeddings",) * learned:
         old, new = getattr(source, name), getattr(target, name)
         if old != new:
-            raise ValueError(
-                f"{name} is {old!r} in the model and {new!r} in the configuration; tiling cannot "
-                f"change it: set {name}={old!r}"
-            )
+            raise ValueError(f"{name}={new!r} must be {old!r}, as in the model")
     for name in MAY_GROW:
         old, new = getattr(source, name), getattr(target, name)
         if new < old:
-            raise ValueError(f"{name} {new} is below the model's {old}; it can only grow")
+            raise ValueError(f"{name}={new} is below the model's {old}; it can only grow")
     shares = [c.num_attention_heads // c.num_kv_heads for c in (source, target)]
     for name, meaning, old, new in (
         ("num_attention_heads", "numbers in a head", source.head_dim, target.head_dim),
         ("num_key_value_heads", "heads that share keys", *shares),
     ):
         if old != new:
-            raise ValueError(
-                f"{name} {getattr(target, name)} makes {new} {meaning}; choose {name} so that there "
-                f"are {old}, as in the model"
-            )
+            value = getattr(target, name)
+            raise ValueError(f"{name}={value} makes {new} {meaning} instead of the model's {old}")
 
 # %% ../../nbs/model/15_growth.ipynb #50e28cb0
 # They sum over their last axis.
@@ -192,26 +163,15 @@ def grow(
 
     Heads stay whole. Rescaled to a multiple of each width, the model computes what it computed,
     unless its norm ("group") or its positions (ALiBi, sinusoidal) depend on the width themselves,
-    or the configuration reads positions otherwise, which is said. Names of labels are taken along.
-    Raises `ValueError` for configurations that tiling cannot connect, and for a model with an
-    adapter.
+    or the configuration reads positions differently. Names of labels are the model's. Raises
+    `ValueError` for configurations that tiling cannot connect, and for a model with an adapter.
     """
     check_no_adapter(model)
     check_growth(model.config, config)
-    unread = unused_settings(model.config, "Model") & unused_settings(config, "Model")
-    pairs = {name: (getattr(model.config, name), getattr(config, name)) for name in _READ_BY}
-    if changes := [
-        f"{name} was {old!r} and is {new!r}"
-        for name, (old, new) in pairs.items()
-        if old != new and name not in unread
-    ]:
-        logging.getLogger(__name__).warning(
-            "the larger model reads positions in another way than its weights have learned: %s",
-            "; ".join(changes),
-        )
-    check_range("jitter", jitter, 0, float("inf"), exclude_high=True)
-    config = copy.deepcopy(config)  # its owner's stays as it is
-    _keep_labels(model.config, config, hasattr(model, "task_head"))
+    check_range("jitter", jitter, 0)
+    config = copy.deepcopy(config)
+    for name in ("id2label", "label2id", "problem_type"):
+        setattr(config, name, copy.copy(getattr(model.config, name)))
     larger, source = type(model)(config), dict(model.named_parameters())
     larger.to(model.device, model.dtype)
     layers = layer_map(config.num_hidden_layers, model.config.num_hidden_layers)
@@ -219,7 +179,7 @@ def grow(
     for name, weight in larger.named_parameters():
         origin = re.sub(r"(?<=blocks\.)\d+", lambda match: str(layers[int(match[0])]), name)
         if ".pre_attention_norm." in origin and origin not in source:
-            continue  # a copy of layer 0, which needs no norm; this one begins with a fresh one
+            continue  # a copy of layer 0, which needs no norm; this one is newly initialized
         weight.copy_(_tile_weight(source[origin], name, maps, rescale))
         if jitter and weight.dim() == 2:
             weight.mul_(1 + jitter * torch.randn(weight.shape, generator=noise).to(weight))

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..core.names import check_range
 from ..data.collators import MaskedLanguageModelingCollator
 from ..data.packing import PackedDataset, special_token_ids
 from ..data.tokenizers import num_token_ids, unused_token_ids, iter_texts
@@ -24,42 +25,53 @@ from .config import SPECIAL_TOKEN_IDS
 from .encoder import BertLabPreTrainedModel
 from .huggingface import check_no_adapter, check_tokenizer
 from .huggingface import drop_position_offset, positions_differ
+from .mask_filling import eval_mode
 from .losses import UNUSED_ROW_BIAS, bits_per_byte, token_bytes
 
 # %% ../../nbs/model/20_vocabulary.ipynb #0bcf2803
+def _masked_batches(
+    model: BertLabPreTrainedModel,
+    tokenizer: Any,
+    ids: list[list[int]],
+    max_length: int,
+    batch_size: int,
+    seed: int = 0,
+    num_rows: int | None = None,  # in a shuffled order; None: all, as they come
+    **options: Any,  # of the collator
+) -> list[dict[str, Tensor]]:
+    "Pack texts into rows, and mask whole words."
+    max_length = min(max_length, model.config.max_position_embeddings)
+    rows = PackedDataset(
+        ids, max_length, shuffle=num_rows is not None, seed=seed, **special_token_ids(tokenizer)
+    )
+    collate = MaskedLanguageModelingCollator.from_tokenizer(
+        tokenizer, unit="word", seed=seed, max_sequence_length=max_length, **options
+    )
+    chosen = [rows[0, i] for i in range(min(num_rows or len(rows), len(rows)))]
+    starts = range(0, len(chosen), batch_size)
+    return [collate(chosen[start : start + batch_size]) for start in starts]
+
+
 @torch.no_grad()
 def masked_bits_per_byte(
-    model: BertLabPreTrainedModel,  # that guesses hidden tokens
+    model: BertLabPreTrainedModel,  # that predicts masked tokens
     tokenizer: Any,
     texts: Iterable[str],  # or what `iter_texts` takes
     max_length: int = 128,  # positions in a row; fewer, where the model reads fewer
-    mlm_probability: float = 0.15,  # share of words that are hidden
+    mlm_probability: float = 0.15,  # share of words that are masked
     seed: int = 0,  # of the masks
     batch_size: int = 32,
-) -> float:  # bits per byte of the hidden words
-    "Score whole hidden words, so that models compare whose tokenizers keep the same letters."
+) -> float:  # bits per byte of the masked words
+    "Score whole masked words, which compares models with different tokenizers."
     ids = tokenizer(iter_texts(texts), add_special_tokens=False, verbose=False).input_ids
-    max_length = min(max_length, model.config.max_position_embeddings)
-    rows = PackedDataset(ids, max_length, shuffle=False, **special_token_ids(tokenizer))
-    collate = MaskedLanguageModelingCollator.from_tokenizer(
-        tokenizer,
-        mlm_probability=mlm_probability,
-        unit="word",
-        seed=seed,
-        max_sequence_length=max_length,
-        mask_replace_prob=1.0,
-        random_replace_prob=0.0,
-    )
-    bytes_V, training = token_bytes(tokenizer, model.config.vocab_size), model.training
-    loss_sum = num_bytes = 0.0
-    model.eval()
-    for start in range(0, len(rows), batch_size):
-        batch = collate([rows[i] for i in range(start, min(start + batch_size, len(rows)))])
-        out = model(**{name: value.to(model.device) for name, value in batch.items()})
-        loss_sum += float(out.loss_sum)
-        labels = batch["labels"]
-        num_bytes += float(bytes_V[labels[labels >= 0]].sum())
-    model.train(training)
+    masks = dict(mlm_probability=mlm_probability, mask_replace_prob=1.0, random_replace_prob=0.0)
+    bytes_V, loss_sum, num_bytes = token_bytes(tokenizer, model.config.vocab_size), 0.0, 0.0
+    with eval_mode(model):
+        for batch in _masked_batches(model, tokenizer, ids, max_length, batch_size, seed, **masks):
+            out = model(**{name: value.to(model.device) for name, value in batch.items()})
+            loss_sum += float(out.loss_sum)
+            labels = batch["labels"]
+            num_bytes += float(bytes_V[labels[labels >= 0]].sum())
     return bits_per_byte(loss_sum, round(num_bytes))
 
 # %% ../../nbs/model/20_vocabulary.ipynb #05c3dc76
@@ -148,62 +160,54 @@ def trim_vocabulary(
 ) -> ModelAndTokenizer:
     "Drop the rows that texts never use (Abdaoui et al. 2020). Raises as `trim_tokenizer` does."
     _check_rows(model, tokenizer)
-    if multiple_of < 1:
-        raise ValueError(f"multiple_of must be 1 or more, got {multiple_of}")
-    small, kept_ids = trim_tokenizer(tokenizer, texts, **options)
-    spare = -len(kept_ids) % multiple_of
+    check_range("multiple_of", multiple_of, 1)
+    small, ids = trim_tokenizer(tokenizer, texts, **options)
+    spare = -len(ids) % multiple_of
 
     def fill(old_VD: Tensor) -> Tensor:
-        new_VD = old_VD[torch.tensor(kept_ids, device=old_VD.device)]
+        new_VD = old_VD[torch.tensor(ids, device=old_VD.device)]
         blank = old_VD.new_full((spare, *old_VD.shape[1:]), _unused_value(old_VD))
         return torch.cat((new_VD, blank))
 
     return ModelAndTokenizer(replace_vocabulary(model, fill, small), small)
 
 # %% ../../nbs/model/20_vocabulary.ipynb #7f5e1c02
+@torch.no_grad()
 def match_token_frequencies(
     model: BertLabPreTrainedModel,  # its output bias changes; without one it stays as it is
     tokenizer: Any,
     texts: Iterable[str],  # or what `iter_texts` takes
     max_length: int = 128,  # positions in a row; fewer, where the model reads fewer
-    num_rows: int = 64,  # that the model is asked about
-    rounds: int = 3,  # of dividing the average guess out
+    num_rows: int = 64,  # that the model predicts
+    rounds: int = 3,  # of dividing the average prediction out
     seed: int = 0,  # of rows and masks
 ) -> None:
-    """Shift the output bias until entries are guessed as often as they stand in texts.
+    """Shift the output bias until tokens are predicted as often as they occur in texts.
 
     Nothing is trained: this is a classifier's correction for other class frequencies (Saerens et
-    al. 2002, sec. 2.2). Entries that texts lack count as half an occurrence.
+    al. 2002, sec. 2.2). Tokens that texts lack count as half an occurrence.
     """
     bias_V = dict(model.named_parameters()).get("head.bias")
     ids = tokenizer(iter_texts(texts), add_special_tokens=False, verbose=False).input_ids
     if bias_V is None or not any(ids):
         return
-    entries_V = np.unique([*tokenizer.get_vocab().values()])  # ids, which may leave gaps
-    max_length, training = min(max_length, model.config.max_position_embeddings), model.training
-    counts_V = np.bincount(
-        np.concatenate([np.asarray(row, np.int64) for row in ids]),
-        minlength=num_token_ids(tokenizer),
-    )[entries_V]
-    target_V = torch.from_numpy((counts_V + 0.5) / (counts_V + 0.5).sum()).log()
-    entries_V = torch.from_numpy(entries_V).to(model.device)
-    rows = PackedDataset(ids, max_length, seed=seed, **special_token_ids(tokenizer))
-    collate = MaskedLanguageModelingCollator.from_tokenizer(
-        tokenizer, unit="word", seed=seed, max_sequence_length=max_length
+    tokens_V = np.unique([*tokenizer.get_vocab().values()])  # ids, which may leave gaps
+    counts_V = np.bincount(np.concatenate(ids).astype(int), minlength=num_token_ids(tokenizer))
+    counts_V = counts_V[tokens_V] + 0.5
+    target_V, tokens_V = (
+        torch.from_numpy(counts_V / counts_V.sum()).log(),
+        torch.from_numpy(tokens_V).to(model.device),
     )
-    chosen = [rows[0, i] for i in range(min(num_rows, len(rows)))]
-    batches = [collate(chosen[start : start + 8]) for start in range(0, len(chosen), 8)]
-    model.eval()
-    with torch.no_grad():
+    batches = _masked_batches(model, tokenizer, ids, max_length, 8, seed, num_rows)
+    with eval_mode(model):
         for _ in range(rounds):
-            guessed_V = torch.full(target_V.shape, 1e-12, dtype=torch.float64)
+            predicted_V = torch.full(target_V.shape, 1e-12, dtype=torch.float64)
             for batch in batches:
                 labels = batch["labels"].gather(1, batch["label_positions"])
                 out = model(**{k: v.to(model.device) for k, v in batch.items() if k != "labels"})
-                logits = out.logits[labels.to(model.device) >= 0][:, entries_V]
-                guessed_V += logits.cpu().double().softmax(-1).sum(0)
-            bias_V[entries_V] += (target_V - (guessed_V / guessed_V.sum()).log()).to(bias_V)
-    model.train(training)
+                logits = out.logits[labels.to(model.device) >= 0][:, tokens_V]
+                predicted_V += logits.cpu().double().softmax(-1).sum(0)
+            bias_V[tokens_V] += (target_V - (predicted_V / predicted_V.sum()).log()).to(bias_V)
 
 # %% ../../nbs/model/20_vocabulary.ipynb #7f5e1c03
 def transplant_vocabulary(

@@ -83,12 +83,12 @@ def test_a_table_is_repeated_or_interpolated():
     ("modernbert", 40, "base", None, "theta"), ("modernbert", 40, "ntk", 5.0, "theta"),
     ("modernbert", 40, "yarrn", None, "yarn"),
 ])  # fmt: skip
-def test_a_way_that_does_not_fit_is_refused(shape, length, how, theta, word):
+def test_a_method_that_does_not_fit_is_refused(shape, length, how, theta, word):
     with pytest.raises(ValueError, match=word):
         context_config(SHAPES[shape], length, how, theta)
 
 
-def test_one_pair_that_is_turned_cannot_be_slowed_down_by_ntk():
+def test_ntk_needs_more_than_one_rotated_pair():
     config = modernbert_tiny(**{**SIZE, "num_attention_heads": 16})
     with pytest.raises(ValueError, match="how='ntk'.*got 2.*yarn"):
         context_config(config, 600, "ntk")
