@@ -96,9 +96,9 @@ class EncoderInputs:
     positions: Tensor
     segments: Tensor | None
 
-    def part(self, places: slice) -> "EncoderInputs":
-        "Some of the places; all document numbers, since keys and values come from everywhere."
-        take = lambda t: None if t is None else t[:, places]
+    def part(self, columns: slice) -> "EncoderInputs":
+        "Take some columns, and all document numbers: keys and values come from everywhere."
+        take = lambda t: None if t is None else t[:, columns]
         return EncoderInputs(
             take(self.tokens), self.documents, take(self.positions), take(self.segments)
         )
@@ -124,29 +124,24 @@ def prepare_inputs(
     "Check the shapes of a batch and fill in defaults. Raises `ValueError`."
     if (input_ids is None) == (inputs_embeds is None):
         raise ValueError("give either input_ids or inputs_embeds, and not both")
-    D, longest = config.hidden_size, config.max_position_embeddings
-    if inputs_embeds is None:
-        name, tokens, expected = "input_ids", input_ids, "(B, L) integers"
-        fits = tokens.dim() == 2 and not tokens.is_floating_point()
-    else:
-        name, tokens, expected = "inputs_embeds", inputs_embeds, f"(B, L, D) with hidden_size {D}"
-        fits = tokens.dim() == 3 and tokens.shape[-1] == D
-    if not fits:
-        raise ValueError(f"{name} must be {expected}, got {tuple(tokens.shape)} of {tokens.dtype}")
+    tokens, longest = input_ids, config.max_position_embeddings
+    if input_ids is None:
+        tokens = inputs_embeds
+        if tokens.dim() != 3 or tokens.shape[-1] != config.hidden_size:
+            expected = f"(B, L, D) with hidden_size {config.hidden_size}"
+            raise ValueError(f"inputs_embeds must be {expected}, got {tuple(tokens.shape)}")
+    elif input_ids.dim() != 2:
+        raise ValueError(f"input_ids must be (B, L), got {tuple(input_ids.shape)}")
     shape, L = tokens.shape[:2], tokens.shape[1]
-    tensors = {
-        "attention_mask": (attention_mask, (shape,)),
-        "position_ids": (position_ids, (shape, (1, L))),
-        "token_type_ids": (token_type_ids, (shape,)),
-    }
-    for name, (tensor, shapes) in tensors.items():
-        if tensor is not None and tensor.shape not in shapes:
+    tensors = {"attention_mask": attention_mask, "token_type_ids": token_type_ids}
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.shape != shape:
             raise ValueError(
                 f"{name} must be (B, L) = {tuple(shape)}, like the tokens; got {tuple(tensor.shape)}"
             )
     if L > longest:
         raise ValueError(
-            f"rows of {L} tokens exceed max_position_embeddings={longest}; cut them "
+            f"rows of {L} tokens exceed max_position_embeddings={longest}; truncate them "
             "(truncation=True, max_length=...), or run bertlab lengthen first"
         )
     if attention_mask is None:
@@ -160,23 +155,21 @@ def prepare_inputs(
 class LayerContext:
     "What all layers of a type share in one forward pass."
 
-    kernel: str  # a key of KERNELS
+    kernel: str  # a key of ATTENTION_KERNELS
     prepared: Any  # of the kernel's `prepare`
     table: tuple[Tensor, Tensor] | None  # cosine and sine of rotary positions
-    gather: Callable[[Tensor, int], Tensor] | None = None  # keys and values of the whole row
+    gather: Callable[[Tensor, int], Tensor] | None = None  # keys and values of the full row
 
 
 def layer_rope(
     config: BertLabConfig,
     layer_type: str,  # full_attention or sliding_attention
     position_ids: Tensor,  # (B, L)
-) -> tuple[Tensor, Tensor] | None:  # of `rope_cos_sin`; None: nothing is turned
-    "Cosine and sine of the angles by which layers of a kind turn queries and keys."
+) -> tuple[Tensor, Tensor] | None:  # of `rope_cos_sin`; None: no rotary positions
+    "Compute cosine and sine of the angles that layers of a type rotate queries and keys by."
     if config.attention_positions != "rope":
         return None
-    if (
-        layer_type == "sliding_attention"
-    ):  # its window is as wide as it was, whatever the rows are stretched to
+    if layer_type == "sliding_attention":  # longer rows do not change its window
         return rope_cos_sin(position_ids, config.rotary_dim, config.local_rope_theta)
     return rope_cos_sin(
         position_ids, config.rotary_dim, config.global_rope_theta, config.rope_scaling
@@ -188,11 +181,11 @@ def make_layer_context(
     layer_type: str,  # full_attention or sliding_attention
     documents_BL: Tensor,  # 0 for padding, 1, 2, ... for the document a token belongs to
     position_ids: Tensor,  # (B, L)
-    kernel: str,  # a key of KERNELS
+    kernel: str,  # a key of ATTENTION_KERNELS
     max_length: int | None = None,  # no document is longer
     heads: slice = slice(None),  # those that this process computes
-    places: slice = slice(None),  # of the row, likewise; `position_ids` are theirs
-    gather: Callable[[Tensor, int], Tensor] | None = None,  # the whole row, along an axis
+    columns: slice = slice(None),  # of the row, likewise; `position_ids` are theirs
+    gather: Callable[[Tensor, int], Tensor] | None = None,  # the full row, along an axis
     table: tuple[Tensor, Tensor] | None = None,  # of `layer_rope`; None: made here
 ) -> LayerContext:
     "Prepare what all layers of a type share, once per forward pass."
@@ -202,10 +195,8 @@ def make_layer_context(
     if table is None:
         table = layer_rope(config, layer_type, position_ids)
     window = None if layer_type == "full_attention" else config.window
-    pattern = AttentionMaskSpec(
-        documents_BL, window, slopes_H, max_length, places, config.is_causal
-    )
-    return LayerContext(kernel, ATTENTION_KERNELS[kernel].prepare(pattern), table, gather)
+    spec = AttentionMaskSpec(documents_BL, window, slopes_H, max_length, columns, config.is_causal)
+    return LayerContext(kernel, ATTENTION_KERNELS[kernel].prepare(spec), table, gather)
 
 # %% ../../nbs/model/04_encoder.ipynb #06093580
 def split_qkv(
@@ -216,8 +207,8 @@ def split_qkv(
 ) -> list[Tensor]:  # (B, H, L, K), (B, G, L, K), (B, G, L, K)
     "Split the heads; normalize and rotate queries and keys."
     H, G = num_heads, (heads_BLXK.shape[2] - num_heads) // 2
-    # split, because the backward pass of a slice fills a whole tensor with zeros; and once where
-    # nothing happens to queries and keys, because the backward pass of each writes all of them.
+    # Split, because the backward pass of a slice fills a full tensor with zeros; and only once if
+    # queries and keys stay as they are, because the backward pass of each split writes all of them.
     if norms is None and table is None:
         return [t.transpose(1, 2) for t in heads_BLXK.split((H, G, G), dim=2)]
     qk, v = heads_BLXK.split((H + G, G), dim=2)
@@ -236,10 +227,10 @@ class SelfAttention(nn.Module):
         super().__init__()
         c, D, bias = config, config.hidden_size, config.attention_bias
         self.config = config
-        self.num_heads = c.num_attention_heads  # fewer, where processes share them
+        self.num_heads = c.num_attention_heads  # fewer if processes share them
         kv_dim = c.num_kv_heads * c.head_dim
         sections = (D, kv_dim, kv_dim)
-        # DeepNorm scales what the stream is made of: values, not queries and keys.
+        # DeepNorm scales what is added to the stream: values, not queries and keys.
         values = slice(-kv_dim, None)
         self.qkv = Projection(D, sum(sections), bias, sections=sections, deepnorm_rows=values)
         self.out_proj = Projection(D, D, bias, residual=True, deepnorm_rows=slice(None))
@@ -255,8 +246,8 @@ class SelfAttention(nn.Module):
         x_BLD: Tensor,
         context: LayerContext,
         with_weights: bool = False,
-        output_positions_BM: Tensor | None = None,  # places whose answers are read; None: all
-    ) -> tuple[Tensor, Tensor | None]:  # (B, L or M, D); (B, H, L, L) where asked for
+        output_positions_BM: Tensor | None = None,  # positions to return; None: all
+    ) -> tuple[Tensor, Tensor | None]:  # (B, L or M, D); (B, H, L, L) or None
         c, H = self.config, self.num_heads
         norms = (self.q_norm, self.k_norm) if c.qk_norm else None
         heads_BLXK = self.qkv(x_BLD).unflatten(-1, (-1, c.head_dim))
@@ -282,8 +273,8 @@ def residual_add(
     x_BLD: Tensor,  # the stream
     y_BLD: Tensor,  # what a part of the block adds
     end_norm: nn.Module,
-    alpha: float | None,  # factor of the stream where the sum is normed; None: it is not
-    in_fp32: bool = True,  # False: a normed sum goes on in the precision of y
+    alpha: float | None,  # factor of the stream before a norm of the sum; None: no such norm
+    in_fp32: bool = True,  # False: a normed sum has the precision of y
 ) -> Tensor:  # (B, L, D)
     "Return norm(alpha x + y) for post-norm, else x + norm(y)."
     if alpha is None:
@@ -316,8 +307,8 @@ class Block(GradientCheckpointingLayer):
         x_BLD: Tensor,
         context: LayerContext,
         with_weights: bool = False,
-        output_positions_BM: Tensor | None = None,  # places that leave the block; None: all
-    ) -> tuple[Tensor, Tensor | None]:  # (B, L or M, D); attention weights where asked for
+        output_positions_BM: Tensor | None = None,  # positions to return; None: all
+    ) -> tuple[Tensor, Tensor | None]:  # (B, L or M, D); attention weights or None
         y, weights = self.attention(
             self.pre_attention_norm(x_BLD), context, with_weights, output_positions_BM
         )
@@ -336,16 +327,16 @@ class BertLabPreTrainedModel(PreTrainedModel):
     _input_embed_layer = "tokens"  # where get_input_embeddings() looks, in `embeddings`
     _no_split_modules = ["Block", "EnhancedDecoderBlock"]
     supports_gradient_checkpointing = True
-    _supports_sdpa = _supports_flex_attn = True  # transformers picks SDPA where nothing is said
+    _supports_sdpa = _supports_flex_attn = True  # transformers' default is SDPA
     _can_set_attn_implementation = classmethod(lambda cls: True)  # it would guess from the source
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         "Initialize one module; transformers calls this for each, children before their parents."
         c, weight = self.config, module._parameters.get("weight")
-        # Module by single module: transformers skips those that own no weight themselves, and
-        # makes torch's nn.init pass by what a checkpoint has brought.
-        if weight is not None and weight.dim() > 1:  # of a layer of one's own, too
+        # transformers skips modules without weights of their own, and makes torch's nn.init skip
+        # what a checkpoint has brought.
+        if weight is not None and weight.dim() > 1:
             sections, residual, deepnorm_rows = (), False, None
             if isinstance(module, Projection):
                 sections, residual = module.sections, module.residual
@@ -366,18 +357,17 @@ class BertLabPreTrainedModel(PreTrainedModel):
 def run_blocks(
     model: "BertLabModel",
     rows: EncoderInputs,
-    kernel: str,  # a key of KERNELS
+    kernel: str,  # a key of ATTENTION_KERNELS
     max_length: int,  # no document is longer
-    with_states: bool = False,  # return what enters each block, too
+    with_states: bool = False,  # return the inputs of each block, too
     with_weights: bool = False,  # return each layer's attention weights, too
-    share: Any = None,  # where `rows` are a part of each row: whose `places`, and how to `gather`
-    output_positions_BM: Tensor | None = None,  # places whose vectors are read; None: all
-    tables: Mapping[str, Any] | None = None,  # of `layer_rope`, by kind; None: made here
+    share: Any = None,  # if `rows` are a part of each row: whose `places`, and how to `gather`
+    output_positions_BM: Tensor | None = None,  # positions whose vectors are read; None: all
+    tables: Mapping[str, Any] | None = None,  # of `layer_rope`, by layer type; None: made here
 ) -> dict[str, Any]:  # fields of BaseModelOutput
     "Embed, run the blocks, and normalize; after the last attention, only the output positions."
-    c = model.config
-    part = {} if share is None else {"places": share.places(rows.documents.shape[1]),
-                                     "gather": share.gather}  # fmt: skip
+    c, length = model.config, rows.documents.shape[1]
+    part = {} if share is None else {"columns": share.places(length), "gather": share.gather}
     contexts = {
         layer_type: make_layer_context(
             c, layer_type, rows.documents, rows.positions, kernel, max_length, model.local_heads,
@@ -409,10 +399,10 @@ class BertLabModel(BertLabPreTrainedModel):
         self.embeddings = Embeddings(config)
         self.blocks = nn.ModuleList(Block(config, i) for i in range(config.num_hidden_layers))
         self.final_norm = make_norm(config, config.has_pre_norm)
-        self.compiled_blocks = None  # `run_blocks`, compiled by who trains
-        # Where several processes compute this model together (see tensor and context parallel):
+        self.compiled_blocks = None  # `run_blocks`, compiled for training
+        # If several processes compute this model together (tensor and context parallel):
         self.local_heads = slice(None)  # of all heads, those of this process
-        self.sequence_shard = None  # of a row, the places of this process; None: all
+        self.sequence_shard = None  # of a row, the columns of this process; None: all
         self._logged_kernels = set()
         self.post_init()
 
@@ -422,9 +412,9 @@ class BertLabModel(BertLabPreTrainedModel):
         input_ids: Tensor | None = None,  # (B, L)
         attention_mask: Tensor | None = None,  # (B, L): document numbers, or 0/1; None: no padding
         position_ids: Tensor | None = None,  # (B, L); None: restart at 0 in each document
-        token_type_ids: Tensor | None = None,  # (B, L); read where there are segments
+        token_type_ids: Tensor | None = None,  # (B, L); read if there are segments
         inputs_embeds: Tensor | None = None,  # (B, L, D) in place of input_ids
-        output_hidden_states: bool | None = None,  # None: as the configuration says
+        output_hidden_states: bool | None = None,  # None: as configured
         output_attentions: bool | None = None,  # likewise; kernel "eager" or "auto"
         output_positions: Tensor | None = None,  # (B, M): vectors of these alone; None: all
     ) -> BaseModelOutput:  # last_hidden_state (B, L, D), or (B, M, D); at padding without meaning
@@ -439,7 +429,7 @@ class BertLabModel(BertLabPreTrainedModel):
             out = self._shared_rows(rows, want)
         else:
             kernel, _ = self.attention_kernel(rows.tokens.device, L, want[1])
-            # Who reads the states reads all of them; and a gather of everything saves nothing.
+            # Hidden states are returned for all positions.
             fewer = output_positions is not None and output_positions.shape[1] < L
             output_positions_BM = output_positions if fewer and not want[0] else None
             if ATTENTION_KERNELS[kernel].unpads:
@@ -485,14 +475,14 @@ class BertLabModel(BertLabPreTrainedModel):
         L, share = rows.documents.shape[1], self.sequence_shard
         if any(want):
             raise ValueError(
-                "output_hidden_states and output_attentions are not there while "
-                "processes share rows (context parallel): load the saved model"
+                "output_hidden_states and output_attentions are not available while processes "
+                "share rows (context parallel): load the saved model"
             )
         kernel, _ = self.attention_kernel(rows.tokens.device, L)
         if ATTENTION_KERNELS[kernel].unpads:
             raise ValueError(
-                f"the kernel {kernel!r} takes rows apart, which processes share here "
-                "(context parallel); choose attn_implementation='sdpa'"
+                f"the kernel {kernel!r} unpads rows, which processes share (context parallel); "
+                "choose attn_implementation='sdpa'"
             )
         out = run_blocks(self, rows.part(share.places(L)), kernel, L, share=share)
         return BaseModelOutput(share.gather(out["last_hidden_state"], 1))
@@ -502,7 +492,7 @@ class BertLabModel(BertLabPreTrainedModel):
         device: torch.device,
         row_length: int,
         with_weights: bool = False,  # are the attention weights to be returned?
-    ) -> tuple[str, str]:  # a key of KERNELS, and why
+    ) -> tuple[str, str]:  # a key of ATTENTION_KERNELS, and why
         "Choose the kernel of a forward pass: the configured one, or the fastest."
         c, tracing = self.config, torch.compiler.is_compiling()
         # In these cases no shape may depend on the data.
@@ -524,7 +514,7 @@ class BertLabModel(BertLabPreTrainedModel):
         requested = c._attn_implementation or "sdpa"
         is_shared = self.sequence_shard is not None or self.local_heads.start is not None
         if requested == "auto" and device.type == "cuda" and is_shared:
-            return "sdpa", "the only one that was tried where processes share rows or heads"
+            return "sdpa", "the only one that was tried with shared rows or heads"
         # transformers writes "sdpa" if nothing was chosen. With dropout the choice is that of a
         # training step even without gradients: gradient caching and some checkpoints make their
         # first pass under no_grad, and the second must drop the same numbers.
@@ -541,10 +531,10 @@ class BertLabModel(BertLabPreTrainedModel):
 
 # %% ../../nbs/model/04_encoder.ipynb #151d488a
 def _refuse_other_models(module: nn.Module, *args, **kwargs):
-    "Say that a kernel of ours was asked for in a model that cannot use it. Raises `ValueError`."
+    "Raise `ValueError`: another model was configured with a kernel of bertlab."
     raise ValueError(
-        f"{type(module).__name__} is no bertlab model and knows neither of 'auto', "
-        "'flex', 'varlen'; choose attn_implementation='sdpa' for it"
+        f"{type(module).__name__} is not a bertlab model and has no kernel 'auto', 'flex' or "
+        "'varlen'; choose attn_implementation='sdpa'"
     )
 
 

@@ -11,59 +11,56 @@ __all__ = ['NORMS', 'ACTIVATIONS', 'MLPS', 'rope_frequencies', 'rope_cos_sin', '
 # %% ../../nbs/model/02_layers.ipynb #7b3585da
 import copy
 import math
-import sys
 from collections.abc import Callable, Mapping, Sequence
-from inspect import signature
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..core.names import resolve, look_up
+from ..core.names import import_object, look_up
 from .config import CHOICES
 
 # %% ../../nbs/model/02_layers.ipynb #65337ea3
 def rope_frequencies(
     rotary_dim: int,  # R, dimensions of a head that are rotated, even
     theta: float,  # base of the wavelengths
-    stretch: Mapping[str, float] | None = None,  # of `BertLabConfig.rope_scaling`
+    scaling: Mapping[str, float] | None = None,  # of `BertLabConfig.rope_scaling`
     device: torch.device | None = None,
 ) -> tuple[Tensor, float]:  # (R / 2,) radians per position; a factor of cosine and sine
     "Compute the rotation speed of each pair (Su et al. 2021, eq. 15; Peng et al. 2023, sec. 3)."
     even = torch.arange(0, rotary_dim, 2, dtype=torch.float32, device=device)
     plain = 1.0 / theta ** (even / rotary_dim)
-    if stretch is None:
+    if scaling is None:
         return plain, 1.0
-    factor = stretch["factor"]
-    if stretch["rope_type"] == "linear":
+    factor = scaling["factor"]
+    if scaling["rope_type"] == "linear":
         return plain / factor, 1.0
 
-    def place(turns: float) -> float:  # of the pair that turns so often over the old length
-        length = stretch["original_max_position_embeddings"]
+    def pair_index(turns: float) -> float:  # of the pair that turns so often over the old length
+        length = scaling["original_max_position_embeddings"]
         return rotary_dim * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
-    low = max(math.floor(place(stretch.get("beta_fast") or 32)), 0)
-    high = min(math.ceil(place(stretch.get("beta_slow") or 1)), rotary_dim - 1)
+    low = max(math.floor(pair_index(scaling.get("beta_fast") or 32)), 0)
+    high = min(math.ceil(pair_index(scaling.get("beta_slow") or 1)), rotary_dim - 1)
     high += 0.001 * (high == low)
     slow = ((even / 2 - low) / (high - low)).clamp(0, 1)  # 1: less than a turn; interpolated
-    scale = stretch.get("attention_factor")
+    scale = scaling.get("attention_factor")
     scale = (0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0) if scale is None else scale
     return plain / factor * slow + plain * (1 - slow), scale
 
 
 def rope_cos_sin(
-    positions_BL: Tensor,  # place of each token in its document
+    positions_BL: Tensor,  # of each token in its document
     rotary_dim: int,  # dimensions of a head that are rotated, even
     theta: float,  # base of the wavelengths, in radians per position
-    stretch: Mapping[str, float] | None = None,  # of `BertLabConfig.rope_scaling`
+    scaling: Mapping[str, float] | None = None,  # of `BertLabConfig.rope_scaling`
 ) -> tuple[Tensor, Tensor]:  # cosine and sine, each (B, L, rotary_dim / 2), float32
     "Compute the angle of each pair at each position (Su et al. 2021, eq. 15)."
-    turns, scale = rope_frequencies(rotary_dim, theta, stretch, positions_BL.device)
-    angles = positions_BL[..., None].float() * turns
-    return (
-        (angles.cos(), angles.sin()) if scale == 1 else (scale * angles.cos(), scale * angles.sin())
-    )
+    speeds, scale = rope_frequencies(rotary_dim, theta, scaling, positions_BL.device)
+    angles = positions_BL[..., None].float() * speeds
+    cos, sin = angles.cos(), angles.sin()
+    return (cos, sin) if scale == 1 else (scale * cos, scale * sin)
 
 # %% ../../nbs/model/02_layers.ipynb #82ac1a23
 def apply_rope(
@@ -73,12 +70,10 @@ def apply_rope(
     "Rotate pair (i, i + R/2) of the first R dimensions by its angle (Su et al. 2021, eq. 34)."
     cos, sin = (t.view(t.shape[:2] + (1,) * (x.dim() - 3) + t.shape[2:]) for t in table)
     half = cos.shape[-1]
-    first_half, right, unrotated = x.split((half, half, x.shape[-1] - 2 * half), dim=-1)
+    left, right, unrotated = x.split((half, half, x.shape[-1] - 2 * half), dim=-1)
     # The table is float32, so the products are too, whatever autocast has made of x.
-    turned = torch.cat((first_half * cos - right * sin, right * cos + first_half * sin), dim=-1).to(
-        x.dtype
-    )
-    return torch.cat((turned, unrotated), dim=-1) if unrotated.shape[-1] else turned
+    rotated = torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1).to(x.dtype)
+    return torch.cat((rotated, unrotated), dim=-1) if unrotated.shape[-1] else rotated
 
 # %% ../../nbs/model/02_layers.ipynb #816dcf93
 def sinusoidal_positions(
@@ -313,25 +308,6 @@ def _qualified_name(layer: Any) -> tuple[str, str]:
     return layer.__module__, layer.__qualname__
 
 
-def _check_layer(label: str, table: Mapping, build: Any) -> None:
-    "Raise `ValueError` for what a table cannot hold, or would give to two layers."
-    problem = ""
-    is_module = isinstance(build, type) and issubclass(build, nn.Module)
-    if not callable(build):
-        problem = "must be a class or a function"
-    elif table is ACTIVATIONS and isinstance(build, nn.Module) and build.state_dict():
-        problem = "is an object with weights, and each layer has its own: give the class"
-    elif isinstance(build, type) and not is_module:
-        problem = "is no torch.nn.Module: name a class that is one, or a function of a tensor"
-    elif table is ACTIVATIONS and is_module:
-        try:
-            signature(build).bind()
-        except TypeError as error:
-            problem = f"must be built without arguments: {error}; derive a class that needs none"
-    if problem:
-        raise ValueError(f"{label} {problem}")
-
-
 def register_layer(
     setting: str,  # norm, mlp, hidden_activation or head_activation
     name: str,  # as a configuration will say it
@@ -343,7 +319,10 @@ def register_layer(
     without arguments. Raises `ValueError` for another one, and for a name in use.
     """
     table = look_up(setting, _TABLES, "setting")
-    _check_layer(f"{setting} {name!r}", table, build)
+    if not callable(build):
+        raise ValueError(f"{setting} {name!r} must be a class or a function, got {build!r}")
+    if table is ACTIVATIONS and isinstance(build, nn.Module) and build.state_dict():
+        raise ValueError(f"{setting} {name!r}: each layer has its own weights; give the class")
     # A notebook's cell that ran again, or a reload, makes another object of the same name.
     if name in table and _qualified_name(table[name]) != _qualified_name(build):
         raise ValueError(f"{setting} {name!r} is there already; take another name")
@@ -353,54 +332,28 @@ def register_layer(
             CHOICES[key] += (name,)
 
 
-def _layer_name(setting: str, layer: Any) -> str:
-    "Return the dotted name of a class or function. Raises `ValueError` if it has none to itself."
-    advice = f"name it yourself: bertlab.register_layer({setting!r}, 'a_name', ...)"
-    if not hasattr(layer, "__qualname__"):
-        raise ValueError(
-            f"{setting}: a configuration holds names, and an object of {type(layer).__name__} has "
-            f"none; give a class or function, or {advice}"
-        )
-    module, name = _qualified_name(layer)
-    short = name.rpartition(".")[2]  # torch.sin calls itself torch._VariableFunctionsClass.sin
-    if getattr(sys.modules.get(module), short, None) is layer:
-        name = short
-    # Two lambdas of a file have one name, and so have two that one function has made.
-    if "<" in name and _TABLES[setting].get(f"{module}.{name}", layer) is not layer:
-        raise ValueError(f"{setting}: another {name} of {module} is there already; {advice}")
-    return f"{module}.{name}"
-
-
-def _resolve_layer(value: Any, table: Mapping[str, Any], key: str) -> Any:
-    "Look a layer up; functions of torch and torch.nn.functional need no file of the user's own."
-    module, _, name = value.rpartition(".") if isinstance(value, str) else ("", "", "")
-    functions = {"torch": torch, "torch.nn.functional": torch.nn.functional}.get(module)
-    if callable(function := getattr(functions, name, None)):
-        return function
-    return resolve(value, table, key, (nn.Module,))
-
-
 def resolve_layers(
     settings: dict[str, Any],  # of BertLabConfig; layers by name, by class, or as my_file.MyNorm
 ) -> dict[str, Any]:  # the same with names alone, all of them known
     "Import and register the layers that settings name. Raises `ValueError` for what is no layer."
     resolved = dict(settings)
     for key, table in _TABLES.items():
-        value = resolved.get(key)
-        if isinstance(value, str) and value in table:
-            module, _, name = value.rpartition(".")
-            layer = getattr(sys.modules.get(module), name, None)
-            if layer is not None and _qualified_name(layer) == _qualified_name(table[value]):
-                register_layer(key, value, layer)  # the file may have been loaded again
+        layer = name = resolved.get(key)
+        if isinstance(name, str):
+            if "." not in name or "<" in name:  # of the table, or a lambda registered before
+                continue
+            layer = import_object(name, key, (nn.Module,))
+        elif not callable(layer):
             continue
-        is_dotted = isinstance(value, str) and "." in value
-        if not is_dotted and not callable(value):
-            continue  # left out, or what the configuration will refuse
-        layer = _resolve_layer(value, table, key)
-        if table is not ACTIVATIONS and not isinstance(layer, type):
-            raise ValueError(f"{key} {value!r} is no torch.nn.Module: name a class that is one")
-        resolved[key] = value if is_dotted else _layer_name(key, layer)
-        register_layer(key, resolved[key], layer)
+        elif hasattr(layer, "__qualname__"):
+            name = ".".join(_qualified_name(layer))
+        if not isinstance(name, str) or table is not ACTIVATIONS and not isinstance(layer, type):
+            raise ValueError(
+                f"{key}={layer!r} is no torch.nn.Module: give a class of one, or a name by "
+                f"bertlab.register_layer({key!r}, 'my_name', ...)"
+            )
+        register_layer(key, name, layer)
+        resolved[key] = name
     return resolved
 
 # %% ../../nbs/model/02_layers.ipynb #b1847f23

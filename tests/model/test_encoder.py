@@ -1,9 +1,6 @@
 "The encoder and its masked-LM head: shapes, packed documents, losses, counts, refusals."
 
 import itertools
-import logging
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -72,17 +69,14 @@ DOCUMENTS = torch.tensor(
 )
 
 
-# ---- layers ----------------------------------------------------------------------------------
-
-
 # ---- packed = alone (contract 3) -------------------------------------------------------------
 
 
-def one_by_one(q, k, v, stretches, dropout):
+def one_by_one(q, k, v, metadata, dropout):
     "The variable-length kernel needs CUDA; this one runs each document of its row by itself."
     parts = []
-    for a, b in itertools.pairwise(stretches.cu_lengths.tolist()):
-        alone = AttentionMaskSpec(torch.ones(1, b - a), stretches.window, stretches.slopes_H)
+    for a, b in itertools.pairwise(metadata.cu_lengths.tolist()):
+        alone = AttentionMaskSpec(torch.ones(1, b - a), metadata.window, metadata.slopes_H)
         parts.append(attend(*(t[:, :, a:b] for t in (q, k, v)), alone, "eager", dropout))
     return torch.cat(parts, 2) if parts else q
 
@@ -98,52 +92,34 @@ TRAINING_KERNELS = ["eager", "sdpa", "varlen"]  # flex trains on CUDA only
 
 
 def logits_and_gradients(model, ids, documents, weights, positions=None):
-    "Weighted sum of the logits -> its gradient, so that every logit has a say of its own."
+    "Return logits and the gradient of their weighted sum."
     model.zero_grad()
     logits = model(ids, documents, positions).logits
     (logits * weights).sum().backward()
-    return logits.detach(), [
-        torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()
-    ]
+    gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]
+    return logits.detach(), gradients
 
 
 def check_packed_equals_alone(model, ids, documents, lengths, positions=None):
     "Compare rows of packed documents with the documents run one by one: logits and gradients."
     weights = torch.randn(*ids.shape, 50, generator=torch.Generator().manual_seed(1)) / L
-    real = documents > 0
-    packed, gradients = logits_and_gradients(
-        model, ids, documents, weights * real[..., None], positions
-    )
+    weights = weights * (documents > 0)[..., None]
+    packed, gradients = logits_and_gradients(model, ids, documents, weights, positions)
     assert packed.isfinite().all()
-    alone_gradients = [torch.zeros_like(g) for g in gradients]
-    for row, ns in enumerate(lengths):
-        ends = list(itertools.accumulate(ns))
-        for at in (slice(end - n, end) for n, end in zip(ns, ends)):
-            one = slice(row, row + 1)
-            alone, grads = logits_and_gradients(model, ids[one, at], None, weights[one, at])
-            torch.testing.assert_close(packed[one, at], alone, **TOLERANCE)
-            alone_gradients = [a + g for a, g in zip(alone_gradients, grads)]
-    for got, want in zip(
-        gradients, alone_gradients
-    ):  # sums over all tokens: some are larger than 1
+    sums = [torch.zeros_like(g) for g in gradients]
+    for row, numbers in enumerate(lengths):
+        for end, n in zip(itertools.accumulate(numbers), numbers):
+            at = slice(row, row + 1), slice(end - n, end)
+            alone, alone_gradients = logits_and_gradients(model, ids[at], None, weights[at])
+            torch.testing.assert_close(packed[at], alone, **TOLERANCE)
+            sums = [a + g for a, g in zip(sums, alone_gradients)]
+    for got, want in zip(gradients, sums):  # over all tokens: some are larger than 1
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("kernel", TRAINING_KERNELS)
-@pytest.mark.parametrize(
-    "every", [1, 3, 4], ids=["global_layers", "mixed_layers", "mostly_windows"]
-)
-@pytest.mark.parametrize("row", range(len(ROWS)), ids=ROWS)
-def test_packed_documents_are_computed_as_if_alone(row, every, kernel, varlen_anywhere):
-    config = small(global_attention_every_n_layers=every, attn_implementation=kernel)
-    model, one = lively(BertLabForMaskedLM(config)), slice(row, row + 1)
-    check_packed_equals_alone(
-        model, some_ids(1, L, seed=row), DOCUMENTS[one], list(ROWS.values())[one]
-    )
 
 
 POSITIONS = {  # and with each, something else that could let documents meet
     "rope": {},
+    "rope_without_windows": dict(global_attention_every_n_layers=1),
     "partial_rope": dict(partial_rotary_factor=0.5, num_key_value_heads=1, norm="rms"),
     "alibi": dict(attention_positions="alibi", output_gate="element", mlp="plain"),
     "learned": dict(embedding_positions="learned", attention_positions="none", norm_position="post",
@@ -175,17 +151,12 @@ def test_flex_equals_the_plain_kernel_for_every_position(positions):
 
 
 @pytest.mark.parametrize("kernel", TRAINING_KERNELS)
-@pytest.mark.parametrize("positions", POSITIONS)
-def test_without_the_document_mask_the_comparison_fails(kernel, positions, varlen_anywhere):
-    config = small(attn_implementation=kernel, num_hidden_layers=3, **POSITIONS[positions])
-    model, ids, restarted = (
-        lively(BertLabForMaskedLM(config)),
-        some_ids(1, L),
-        document_position_ids(DOCUMENTS[:1]),
-    )
-    one_document = torch.ones_like(DOCUMENTS[:1])
+def test_without_the_document_mask_the_comparison_fails(kernel, varlen_anywhere):
+    model = lively(BertLabForMaskedLM(small(attn_implementation=kernel)))
+    positions, one_document = document_position_ids(DOCUMENTS[:1]), torch.ones_like(DOCUMENTS[:1])
     with pytest.raises(AssertionError, match="not close"):
-        check_packed_equals_alone(model, ids, one_document, [ROWS["three_documents"]], restarted)
+        lengths = [ROWS["three_documents"]]
+        check_packed_equals_alone(model, some_ids(1, L), one_document, lengths, positions)
 
 
 @pytest.mark.parametrize("kernel", TRAINING_KERNELS)
@@ -199,12 +170,12 @@ def test_a_batch_with_a_row_of_padding_only_has_no_nan_anywhere(kernel, varlen_a
 
 
 def test_unpadded_layers_see_tokens_only(varlen_anywhere):
-    model, seen = lively(BertLabForMaskedLM(small(attn_implementation="varlen"))), []
+    model, shapes = lively(BertLabForMaskedLM(small(attn_implementation="varlen"))), []
     model.encoder.blocks[1].mlp.register_forward_hook(
-        lambda m, args, out: seen.append(args[0].shape)
+        lambda module, inputs, output: shapes.append(inputs[0].shape)
     )
     out = model.encoder(some_ids(5, L), DOCUMENTS, output_hidden_states=True)
-    assert seen == [(1, int((DOCUMENTS > 0).sum()), 16)]
+    assert shapes == [(1, int((DOCUMENTS > 0).sum()), 16)]
     assert out.last_hidden_state.shape == (5, L, 16) and len(out.hidden_states) == 5
     assert all((x[DOCUMENTS == 0] == 0).all() for x in out.hidden_states)
 
@@ -219,7 +190,7 @@ def test_a_zero_one_mask_equals_cut_rows():
     torch.testing.assert_close(model(ids, mask.bool()).logits, logits)
 
 
-@pytest.mark.parametrize("settings", [{}, dict(attention_positions="alibi"), dict(qk_norm=True)])
+@pytest.mark.parametrize("settings", [{}, dict(attention_positions="alibi", qk_norm=True)])
 def test_bfloat16_autocast_stays_close_and_finite(settings, varlen_anywhere):
     model, ids = lively(BertLabForMaskedLM(small(**settings))), some_ids(5, L)
     exact = model(ids, DOCUMENTS).logits
@@ -232,27 +203,20 @@ def test_bfloat16_autocast_stays_close_and_finite(settings, varlen_anywhere):
         assert error < 0.05 * exact[DOCUMENTS > 0].abs().mean()
 
 
-def test_a_post_norm_stream_may_be_as_precise_as_the_products():
+@pytest.mark.parametrize("in_fp32, dtype", [(True, torch.float32), (False, torch.bfloat16)])
+def test_a_post_norm_stream_may_have_the_precision_of_products(in_fp32, dtype):
     shape = dict(norm_position="post", embedding_dropout=0.0, hidden_dropout=0.0)
-    ids, types, logits = some_ids(2, L), {}, {}
-    weights = lively(BertLabForMaskedLM(small(**shape))).state_dict()
-    for in_fp32, autocast in itertools.product((True, False), (True, False)):
-        model = BertLabForMaskedLM(small(**shape, residual_in_fp32=in_fp32)).eval()
-        model.load_state_dict(weights)
-        sums = types[in_fp32, autocast] = []
-        for name, norm in model.named_modules():
-            if "post_" in name:
-                norm.register_forward_pre_hook(
-                    lambda _, args, sums=sums: sums.append(args[0].dtype)
-                )
-        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            logits[in_fp32, autocast] = model(ids).logits.float()
-    # The embedding is in float32, so it enters the first sum.
-    assert types[False, True] == [torch.float32] + [torch.bfloat16] * 7
-    assert {*types[False, False], *types[True, False]} == {torch.float32}
-    assert torch.equal(logits[False, False], logits[True, False])
-    far = [(logits[fp32, True] - logits[True, False]).abs().mean() for fp32 in (True, False)]
-    assert 0 < far[0] < far[1] < 0.1 * logits[True, False].abs().mean()
+    model, dtypes = BertLabForMaskedLM(small(**shape, residual_in_fp32=in_fp32)).eval(), []
+    for block in model.encoder.blocks[1:]:  # the embedding is in float32
+        hook = lambda module, inputs: dtypes.append(inputs[0].dtype)
+        block.post_mlp_norm.register_forward_pre_hook(hook)
+    exact = model(some_ids(2, L)).logits
+    assert {*dtypes} == {torch.float32}
+    dtypes.clear()
+    with torch.autocast("cpu", torch.bfloat16):
+        rounded = model(some_ids(2, L)).logits.float()
+    assert {*dtypes} == {dtype}
+    assert (rounded - exact).abs().mean() < 0.1 * exact.abs().mean()
 
 
 # ---- what a forward pass takes and returns ---------------------------------------------------
@@ -271,19 +235,15 @@ def test_inputs_embeds_give_the_same_scores_and_a_gradient():
 
 
 def test_hidden_states_are_the_inputs_of_blocks_and_the_output():
-    model = lively(BertLabModel(small()))
-    ids, inputs = some_ids(2, L), []
+    model, ids, states = lively(BertLabModel(small())), some_ids(2, L), []
     for block in model.blocks:
-        block.register_forward_pre_hook(lambda m, args: inputs.append(args[0]))
+        block.register_forward_pre_hook(lambda module, inputs: states.append(inputs[0]))
     out = model(ids, DOCUMENTS[:2], output_hidden_states=True)
-    assert len(out.hidden_states) == 5 and torch.equal(out.hidden_states[-1], out.last_hidden_state)
-    assert all(torch.equal(a, b) for a, b in zip(out.hidden_states, inputs))
+    for state, want in zip(out.hidden_states, [*states, out.last_hidden_state], strict=True):
+        assert torch.equal(state, want)
     assert model(ids).hidden_states is None
     model.config.output_hidden_states = True
-    assert (
-        len(model(ids).hidden_states) == 5
-        and model(ids, output_hidden_states=False).hidden_states is None
-    )
+    assert len(model(ids).hidden_states) == 5
 
 
 @pytest.mark.parametrize("kernel", ["eager", "auto"])
@@ -293,43 +253,16 @@ def test_attention_weights_stay_in_documents_and_windows(kernel):
     assert [tuple(w.shape) for w in out.attentions] == [(5, 2, L, L)] * 4
     same = (DOCUMENTS[:, :, None] == DOCUMENTS[:, None]) & (DOCUMENTS > 0)[:, None]
     near = (torch.arange(L)[:, None] - torch.arange(L)).abs() <= 2
-    for weights, kind in zip(out.attentions, model.config.layer_types):
+    for weights, layer_type in zip(out.attentions, model.config.layer_types):
         real = weights.transpose(1, 2)[DOCUMENTS > 0]  # (tokens, H, L)
-        seen = (same if kind == "full_attention" else same & near)[DOCUMENTS > 0]
+        visible = (same if layer_type == "full_attention" else same & near)[DOCUMENTS > 0]
         torch.testing.assert_close(real.sum(-1), torch.ones(real.shape[:2]))
-        assert (real.amin(1)[seen] > 0).all() and (real.amax(1)[~seen] == 0).all()
-    torch.testing.assert_close(
-        out.last_hidden_state, model(some_ids(5, L), DOCUMENTS).last_hidden_state
-    )
+        assert (real.amin(1)[visible] > 0).all() and (real.amax(1)[~visible] == 0).all()
+    plain = model(some_ids(5, L), DOCUMENTS).last_hidden_state
+    torch.testing.assert_close(out.last_hidden_state, plain)
 
 
 # ---- which kernel ----------------------------------------------------------------------------
-
-
-def test_every_kernel_can_be_chosen_later():
-    for model in (BertLabModel(small()), BertLabForMaskedLM(small()).encoder):
-        for name in ("eager", "auto", "flex", "varlen", "flex_attention", "sdpa"):
-            model.set_attn_implementation(name)
-            assert model.config._attn_implementation == name
-    model.set_attn_implementation("flex_attention")
-    with torch.no_grad():
-        assert model.attention_kernel(torch.device("cpu"), L)[0] == "flex"
-
-
-def test_auto_logs_its_choice_once_and_follows_autocast(caplog):
-    model, ids = BertLabForMaskedLM(small(attn_implementation="auto")), some_ids(1, L)
-    caplog.set_level(logging.INFO, "bertlab.model.encoder")
-    model(ids), model(ids)
-    assert [r.message for r in caplog.records] == [
-        "attention kernel sdpa (exact and fused on every device)"
-    ]
-    with torch.autocast("cpu", torch.bfloat16):
-        model(ids)
-        name, reason = model.encoder.attention_kernel(torch.device("cpu"), L)
-    assert name == "eager" and "bfloat16" in reason
-    assert len(caplog.records) == 2 and "eager" in caplog.records[1].message
-    BertLabModel(small())(ids)
-    assert len(caplog.records) == 2  # who asks for nothing special is told nothing
 
 
 @pytest.mark.parametrize("share", [dict(sequence_shard=object()), dict(local_heads=slice(0, 1))])
@@ -351,32 +284,25 @@ def test_the_default_kernel_on_a_cpu_is_the_faster_one():
     assert choose(cpu, L)[0] == "sdpa"
     with torch.autocast("cpu", torch.bfloat16):
         assert choose(cpu, L)[0] == "eager" and choose(cpu, 4096)[0] == "sdpa"
-        with torch.no_grad():
-            assert choose(cpu, L)[0] == "sdpa"  # twice as fast without a backward pass
     assert choose(torch.device("mps"), L)[0] == "sdpa"
-    with pytest.raises(ValueError, match="never stores the weights"):
-        model(some_ids(1, L), output_attentions=True)
 
 
-@pytest.mark.parametrize(
-    "settings, message",
-    [
-        (dict(attn_implementation="varlen"), "varlen.*CUDA.*'eager' or 'sdpa'"),
-        (dict(attn_implementation="flex"), "flex.*backward.*no_grad"),
-        (dict(attn_implementation="flex", attention_dropout=0.1), "attention_dropout 0.1"),
-    ],
-)
-def test_a_kernel_that_cannot_run_is_refused_at_the_call(settings, message):
+@pytest.mark.parametrize("settings, options, message", [
+    (dict(attn_implementation="varlen"), {}, "varlen.*CUDA.*'eager' or 'sdpa'"),
+    (dict(attn_implementation="flex"), {}, "flex.*backward.*no_grad"),
+    ({}, dict(output_attentions=True), "never stores the weights"),
+])  # fmt: skip
+def test_a_kernel_that_cannot_run_is_refused_at_the_call(settings, options, message):
     model = BertLabForMaskedLM(small(**settings)).train()
     with pytest.raises(ValueError, match=message):
-        model(some_ids(1, 4))
+        model(some_ids(1, 4), **options)
 
 
 # ---- the head (contracts 4 and 5) ------------------------------------------------------------
 
 
 def labelled():
-    "Ids, labels at five places of each row, and seven positions: two of them are spare."
+    "Return ids, labels at five positions of each row, and seven positions: two are spare."
     ids, labels = some_ids(2, L), torch.full((2, L), -100)
     positions = torch.tensor([[0, 2, 3, 7, 11, 1, 1], [1, 4, 5, 6, 10, 0, 0]])
     rows = torch.arange(2)[:, None]
@@ -387,11 +313,10 @@ def labelled():
 @pytest.mark.parametrize("kernel", ["sdpa", "varlen"])
 def test_a_batch_of_padding_has_a_loss_of_0(kernel, varlen_anywhere):
     model = lively(BertLabForMaskedLM(small(attn_implementation=kernel)))
-    requested = dict(attention_mask=torch.zeros(2, L, dtype=torch.long), labels=torch.full((2, L), -100),
-                 label_positions=torch.zeros(2, 3, dtype=torch.long))  # fmt: skip
-    result = model(some_ids(2, L), **requested)
-    result.loss.backward()
-    assert result.loss == 0 and result.logits.shape == (2, 3, 50) and result.logits.isfinite().all()
+    none, labels = torch.zeros(2, L, dtype=torch.long), torch.full((2, L), -100)
+    out = model(some_ids(2, L), none, labels=labels, label_positions=none[:, :3])
+    out.loss.backward()
+    assert out.loss == 0 and out.logits.shape == (2, 3, 50) and out.logits.isfinite().all()
 
 
 def gather_rows(values, positions):
@@ -404,16 +329,10 @@ def gather_rows(values, positions):
 def test_a_tied_decoder_follows_a_replaced_embedding():
     model, ids = lively(BertLabForMaskedLM(small())), some_ids(1, L)
     assert not any("decoder" in name for name, _ in model.named_parameters())
-    x = model.encoder(ids).last_hidden_state
     table = model.get_input_embeddings()
     table.weight = torch.nn.Parameter(table.weight.detach() * 2)  # as a move to XLA does
-    h = model.head.norm(F.gelu(model.head.dense(x)))
-    want = h @ table.weight.T + model.head.bias
-    torch.testing.assert_close(model.head(x, model.get_input_embeddings().weight), want)
-    torch.testing.assert_close(
-        model(ids).logits[..., 0], (model.head.norm(F.gelu(model.head.dense(
-            model.encoder(ids).last_hidden_state))) @ table.weight[0]) + model.head.bias[0]
-    )  # fmt: skip
+    x = model.head.norm(F.gelu(model.head.dense(model.encoder(ids).last_hidden_state)))
+    torch.testing.assert_close(model(ids).logits, x @ table.weight.T + model.head.bias)
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -421,25 +340,18 @@ def test_saving_and_loading_loses_nothing(tmp_path, tied):
     config = small(tie_word_embeddings=tied, mask_token_id=4, local_rope_theta=500.0)
     model, ids = lively(BertLabForMaskedLM(config)), some_ids(1, L)
     model.save_pretrained(tmp_path)
-    again = BertLabForMaskedLM.from_pretrained(tmp_path)
-    auto = AutoModelForMaskedLM.from_pretrained(tmp_path)
-    assert type(auto) is BertLabForMaskedLM
-    for loaded in (again, auto):
-        assert loaded.config.to_diff_dict() == model.config.to_diff_dict() | {
-            k: loaded.config.to_diff_dict()[k] for k in ("architectures", "dtype")
-        }
-        assert loaded.state_dict().keys() == model.state_dict().keys()
-        assert all(
-            torch.equal(a, b)
-            for a, b in zip(loaded.state_dict().values(), model.state_dict().values())
-        )
-        assert torch.equal(loaded(ids).logits, model(ids).logits)
+    loaded = AutoModelForMaskedLM.from_pretrained(tmp_path)
+    assert type(loaded) is BertLabForMaskedLM
+    settings = loaded.config.to_diff_dict()
+    added = {name: settings[name] for name in ("architectures", "dtype")}
+    assert settings == model.config.to_diff_dict() | added
+    assert loaded.state_dict().keys() == model.state_dict().keys()
+    assert torch.equal(loaded(ids).logits, model(ids).logits)
 
 
 @pytest.mark.parametrize(
     "positions, kernel",
-    [("rope", "sdpa"), ("rope", "eager"), ("rope", "auto"), ("alibi", "sdpa"), ("learned", "eager"),
-     ("learned_and_rope", "auto")],
+    [("rope", "sdpa"), ("alibi", "eager"), ("learned_and_rope", "auto")],
 )  # fmt: skip
 def test_one_graph_serves_all_documents(positions, kernel):
     model = lively(BertLabForMaskedLM(small(attn_implementation=kernel, **POSITIONS[positions])))
@@ -459,35 +371,27 @@ def test_one_graph_serves_all_documents(positions, kernel):
 def test_deepnorm_scales_values_outputs_and_mlps_alone(mlp, initialization):
     shape = dict(vocab_size=50, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
                  num_key_value_heads=2, mlp=mlp, norm_position="post", output_gate="element")  # fmt: skip
-    torch.manual_seed(0)
     deep = BertLabForMaskedLM(BertLabConfig(**shape, norm="deep", initialization=initialization))
-    base = (
-        "truncated_normal" if initialization == "megatron" else initialization
-    )  # nothing is shrunk twice
+    # "megatron" shrinks what "deep" shrinks, and nothing is shrunk twice.
+    base = "truncated_normal" if initialization == "megatron" else initialization
     plain = BertLabForMaskedLM(BertLabConfig(**shape, initialization=base))
-    ratio = lambda part: (part(deep).std() / part(plain).std()).item()
-    block = lambda model: model.encoder.blocks[1]
-    smaller = {
-        "values": lambda m: block(m).attention.qkv.weight[-32:],
-        "output": lambda m: block(m).attention.out_proj.weight,
-        "expand": lambda m: block(m).mlp.up_proj.weight[:96],
-        "contract": lambda m: block(m).mlp.down_proj.weight,
-    }
-    alike = {
-        "queries and keys": lambda m: block(m).attention.qkv.weight[:-32],
-        "gate": lambda m: block(m).attention.gate.weight,
-        "tokens": lambda m: m.get_input_embeddings().weight,
-    }
-    if mlp == "glu":
-        alike["gate of the MLP"] = lambda m: block(m).mlp.up_proj.weight[96:]
-    if initialization == "xavier":
-        alike["dense of the head"] = lambda m: m.head.dense.weight
-    assert {name: ratio(part) for name, part in smaller.items()} == pytest.approx(
-        dict.fromkeys(smaller, 0.5), rel=0.06
-    )
-    assert {name: ratio(part) for name, part in alike.items()} == pytest.approx(
-        dict.fromkeys(alike, 1.0), rel=0.06
-    )
+
+    def widths(model):
+        block = model.encoder.blocks[1]
+        qkv, up_proj = block.attention.qkv.weight, block.mlp.up_proj.weight
+        smaller = (
+            qkv[-32:],
+            block.attention.out_proj.weight,
+            up_proj[:96],
+            block.mlp.down_proj.weight,
+        )
+        alike = qkv[:-32], block.attention.gate.weight, model.get_input_embeddings().weight
+        parts = (*smaller, *alike, *([up_proj[96:]] if mlp == "glu" else []))
+        return torch.stack([part.std() for part in parts])
+
+    ratios = widths(deep) / widths(plain)
+    want = torch.tensor([0.5] * 4 + [1.0] * (len(ratios) - 4))
+    torch.testing.assert_close(ratios, want, rtol=0.06, atol=0)
 
 
 @pytest.mark.parametrize("initialization", ["megatron", "xavier"])
@@ -508,27 +412,17 @@ def test_only_missing_weights_of_a_layer_are_initialized(tmp_path, initializatio
         assert torch.equal(ours.weight, theirs.weight) and (ours.bias == 0).all()
 
 
-@pytest.mark.parametrize(
-    "key_heads, gate, mlp", [(8, "none", "glu"), (2, "element", "glu"), (2, "head", "plain")]
-)
+@pytest.mark.parametrize("key_heads, gate, mlp", [(2, "element", "glu"), (8, "head", "plain")])
 def test_xavier_uses_the_fans_of_each_part_of_a_matrix(key_heads, gate, mlp):
     D, I, keys = 128, 320, 16 * key_heads
     config = small(hidden_size=D, intermediate_size=I, num_attention_heads=8, num_key_value_heads=key_heads, mlp=mlp,
                    output_gate=gate, initialization="xavier", num_hidden_layers=2)  # fmt: skip
     block = BertLabModel(config).blocks[1]
-    q, k, v = block.attention.qkv.weight.split((D, keys, keys))
-    maps = {
-        "queries": q,
-        "keys": k,
-        "values": v,
-        "out": block.attention.out_proj.weight,
-        "contract": block.mlp.down_proj.weight,
-    }
-    maps |= {f"expand {i}": part for i, part in enumerate(block.mlp.up_proj.weight.split(I))}
-    maps |= {} if gate == "none" else {"gate": block.attention.gate.weight}
-    for name, part in maps.items():
-        # The standard error of a width is 1 / sqrt(2 n) of it: 1.1 % for 4,096 numbers, 2.2 % for the 1,024 of a gate.
-        assert part.std().item() == pytest.approx((2 / sum(part.shape)) ** 0.5, rel=0.09), name
+    attention, mlp = block.attention, block.mlp
+    parts = [*attention.qkv.weight.split((D, keys, keys)), *mlp.up_proj.weight.split(I)]
+    for part in (*parts, attention.out_proj.weight, attention.gate.weight, mlp.down_proj.weight):
+        # The standard error of a width is 1 / sqrt(2 n) of it: 2.2 % for the 1,024 of a gate.
+        assert part.std().item() == pytest.approx((2 / sum(part.shape)) ** 0.5, rel=0.09)
 
 
 # ---- counts ----------------------------------------------------------------------------------
@@ -547,79 +441,58 @@ def test_flops_equal_what_torch_counts_where_few_are_predicted():
 
 def test_windows_and_rare_labels_make_a_token_cheaper():
     config = small()  # windows of 2 to each side: 5 tokens
-    dense, sparse = (
-        training_flops_per_token(config, 100, 1.0),
-        training_flops_per_token(config, 100, 0.25),
-    )
+    dense, sparse = (training_flops_per_token(config, 100, rate) for rate in (1.0, 0.25))
     spared = 6 * 0.75 * (16 * 16 + matmul_parameters(config)["MLP"])  # of the last layer
-    assert sum(dense.values()) - sum(sparse.values()) == pytest.approx(
-        spared + 0.75 * dense["head"]
-    )
+    difference = sum(dense.values()) - sum(sparse.values())
+    assert difference == pytest.approx(spared + 0.75 * dense["head"])
     assert dense["scores"] == 12 * 16 * (100 + 5 + 5 + 100)
-    assert sparse["head"] == dense["head"] / 4
     assert training_flops_per_token(config, 3, 1.0)["scores"] == 12 * 16 * 3 * 4
 
 
 # ---- what is expected alone ----------------------------------------------------------------------
 
 
-WANTED = torch.tensor(
-    [[0, 3, 8, 11], [2, 4, 5, 9], [1, 0, 11, 7]]
-)  # of a row some at padding, maybe
+OUTPUT_POSITIONS = torch.tensor([[0, 3, 8, 11], [2, 4, 5, 9], [1, 0, 11, 7]])  # some at padding
 
 
 @pytest.mark.parametrize("kernel", TRAINING_KERNELS)
-@pytest.mark.parametrize(
-    "settings",
-    [{}, dict(norm_position="post"), dict(norm="deep", norm_position="post"), dict(output_gate="head"),
-     dict(num_hidden_layers=1), dict(attention_positions="alibi"), dict(norm_position="pre_and_post")],
-    ids=str,
-)  # fmt: skip
+@pytest.mark.parametrize("settings", [
+    {}, dict(norm="deep", norm_position="post"), dict(output_gate="head", num_hidden_layers=1),
+    dict(attention_positions="alibi", norm_position="pre_and_post"),
+], ids=str)  # fmt: skip
 def test_output_positions_have_the_vectors_of_the_full_pass(settings, kernel, varlen_anywhere):
     model = lively(BertLabModel(small(attn_implementation=kernel, **settings))).double()
-    ids, real = some_ids(*DOCUMENTS.shape), DOCUMENTS.gather(1, WANTED[: len(DOCUMENTS)]) != 0
-    expected = WANTED[: len(DOCUMENTS)]
-    result = []
-    for fewer in (None, expected):
-        x = model(ids, DOCUMENTS, output_positions=fewer).last_hidden_state
-        x = gather_rows(x, expected) if fewer is None else x
-        assert x.shape == (*expected.shape, 16) and x.isfinite().all()
+    documents, positions, results = DOCUMENTS[[0, 1, 3]], OUTPUT_POSITIONS, []
+    ids, real = some_ids(3, L), documents.gather(1, positions) != 0
+    for output_positions in (None, positions):
+        x = model(ids, documents, output_positions=output_positions).last_hidden_state
+        x = gather_rows(x, positions) if output_positions is None else x
+        assert x.shape == (3, 4, 16) and x.isfinite().all()
         model.zero_grad()
         (x[real] * torch.arange(16)).sum().backward()
-        result.append((x[real].detach(), [p.grad.clone() for p in model.parameters()]))
-    off = 1e-5 if kernel == "eager" else 1e-9  # its shares are made in float32
-    for one, other in zip(*result):
-        torch.testing.assert_close(one, other, rtol=off, atol=off)
+        results.append((x[real].detach(), [p.grad.clone() for p in model.parameters()]))
+    off = 1e-5 if kernel == "eager" else 1e-9  # its weights are computed in float32
+    torch.testing.assert_close(*results, rtol=off, atol=off)
 
 
-def test_the_last_block_works_for_what_is_wanted_alone():
-    model, seen = BertLabModel(small()), []
+def test_the_last_block_computes_output_positions_alone():
+    model, lengths = BertLabModel(small()), []
     for block in model.blocks:
-        block.mlp.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0].shape[1]))
-    model(some_ids(3, L), output_positions=WANTED)
-    assert seen == [L, L, L, 4]
+        hook = lambda module, inputs: lengths.append(inputs[0].shape[1])
+        block.mlp.register_forward_pre_hook(hook)
+    model(some_ids(3, L), output_positions=OUTPUT_POSITIONS)
+    assert lengths == [L, L, L, 4]
 
 
-def test_whoever_reads_states_gets_all_of_them():
-    model = lively(BertLabModel(small(attn_implementation="eager"))).eval()
-    ids = some_ids(3, L)
-    whole = model(ids, output_hidden_states=True, output_attentions=True)
-    fewer = model(ids, output_hidden_states=True, output_attentions=True, output_positions=WANTED)
-    torch.testing.assert_close(
-        fewer.last_hidden_state, gather_rows(whole.last_hidden_state, WANTED)
-    )
-    torch.testing.assert_close(fewer.hidden_states, whole.hidden_states)
-    torch.testing.assert_close(fewer.attentions, whole.attentions)
-    alone = model(ids, output_attentions=True, output_positions=WANTED)
-    torch.testing.assert_close(alone.attentions, whole.attentions)
-
-
-def test_checkpointed_blocks_know_what_is_wanted():
-    model, ids = lively(BertLabModel(small())).train(), some_ids(3, L)
-    plain = model(ids, output_positions=WANTED).last_hidden_state
-    model.gradient_checkpointing_enable()
-    again = model(ids, output_positions=WANTED).last_hidden_state
-    torch.testing.assert_close(again, plain)
+def test_hidden_states_and_attentions_are_of_all_positions():
+    model = lively(BertLabModel(small(attn_implementation="eager")))
+    ids, options = some_ids(3, L), dict(output_hidden_states=True, output_attentions=True)
+    full = model(ids, **options)
+    fewer = model(ids, **options, output_positions=OUTPUT_POSITIONS)
+    want = gather_rows(full.last_hidden_state, OUTPUT_POSITIONS)
+    torch.testing.assert_close(fewer.last_hidden_state, want)
+    torch.testing.assert_close(fewer.hidden_states, full.hidden_states)
+    torch.testing.assert_close(fewer.attentions, full.attentions)
 
 
 # ---- refusals --------------------------------------------------------------------------------
@@ -635,28 +508,17 @@ def test_the_model_checks_a_changed_configuration():
 @pytest.mark.parametrize("arguments, words", [
     (dict(input_ids=(4,)), "input_ids"), (dict(input_ids=(1, 513)), "513.*512"),
     (dict(input_ids=(2, 4), attention_mask=(2, 5)), "attention_mask.*2, 4.*2, 5"),
-    (dict(input_ids=(2, 4), position_ids=(2, 5)), "position_ids.*2, 4.*2, 5"),
     (dict(input_ids=(2, 4), token_type_ids=(2, 3)), "token_type_ids.*2, 4.*2, 3"),
     (dict(input_ids=(2, 4), inputs_embeds=(2, 4, 16)), "input_ids or inputs_embeds"),
-    (dict(), "input_ids or inputs_embeds"),
     (dict(inputs_embeds=(2, 4, 8)), "inputs_embeds.*16.*2, 4, 8"),
 ])  # fmt: skip
 def test_inputs_of_a_wrong_shape_are_named(arguments, words):
-    tensors = {
-        name: torch.zeros(shape) if name == "inputs_embeds" else torch.ones(shape).long()
-        for name, shape in arguments.items()
-    }
+    tensors = {name: torch.ones(shape).long() for name, shape in arguments.items()}
     with pytest.raises(ValueError, match=words):
         BertLabModel(small())(**tensors)
 
 
-def test_configuration_module_does_not_import_models():
-    code = "import sys, bertlab.model.config; print('transformers.modeling_utils' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.stdout.strip() == "False", done.stderr
-
-
-@pytest.mark.parametrize("requested", ["sdpa", "auto", "eager"])
+@pytest.mark.parametrize("requested", ["sdpa", "auto"])
 @pytest.mark.parametrize("autocast", [False, True])
 def test_a_pass_without_gradients_drops_the_same_numbers(requested, autocast):
     "Gradient caching and reentrant checkpoints compute a pass under no_grad and then again."

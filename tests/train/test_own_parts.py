@@ -216,11 +216,6 @@ def test_a_model_with_layers_that_want_numbers_goes_on_under_other_settings(late
         )
 
 
-class Stepped(nn.Module):
-    def __init__(self, size):
-        super().__init__()
-
-
 def twice(x):
     return 2 * x
 
@@ -236,7 +231,7 @@ def built(**settings):
 
 @pytest.mark.parametrize("given, name", [
     (Scaled, f"{__name__}.Scaled"), (f"{__name__}.Scaled", f"{__name__}.Scaled"), (nn.Mish, "torch.nn.modules.activation.Mish"),
-    ("torch.nn.PReLU", "torch.nn.PReLU"), (twice, f"{__name__}.twice"), (torch.sin, "torch.sin")])  # fmt: skip
+    ("torch.nn.PReLU", "torch.nn.PReLU"), (twice, f"{__name__}.twice")])  # fmt: skip
 def test_an_activation_is_a_function_or_the_class_of_a_module_of_which_each_layer_has_its_own(
     given, name, tmp_path
 ):
@@ -257,19 +252,9 @@ def test_an_activation_of_a_head_is_a_class_as_well():
     assert any(isinstance(part, Scaled) for part in parts)
 
 
-@pytest.mark.parametrize(
-    "given, message",
-    [
-        (nn.Mish(), "an object of Mish has none.*bertlab.register_layer"),
-        (partial(nn.functional.gelu, approximate="tanh"), "an object of partial has none"),
-        (Stepped, "must be built without arguments: missing a required argument: 'size'"),
-        (dict, "no torch.nn.Module"),
-    ],
-)
-def test_an_activation_that_no_configuration_can_name_or_build_is_refused_at_once(given, message):
-    with pytest.raises(ValueError, match=f"hidden_activation.*{message}") as told:
-        bertlab.PretrainingModule({**SIZES, "hidden_activation": given})
-    assert "\n" not in str(told.value)
+def test_an_activation_without_a_name_of_its_own_is_refused():
+    with pytest.raises(ValueError, match="hidden_activation.*bertlab.register_layer"):
+        bertlab.PretrainingModule({**SIZES, "hidden_activation": nn.Mish()})
 
 
 def test_a_module_without_weights_and_a_partial_have_the_name_that_add_layer_gives_them():
@@ -281,7 +266,7 @@ def test_a_module_without_weights_and_a_partial_have_the_name_that_add_layer_giv
     one, other = built(hidden_activation="mish"), built(hidden_activation="mish").eval()
     assert one.head.activation.training and not other.head.activation.training
     built(hidden_activation="soft")
-    with pytest.raises(ValueError, match="object with weights.*give the class"):
+    with pytest.raises(ValueError, match="own weights.*give the class"):
         bertlab.register_layer("hidden_activation", "scaled", Scaled())
 
 
@@ -301,19 +286,6 @@ def test_a_layer_that_is_defined_anew_takes_the_place_of_its_old_self(tmp_path, 
         given = "norm_in_a_notebook.Norm" if version == 1 else module.Norm
         norms.append(built(norm=given).encoder.final_norm)
     assert [norm.version for norm in norms] == [0, 1, 2]
-
-
-def test_two_functions_that_share_a_name_are_told_apart_by_one_of_your_own():
-    first, second = (lambda x, k=k: k * x for k in (1, 2))
-    built(hidden_activation=first)
-    built(hidden_activation=first)
-    with pytest.raises(
-        ValueError,
-        match="another .*<lambda> .*is there already; name it yourself: bertlab.register_layer",
-    ):
-        built(hidden_activation=second)
-    bertlab.register_layer("hidden_activation", "doubled", second)
-    assert built(hidden_activation="doubled").head.activation is second
 
 
 class Plain(bertlab.MaskedLanguageModelingCollator):
