@@ -14,7 +14,6 @@ import hashlib
 import math
 import re
 import unicodedata
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -457,22 +456,7 @@ def mask_tokens(
     words_BL = word_starts(ids_BL, documents_BL, ordinary_BL, table_V, longest)
     chosen_BL, promised_BL = select_positions(documents_BL, ordinary_BL, keys_B, rule, words_BL)
     limit = label_limit(chosen_BL, rule, static)
-    promised = int(promised_BL.sum(1).max(initial=0))
-    if rule.max_predictions is None and promised > limit:
-        warnings.warn(
-            f"a row promises {promised} labels (min_labels_per_document) and has room "
-            f"for {limit}, which is right for documents with [CLS] and [SEP]: set "
-            "max_predictions",
-            stacklevel=2,
-        )
     chosen_BL, dropped_B = drop_excess_labels(chosen_BL, promised_BL, keys_B, limit, words_BL)
-    if dropped_B.any() and not chosen_BL.any():
-        warnings.warn(
-            "a batch has no label, because each word that was chosen has more pieces "
-            f"than the {limit} labels that a row may have: raise max_predictions, or "
-            "set unit to token",
-            stacklevel=2,
-        )
     return {
         "input_ids": replace_tokens(ids_BL, chosen_BL, keys_B, rule, vocabulary),
         "labels": np.where(chosen_BL, ids_BL, IGNORE_INDEX),

@@ -87,13 +87,11 @@ class ReadOptions:
         try:
             is_usual = "a\n".encode(self.encoding)[-2:] == b"a\n"
         except LookupError:
-            raise ValueError(
-                f"encoding={self.encoding!r} is not known; give utf-8, latin-1, ..."
-            ) from None
+            is_usual = False
         if not is_usual:
             raise ValueError(
-                f"encoding={self.encoding!r} has line ends of several bytes; convert the file "
-                "(`iconv -t utf-8`)"
+                f"encoding={self.encoding!r} is unknown, or has line ends of several bytes; give "
+                "utf-8, latin-1, ..., or convert the file (`iconv -t utf-8`)"
             )
 
     @property
@@ -171,38 +169,41 @@ class SourceFile:
             remaining = end
             while remaining > 0 and (block := self.file.read(min(remaining, 1 << 20))):
                 remaining -= len(block)
+        encoding = self.options.encoding
         for block in self.file:  # up to and with \n
             for data in re.findall(_ONE_LINE, block) if b"\r" in block else (block,):
                 number, start, end = number + 1, end, end + len(data)
                 bare = data.rstrip(b"\r\n")
-                if text := self._decode_line(bare, number, start):
-                    text = text if start else text.removeprefix("\ufeff")
-                if text is not None:
-                    yield Line(number, text, end, data[len(bare) :].decode())
+                try:
+                    text = bare.decode(encoding)
+                    if b"\0" in bare or not start:
+                        self._check_text(bare, number, start)
+                        text = text if start else text.removeprefix("\ufeff")
+                except UnicodeDecodeError as error:
+                    self._check_text(bare, number, start, error)
+                    continue
+                yield Line(number, text, end, data[len(bare) :].decode())
 
-    def _decode_line(self, data: bytes, line: int, start: int) -> str | None:
-        "Decode a line; None if the handler took the error. Raises `ValueError` for other files."
-        where, text, reason = f"{self.path} line {line}", None, "it holds zero bytes"
-        try:
-            text = data.decode(self.options.encoding)
-        except UnicodeDecodeError as error:
+    def _check_text(
+        self, data: bytes, line: int, start: int, error: UnicodeDecodeError | None = None
+    ) -> None:
+        "Hand a line that does not decode to the handler. Raises `ValueError` for binary files."
+        reason = "it holds zero bytes"
+        if error is not None:
             reason = f"byte {data[error.start]:#04x} at position {start + error.start}"
-        is_binary = data[:2] in (b"\xff\xfe", b"\xfe\xff") and not start
         num_controls = len(re.findall(rb"[\x00-\x08\x0e-\x1a\x1c-\x1f]", data))
-        is_binary = is_binary or text is None and num_controls > len(data) / 50
-        if is_binary or data.count(0) > len(data) / 4:
+        is_binary = data[:2] in (b"\xff\xfe", b"\xfe\xff") and not start
+        is_binary |= data.count(0) > len(data) / 4 or error is not None and num_controls > len(data) / 50  # fmt: skip
+        message = f"{self.path} line {line} is not {self.options.encoding} ({reason})"
+        if is_binary:
             raise ValueError(
-                f"{where} is not {self.options.encoding} ({reason}): this looks like UTF-16 or a "
-                "binary file; name a text file, or convert it (`iconv -f utf-16 -t utf-8`)"
+                f"{message}: this looks like UTF-16 or a binary file; name a text file, or convert "
+                "it (`iconv -f utf-16 -t utf-8`)"
             )
-        if text is None:
+        if error is not None:
             self.handle(
-                ValueError(
-                    f"{where} is not {self.options.encoding} ({reason}); give the encoding of the "
-                    "file, such as encoding='latin-1'"
-                )
+                ValueError(f"{message}; give the encoding of the file, such as encoding='latin-1'")
             )
-        return text
 
     def lines(self) -> Iterator[Line]:
         "Yield lines from the position on. Only the current line is in memory."
@@ -303,67 +304,52 @@ def resolve_column(
 ) -> str:  # its name
     "Find a column. Raises `ValueError` with the name that may have been meant."
     option, hint = f"{argument}={column!r}", _suspect_header(available)
-    if not available:
-        raise ValueError(f"{option}: there are no columns; is the file empty?")
-    position = int(column) if re.fullmatch(r"-?\d+", str(column)) else None
-    is_counted = position is not None and 0 < abs(position) <= len(available)
-    counted = available[position - (position > 0)] if is_counted else None
-    if column in available and (position is None or not hint or counted == column):
-        return column
-    if column in available:
-        raise ValueError(f"{option} is the name of a column and the number of another one{hint}")
-    if is_counted and hint and not str(counted).isidentifier():
-        raise ValueError(f"{option} is the number of the column {counted[:40]!r}{hint}")
-    if is_counted:
-        return counted
-    names = [str(name)[:40] for name in available]
-    if position is not None:
-        raise ValueError(
-            f"{option}: columns are numbered from 1 to {len(available)}, or from -1 backwards; "
-            f"they are {names}"
-        )
-    same = [name for name in available if str(name).lower() == column.lower()]
-    if len(same) != 1:
-        suggestion = did_you_mean(column, names) or ";"
-        raise ValueError(f"{option}: no such column{suggestion} its columns are {names}{hint}")
-    return same[0]
+    names, counted = [str(name)[:40] for name in available], None
+    is_number = re.fullmatch(r"-?\d+", str(column)) is not None
+    if is_number and 0 < abs(int(column)) <= len(available):
+        counted = available[int(column) - (int(column) > 0)]
+    if is_number and hint and not (counted == column or str(counted).isidentifier()):
+        raise ValueError(f"{option} would be the column {str(counted)[:40]!r} of {names}{hint}")
+    if column in available or counted is not None:
+        return column if column in available else counted
+    same = [name for name in available if str(name).lower() == str(column).lower()]
+    if len(same) == 1:
+        return same[0]
+    if is_number:
+        raise ValueError(f"{option}: {names} are numbered from 1 to {len(names)}, or from -1 back")
+    suggestion = did_you_mean(column, names) or ";"
+    raise ValueError(f"{option}: no such column{suggestion} its columns are {names}{hint}")
 
 # %% ../../nbs/data/02_readers.ipynb #2394881e
 def _csv_rows(file: SourceFile, delimiter: str) -> Iterator[tuple[int, list[str]]]:
     "Yield the number of the first line, and the cells, of each row."
-    lines_of_row = []
+    csv.field_size_limit(2**31 - 1)  # of all readers: long documents are what we want
+    lines_of_row: list[Line] = []
 
     def feed() -> Iterator[str]:
         for line in file.lines():
             lines_of_row.append(line)
             yield line.text + (line.line_end or "\n")  # a cell keeps the ends of its lines
 
+    reader = csv.reader(feed(), delimiter=delimiter, strict=True)
     while True:
-        reader = csv.reader(feed(), delimiter=delimiter, strict=True)
         try:
-            while True:
-                limit = csv.field_size_limit(2**31 - 1)  # of all readers, so for a moment only
-                row = next(reader, None)
-                csv.field_size_limit(limit)
-                if row is None:
-                    return
-                first = lines_of_row[0].number
-                file.position.line, file.position.offset = (
-                    lines_of_row[-1].number,
-                    lines_of_row[-1].end,
-                )
-                lines_of_row.clear()
-                if row:
-                    yield first, row
+            row = next(reader, None)
         except csv.Error as error:
             first, *following = lines_of_row
-            file.handle(
-                ValueError(f"{file.path} line {first.number} is no row of a table ({error})")
-            )
+            where = f"{file.path} line {first.number}"
+            file.handle(ValueError(f"{where} is no row of a table ({error})"))
             file.unread(following)
             lines_of_row.clear()
-        finally:
-            csv.field_size_limit(limit)
+            reader = csv.reader(feed(), delimiter=delimiter, strict=True)
+            continue
+        if row is None:
+            return
+        first, last = lines_of_row[0].number, lines_of_row[-1]
+        file.position.line, file.position.offset = last.number, last.end
+        lines_of_row.clear()
+        if row:
+            yield first, row
 
 # %% ../../nbs/data/02_readers.ipynb #381475ad
 def read_csv(file: SourceFile, options: ReadOptions) -> Rows:

@@ -44,8 +44,7 @@ class Vocabulary:
                 f"special id {outside[0]} is outside the vocabulary of {self.size}: "
                 "check vocab_size (len(tokenizer) counts added tokens)"
             )
-        if len(special) == self.size:
-            raise ValueError(f"vocab_size {self.size} leaves no word beside the special ids")
+
         object.__setattr__(self, "special_token_ids", tuple(sorted(special)))
 
     @cached_property
@@ -144,16 +143,16 @@ def _stack_tokens(
     "Stack a column of all rows, padded to one length. Raises `RowError` for other shapes."
     if name in _DEFAULTS:
         default = _DEFAULTS[name]
-        absent = lambda row: np.full(len(row["input_ids"]), default)
-        rows = [row if name in row else {**row, name: absent(row)} for row in rows]
+        rows = [
+            row if name in row else {**row, name: np.full(len(row["input_ids"]), default)}
+            for row in rows
+        ]
     arrays = [np.asarray(values) for values in column_values(rows, name)]
     for n, (array, row) in enumerate(zip(arrays, rows)):
-        is_flat = array.ndim == 1 or name not in PADDING
-        is_whole = array.dtype.kind in "biu" or not array.size
-        if not is_flat or not is_whole or array.shape[:1] != (len(row["input_ids"]),):
+        if array.shape[:1] != (len(row["input_ids"]),):
             raise RowError(
-                f"{name} must hold an integer for each of the {len(row['input_ids'])} "
-                f"input_ids, got {array.dtype} of shape {array.shape}",
+                f"{name} must hold a value for each of the {len(row['input_ids'])} input_ids, got "
+                f"an array of shape {array.shape}",
                 n,
             )
     if all(len(array) == length for array in arrays):  # as in packed rows
@@ -162,20 +161,6 @@ def _stack_tokens(
     for padded_L, array in zip(stacked, arrays):
         padded_L[: len(array)] = array
     return stacked
-
-
-def _stack_integers(
-    rows: Sequence[Mapping],
-    name: str,  # a column with an integer, or an array of integers, for each row
-) -> np.ndarray | None:  # (B, ...) int64; None: no row has the column
-    "Stack a column of all rows. Raises `RowError` for other values than integers."
-    values = column_values(rows, name, optional=True)
-    if values is None:
-        return None
-    for n, value in enumerate(values):
-        if not isinstance(value, int) and np.asarray(value).dtype.kind not in "biu":
-            raise RowError(f"{name} must be an integer, got {value!r}", n)
-    return np.array(values, dtype=np.int64)
 
 # %% ../../nbs/data/06_rows.ipynb #ae41b39d
 def pad_batch(
@@ -208,10 +193,8 @@ def pad_batch(
             n,
         )
     for name in ("epoch", "index"):
-        if (values := _stack_integers(rows, name)) is not None:
-            batch[name] = values
-            for n in np.flatnonzero(values < 0)[:1]:
-                raise RowError(f"{name}={values[n]} must be 0 or more: it seeds the row's draws", n)
+        if (values := column_values(rows, name, optional=True)) is not None:
+            batch[name] = np.array(values, dtype=np.int64)
     return batch
 
 # %% ../../nbs/data/06_rows.ipynb #676ad80f
@@ -318,14 +301,11 @@ class Collator(ABC):
         if not len(rows):
             raise ValueError("the batch is empty: give the collator one row or more")
         rows = self.encode(rows)
-        if "token_type_ids" not in self.sequences:
-            for n, row in enumerate(rows):
-                if np.any(np.asarray(row.get("token_type_ids", 0))):
-                    raise RowError("token_type_ids other than 0 would be lost: drop the column", n)
         lengths = self.max_sequence_length, self.pad_to_multiple_of
         arrays = pad_batch(rows, self.vocabulary, *lengths, self.sequences)
-        scalars = {name: _stack_integers(rows, name) for name in self.scalars}
-        arrays |= {name: values for name, values in scalars.items() if values is not None}
+        for name in self.scalars:
+            if (values := column_values(rows, name, optional=True)) is not None:
+                arrays[name] = np.array(values, dtype=np.int64)
         batch = {name: torch.from_numpy(values) for name, values in arrays.items()}
         names = "input_ids", "attention_mask", "position_ids", *self.sequences, *self.scalars
         inputs = {name: batch[name] for name in names if name in batch}

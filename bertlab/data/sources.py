@@ -13,7 +13,7 @@ import os
 import re
 import socket
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
@@ -40,20 +40,17 @@ def list_files(
     seen: set[str] | None = None,  # real paths of directories that were read
 ) -> list[Path]:
     "List all files below a directory by their paths, also behind links; hidden ones are left out."
-    files, links, seen = [], [], set() if seen is None else seen
-    for directory, folders, names in os.walk(root):
+    files, seen, top = [], set() if seen is None else seen, Path(os.path.realpath(root))
+    for directory, folders, names in os.walk(root, followlinks=True):
         real, path = os.path.realpath(directory), Path(directory)
-        if real in seen:
+        if real in seen or Path(real) in top.parents:
             folders.clear()
             continue
         seen.add(real)
         files += [path / n for n in names if n[0] != "." and (path / n).is_file()]
-        folders[:] = sorted(name for name in folders if name[0] != ".")
-        links += [path / name for name in folders if (path / name).is_symlink()]
-    # What is there under its own name comes before what a link leads to.
-    for link in links:
-        if not Path(os.path.realpath(root)).is_relative_to(os.path.realpath(link)):
-            files += list_files(link, seen)
+        # What is there under its own name comes before what a link leads to.
+        folders[:] = [name for name in folders if name[0] != "."]
+        folders.sort(key=lambda name: ((path / name).is_symlink(), name))
     return sorted(files)
 
 
@@ -249,15 +246,14 @@ def check_file_options(
 ) -> None:
     "Raise `ValueError` for options of hub datasets, given for something else."
     split = parse_split(options.split)[0] if can_slice else options.split
-    options_given = {"split": split, "config_name": options.config_name, "streaming": streaming}
-    usual = {"split": "train", "config_name": None, "streaming": False}
-    if unread := [
-        f"{name}={value!r}" for name, value in options_given.items() if value != usual[name]
-    ]:
-        raise ValueError(
-            f"{source} is no hub dataset and has only the split 'train': leave out "
-            f"{', '.join(unread)}"
-        )
+    values = {"split": split, "config_name": options.config_name, "streaming": streaming}
+    defaults = {"split": "train", "config_name": None, "streaming": False}
+    for name, value in values.items():
+        if value != defaults[name]:
+            raise ValueError(
+                f"{source} is no hub dataset and has only the split 'train': leave out "
+                f"{name}={value!r}"
+            )
 
 
 def source_parts(
@@ -311,9 +307,27 @@ def iter_rows(
     notes = Counter() if notes is None else notes
     handle = handle or ErrorHandler(options.on_error, notes)
     parts = source_parts(source, options, notes, streaming)
-
     read = partial(_read_part, options, notes, columns, streaming, handle)
     return chain.from_iterable(read(*part) for part in parts)
+
+
+def _part_documents(
+    options: ReadOptions, streaming: bool, name: str, files: list[Path], notes: Counter
+) -> Iterator[Document]:
+    "The documents of one source."
+    handle, is_folder = ErrorHandler(options.on_error, notes), os.path.isdir(name)
+    rows = _read_part(options, notes, options.columns, streaming, handle, name, files)
+    for path, where, row in rows:
+        try:
+            texts = [text_of(row, column, f"{path} {where}") for column in options.columns]
+        except ValueError as error:
+            handle(error)
+            continue
+        # Relative, so that a directory that moves keeps its split, which hashes these names.
+        if files:
+            path = Path(path).relative_to(name).as_posix() if is_folder else os.path.basename(path)
+        prompt = texts[0] if len(texts) > 1 else None
+        yield Document(texts[-1], f"{path}:{where.split()[-1]}", prompt)
 
 
 def iter_documents(
@@ -323,35 +337,13 @@ def iter_documents(
     streaming: bool = False,  # read a hub dataset without storing it
 ) -> Iterator[Document]:
     "Read the documents of sources; of files, a slice of all of them if split is one."
-    notes = Counter() if notes is None else notes
+    notes, bounds = Counter() if notes is None else notes, (None, None)
     parts = source_parts(source, options, notes, streaming, can_slice=True)
-
-    def read(name: str, files: list[Path], notes: Counter) -> Iterator[Document]:
-        handle, is_folder = (
-            ErrorHandler(options.on_error, notes),
-            bool(files) and os.path.isdir(name),
-        )
-        rows = _read_part(options, notes, options.columns, streaming, handle, name, files)
-        for path, where, row in rows:
-            try:
-                texts = [text_of(row, column, f"{path} {where}") for column in options.columns]
-            except ValueError as error:
-                handle(error)
-                continue
-            # Relative, so that a directory that moves keeps its split, which hashes these names.
-            file_name = Path(path).relative_to(name).as_posix() if is_folder else path
-            file_name = os.path.basename(path) if files and not is_folder else file_name
-            address = f"{file_name}:{where.split()[-1]}"
-            yield Document(texts[-1], address, texts[0] if texts[1:] else None)
-
-    _, begin, stop = parse_split(options.split) if "+" not in options.split else (0, None, None)
-    readers = [
-        partial(sliced, partial(read, *part), notes, begin, stop)
-        if part[1]
-        else partial(read, *part, notes)
-        for part in parts
-    ]
-    return chain.from_iterable(reader() for reader in readers)
+    if any(files for _, files in parts):
+        bounds = parse_split(options.split)[1:]
+    for part in parts:
+        read = partial(_part_documents, options, streaming, *part)
+        yield from sliced(read, notes, *bounds) if part[1] else read(notes)
 
 # %% ../../nbs/data/03_sources.ipynb #01f40d44
 class TextStream:
@@ -365,21 +357,12 @@ class TextStream:
         self,
         source: str | Sequence[str],  # path, pattern or name of a hub dataset; or several
         text_column: str | int = "text",  # of tables and datasets
-        *,
-        num_shards: int = 1,  # of a single hub dataset: disjoint shares of its rows
-        shard: int = 0,  # which one of them
-        leave_out: Callable[[int], bool] | None = None,  # by a text's number; None: none
         **reading: Any,  # of `ReadOptions`; malformed rows that are left out are warned of once
     ):
-        if not 0 <= shard < num_shards:
-            raise ValueError(f"shard must be from 0 to num_shards - 1, got {shard} of {num_shards}")
-        self.options = ReadOptions(text_column, **reading)
-        self.notes = Counter()
+        self.options, self.notes = ReadOptions(text_column, **reading), Counter()
         self.handle = ErrorHandler(self.options.on_error, self.notes, warns=True)
-        self.shard, self.num_shards, self.leave_out = shard, num_shards, leave_out
         parts = source_parts(source, self.options, self.notes)
         self.parts = [part for name, files in parts for part in files or [name]]
-        self.files = [part for part in self.parts if isinstance(part, Path)]
         self.reset()
 
     def reset(self) -> None:
@@ -390,10 +373,8 @@ class TextStream:
     def __iter__(self) -> Iterator[str]:
         while self.part < len(self.parts):
             for text in self._read_part():
-                index, self.number = self.number, self.number + 1
-                is_left_out = self.leave_out and self.leave_out(index)
-                if index % self.num_shards == self.shard and not is_left_out:
-                    yield text
+                self.number += 1
+                yield text
             self.part, self.position, self.hub, self.data = self.part + 1, Position(), None, None
         self.reset()
 

@@ -10,8 +10,7 @@ import torch
 from test_training import word_tokenizer
 
 from bertlab.data.collators import MaskedDiffusionCollator, MaskedLanguageModelingCollator
-from bertlab.data.corpus import load_corpus
-from bertlab.data.loaders import BlankRows, EpochBatches
+from bertlab.data.loaders import EpochBatches
 from bertlab.data.module import PretrainingDataConfig, PretrainingDataModule
 from bertlab.data.packing import PackedDataset
 from bertlab.data.rows import Collator
@@ -78,14 +77,6 @@ def test_a_named_validation_set_is_read_whole_and_nothing_is_held_out(tmp_path):
     assert "held out" not in data.describe()
 
 
-def test_several_validation_sets_get_a_loader_each(tmp_path):
-    paths = [write_lines(tmp_path / f"{n}.txt", make_texts(40, seed=n)) for n in range(3)]
-    data = set_up(paths[0], val_dataset_name_or_path=paths[1:])
-    loaders = data.val_dataloader()
-    assert len(loaders) == 2 and [len(texts_of(d)) for d in data.val_datasets] == [40, 40]
-    assert texts_of(data.val_datasets[0]) != texts_of(data.val_datasets[1])
-
-
 def test_splits_and_slices_are_taken(tmp_path):
     path = write_lines(tmp_path / "a.txt", make_texts(100))
     slices = ["train[80:90]", "train[90:]"]
@@ -107,13 +98,6 @@ def test_splits_pair_with_sets():
         pairs(["a", "b"], ["x", "y", "z"])
 
 
-def test_a_column_and_a_format_are_read_as_asked(tmp_path):
-    path = tmp_path / "rows.data"
-    path.write_text("\n".join(json.dumps({"body": t}) for t in make_texts(60)), encoding="utf-8")
-    data = set_up(str(path), text_column="body", file_format="json")
-    assert len(data.train_dataset.documents) + len(data.val_dataset.documents) == 60
-
-
 @pytest.mark.parametrize("kind", ["texts", "dataset", "ids", "tokens"])
 def test_set_datasets_takes_what_is_in_memory(kind):
     datasets = pytest.importorskip("datasets")
@@ -132,16 +116,6 @@ def test_set_datasets_takes_what_is_in_memory(kind):
     alone.setup()
     parts = texts_of(alone.train_dataset), texts_of(alone.val_dataset)
     assert sorted(parts[0] + parts[1]) == sorted(texts) and 5 <= len(parts[1]) <= 15
-
-
-@pytest.mark.parametrize("column", ["text", "2"])
-def test_a_column_of_a_dataset_in_memory_is_found_in_any_case_or_by_number(column):
-    datasets = pytest.importorskip("datasets")
-    texts = make_texts(40)
-    data = make_module(None, text_column=column)
-    data.set_datasets(datasets.Dataset.from_dict({"id": list(range(40)), "Text": texts}), texts)
-    data.setup()
-    assert texts_of(data.train_dataset) == sorted(texts)
 
 
 def test_what_is_in_memory_is_no_stream():
@@ -176,24 +150,6 @@ def test_token_ids_with_special_tokens_are_refused_and_not_given_them_twice():
         data.setup()
 
 
-def test_a_file_of_another_kind_has_other_tokens_in_the_cache(tmp_path):
-    texts = make_texts(30)
-    lines = "\n".join(json.dumps({"text": text}) for text in texts)
-    (tmp_path / "a.txt").write_text(lines)
-    as_text = set_up(
-        str(tmp_path / "a.txt"),
-        cache_dir=str(tmp_path / "cache"),
-        data_kwargs={"validation_fraction": 0.0},
-    )
-    (tmp_path / "a.txt").rename(tmp_path / "a.jsonl")
-    as_rows = set_up(
-        str(tmp_path / "a.jsonl"),
-        cache_dir=str(tmp_path / "cache"),
-        data_kwargs={"validation_fraction": 0.0},
-    )
-    assert texts_of(as_rows.train_dataset) == sorted(texts) != texts_of(as_text.train_dataset)
-
-
 def test_what_one_source_trains_on_is_not_held_out_of_another(tmp_path):
     shared, own = make_texts(60, seed=1), [make_texts(n, seed=n) for n in (40, 300)]
     (tmp_path / "many").mkdir()
@@ -223,21 +179,6 @@ def test_rates_decide_the_share_of_each_source_and_repetition_is_capped(tmp_path
     assert epochs[0] == epochs[2] != epochs[1]
 
 
-@pytest.mark.parametrize("overflow", ["truncate", "truncate_left"])
-def test_weights_are_of_the_tokens_that_come_to_rows(tmp_path, overflow):
-    long = [" ".join(WORDS[(n + k) % 45] for k in range(300)) for n in range(60)]
-    short = [" ".join(WORDS[45 + (n + k * k) % 45] for k in range(9)) for n in range(400)]
-    a, b = write_lines(tmp_path / "a.txt", long), write_lines(tmp_path / "b.txt", short)
-    data = set_up([a, b], val_dataset_name_or_path=a, max_sequence_length=32,
-                  data_kwargs={"mixture_weights": [1, 1], "overflow": overflow, "max_repetition": 3})  # fmt: skip
-    ids = torch.cat([original_ids(batch).flatten() for batch in take(data.train_dataloader(), 25)])
-    first, last = (TOKENIZER.convert_tokens_to_ids(word) for word in (WORDS[45], WORDS[-1]))
-    posts = ((ids >= first) & (ids <= last)).sum() / (
-        ids >= TOKENIZER.convert_tokens_to_ids("w0")
-    ).sum()
-    assert abs(posts - 0.5) < 0.06
-
-
 def test_the_cache_is_written_once_and_then_mapped(tmp_path, monkeypatch):
     path, cache = write_lines(tmp_path / "a.txt", make_texts()), tmp_path / "cache"
     first = set_up(path, cache_dir=cache)
@@ -264,22 +205,6 @@ def test_a_changed_file_or_tokenizer_is_never_read_from_the_cache(tmp_path):
     assert len(list(cache.glob("*.arrow"))) == 6
 
 
-def test_documents_that_are_too_long_are_split_overlapped_or_truncated(tmp_path):
-    path = write_lines(tmp_path / "a.txt", make_texts(60, longest=100))
-    account = {}
-    for name, options in {
-        "split": {},
-        "stride": {"stride": 8},
-        "truncate": {"overflow": "truncate"},
-    }.items():
-        account[name] = set_up(path, data_kwargs=options).train_dataset.describe()
-    assert account["split"]["cut_tokens"] == 0 and account["split"]["repeated_tokens"] == 0
-    assert account["stride"]["repeated_tokens"] > 0
-    assert account["stride"]["tokens"] == account["split"]["tokens"]
-    lost = account["truncate"]["cut_tokens"]
-    assert lost > 0 and account["truncate"]["tokens"] + lost == account["split"]["tokens"]
-
-
 @pytest.mark.parametrize("streaming", [False, True])
 def test_without_packing_a_row_is_one_document(tmp_path, streaming):
     texts = make_texts(100)
@@ -290,32 +215,6 @@ def test_without_packing_a_row_is_one_document(tmp_path, streaming):
     masks = torch.cat([b["attention_mask"] for b in batches])
     assert ids.shape[1] == 32 and masks.max() == 1
     assert sorted(TOKENIZER.decode(r[m > 0][1:-1]) for r, m in zip(ids, masks)) == sorted(texts)
-
-
-@pytest.mark.parametrize("streaming", [False, True])
-def test_padding_goes_to_the_longest_document_rounded_up(tmp_path, streaming):
-    path = write_lines(tmp_path / "a.txt", make_texts(100, longest=8))
-    data = set_up(
-        path, packing=False, streaming=streaming, collator_kwargs={"pad_to_multiple_of": 8}
-    )
-    shapes = {b["input_ids"].shape[1] for b in take(data.train_dataloader(), 20)}
-    assert shapes <= {8, 16} and all(
-        b["position_ids"].shape[1] < 32 for b in take(data.train_dataloader(), 2)
-    )
-
-
-def test_windows_of_a_long_document_are_padded_too(tmp_path):
-    documents = [np.arange(5, 75), np.arange(5, 8)]
-    rows = PackedDataset(documents, 32, **SPECIAL, shuffle=False, packing=False)
-    assert [len(rows[i]["input_ids"]) for i in range(len(rows))] == [32, 32, 12, 5]
-
-
-def test_shuffle_off_repeats_one_order_and_on_changes_it_each_epoch(tmp_path):
-    path = write_lines(tmp_path / "a.txt", make_texts())
-    for shuffle in (False, True):
-        rows = set_up(path, shuffle=shuffle).train_dataset
-        order = [[tuple(rows[e, i]["input_ids"]) for i in range(len(rows))] for e in range(2)]
-        assert (order[0] == order[1]) == (not shuffle)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
@@ -336,31 +235,6 @@ def test_the_last_batch_of_an_epoch_is_left_out_or_filled_with_blank_rows(world_
     ]
     assert len(set(seen)) == len(seen)
     assert len(seen) == (50 if fill else 50 // (4 * world_size) * 4 * world_size)
-
-
-class RowByRow:
-    "A dataset of somebody's own, which knows single rows alone."
-
-    special = SPECIAL
-
-    def __init__(self, rows):
-        self.rows = rows
-
-    def __getitem__(self, key):
-        return self.rows[key]
-
-
-@pytest.mark.parametrize("seen_as", [lambda rows: rows, RowByRow])
-def test_rows_asked_for_at_once_come_with_blank_ones_in_their_places(seen_as):
-    dataset = PackedDataset([range(5, 9 + n) for n in range(9)], 16, **SPECIAL)
-    rows = BlankRows(seen_as(dataset)).__getitems__([(0, 1), (0, -1), (1, 0), (1, -1)])
-    for row, wanted in zip(rows[::2], (dataset[0, 1], dataset[1, 0]), strict=True):
-        assert all(np.array_equal(row[name], wanted[name]) for name in wanted)
-    for blank in (*rows[1::2], BlankRows(seen_as(dataset))[0, -1]):
-        assert (
-            not blank["attention_mask"].any()
-            and (blank["input_ids"] == SPECIAL["pad_token_id"]).all()
-        )
 
 
 @pytest.mark.parametrize("packing", [False, True])
@@ -505,34 +379,6 @@ def test_shards_train_on_nothing_that_they_validate_on(tmp_path, sizes, options)
     assert len(held) == sum(size // 10 for size in sizes) and sorted(read + held) == every
 
 
-@pytest.mark.parametrize("options", [{}, {"objective": "diffusion", "max_ends": 4}])
-def test_what_a_source_of_many_blocks_trains_on_is_not_held_out_of_another(tmp_path, options):
-    shared, own = make_texts(60, seed=1), make_texts(140, seed=2)
-    shards = write_shards(tmp_path / "shards", own + shared)
-    other = write_lines(tmp_path / "one.txt", make_texts(300, seed=3) + shared)
-    data = set_up([shards, other], **options)
-    read, held = texts_in(data.train_dataset), texts_in(data.val_dataset)
-    assert any(held) and not set(filter(None, held)) & set(
-        read
-    )  # ends may have a piece to themselves
-
-
-def test_the_report_counts_lengths_and_shows_readable_rows(tmp_path):
-    texts = make_texts()
-    data = set_up(write_lines(tmp_path / "a.txt", texts))
-    report = data.describe(num_rows=2)
-    counts = data.train_dataset.describe()
-    assert (
-        f"{counts['documents']:,} documents" in report
-        and f"{counts['rows']:,} rows of 32" in report
-    )
-    assert (
-        f"{counts['efficiency']:.1%} full" in report
-        and f"{counts['padded_efficiency']:.1%}" in report
-    )
-    assert "[CLS] w" in report
-
-
 TWO = {"train_dataset_name_or_path": ["a.txt", "b.txt"]}
 MISTAKES = [
     ({"max_sequence_length": 4}, ["max_sequence_length", "4"]),
@@ -587,12 +433,6 @@ def test_a_missing_column_or_file_or_split_is_named(tmp_path):
         set_up(str(tmp_path / "a.csv"), text_column="body", val_split="validation")
 
 
-def test_a_cache_directory_that_cannot_be_used_is_named_before_the_text_is_read(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ValueError, match="cache_dir .*file"):
-        set_up(str(tmp_path / "none.txt"), cache_dir=tmp_path / "file" / "cache")
-
-
 def test_a_cache_inside_of_its_source_is_refused_because_it_would_be_read_as_text(tmp_path):
     write_lines(tmp_path / "a.txt", make_texts(20))
     with pytest.raises(ValueError, match="cache_dir .* is inside of"):
@@ -608,41 +448,6 @@ def test_a_batch_larger_than_an_epoch_and_a_stream_without_steps_are_refused(tmp
     data.trainer = type("Trainer", (), {"max_steps": -1, "global_rank": 0, "world_size": 1})()
     with pytest.raises(ValueError, match="give max_steps"):
         data.train_dataloader()
-
-
-@pytest.mark.parametrize("streaming", [False, True])
-def test_a_document_that_is_too_long_may_keep_its_end(tmp_path, streaming):
-    path = write_lines(tmp_path / "a.txt", [" ".join(WORDS[:60])])
-    options = {
-        "train_batch_size": 1,
-        "val_dataset_name_or_path": path,
-        "data_kwargs": {"overflow": "truncate_left"},
-    }
-    (batch,) = take(set_up(path, streaming=streaming, **options).train_dataloader(), 1)
-    assert TOKENIZER.decode(original_ids(batch)[0][1:-1]) == " ".join(WORDS[30:60])
-
-
-def test_two_corpora_in_memory_are_mixed_and_kept_apart(tmp_path):
-    corpora = [
-        load_corpus(write_lines(tmp_path / f"{n}.txt", make_texts(60, seed=n))) for n in range(2)
-    ]
-    data = set_up(corpora, data_kwargs={"mixture_weights": [1, 1]})
-    assert [name for name in data.train_dataset.describe()] == ["given texts", "given texts (2)"]
-
-
-def test_blank_rows_complete_an_epoch_of_a_mixture(tmp_path):
-    paths = [write_lines(tmp_path / f"{n}.txt", make_texts(60, seed=n)) for n in range(2)]
-    data = set_up(
-        paths,
-        packing_pad_to_budget=True,
-        train_batch_size=99,
-        data_kwargs={"mixture_weights": [1, 1]},
-    )
-    (batch,) = list(data.train_dataloader())
-    blank = (batch["attention_mask"] == 0).all(1)
-    assert (
-        blank.sum() == 99 - len(data.train_dataset) > 0 and (batch["labels"][blank] == -100).all()
-    )
 
 
 class Reversed(MaskedLanguageModelingCollator):
@@ -716,29 +521,6 @@ def test_the_module_tells_the_texts_that_a_tokenizer_is_trained_on(tmp_path):
     assert sorted(streamed.training_texts() + texts_of(streamed.val_dataset)) == sorted(texts)
     planned.setup()
     assert sorted(planned.training_texts()) == texts_of(planned.train_dataset)
-
-
-def test_a_tokenizer_hears_every_source_of_a_mixture_and_nothing_that_is_held_out(
-    tmp_path, monkeypatch
-):
-    monkeypatch.setattr("bertlab.data.module.TOKENIZER_SAMPLE", 60)
-    parts = [make_texts(103, seed=1), make_texts(57, seed=2)]
-    paths = [write_lines(tmp_path / f"{n}.txt", part) for n, part in enumerate(parts)]
-    data = set_up(paths, streaming=True, data_kwargs={"mixture_weights": [1, 1]})
-    texts, held = data.training_texts(), texts_of(data.val_dataset)
-    assert len(set(texts) & set(parts[0])) > 20 and len(set(texts) & set(parts[1])) > 20
-    assert not set(texts) & set(held) and len(held) == 15
-
-
-@pytest.mark.parametrize("streaming", [False, True])
-def test_a_table_without_a_header_is_trained_on_by_the_number_of_its_column(tmp_path, streaming):
-    texts = make_texts(60)
-    (tmp_path / "a.csv").write_text(
-        "".join(f"{n},{text}\n" for n, text in enumerate(texts)), encoding="utf-8"
-    )
-    data = set_up(str(tmp_path / "a.csv"), text_column="2", streaming=streaming,
-                  val_dataset_name_or_path=str(tmp_path / "a.csv"), data_kwargs={"header": False})  # fmt: skip
-    assert texts_of(data.val_dataset) == sorted(texts)
 
 
 def test_a_module_cuts_what_it_trains_on_and_leaves_what_it_validates_on(tmp_path):

@@ -127,19 +127,6 @@ def test_a_row_is_noised_alike_in_any_company(case, rule):
             assert torch.equal(values[0], together[name][-1 - number])
 
 
-def test_limits_are_obeyed_by_hand():
-    # Eleven words. At time 1 without noise left, all are hidden: then at most 4.
-    row = [{"input_ids": list(range(9, 20)), "epoch": 0, "index": 0}]
-    options = dict(special_token_ids=[0, 1, 2], max_sequence_length=12, num_steps=1)
-    for most, count in ((None, 11), (4, 4)):
-        batch = MaskedDiffusionCollator(0, 1, 20, noise_eps=0.0, max_masked=most, **options)(row)
-        assert int((batch["labels"] >= 0).sum()) == count
-        assert batch["loss_weights"].sum() == count  # 1 / t = 1
-    # With all noise gone nothing is hidden, unless it must be.
-    batch = MaskedDiffusionCollator(0, 1, 20, noise_eps=1 - 1e-12, min_masked=3, **options)(row)
-    assert int((batch["labels"] >= 0).sum()) == 3
-
-
 def times_of(rows, documents=1, rule=DiffusionConfig(sampling_eps=0.0, num_steps=2**40), epoch=0):
     return sample_times(([epoch] * len(rows), rows), np.arange(1, documents + 1)[None], rule)
 
@@ -151,14 +138,6 @@ def test_any_run_of_rows_spreads_its_times(first, size):
     times = np.sort(times_of(range(first, first + size)).ravel())
     gaps = np.diff(np.append(times, times[0] + 1))
     assert gaps.max() < 2.62 / size and gaps.min() > 0.3 / size
-
-
-def test_the_documents_of_a_row_and_of_a_batch_are_spread_too():
-    # The mean of n independent times scatters by sqrt(1 / 12 n).
-    one_row = np.array([times_of([row], 16).mean() for row in range(300)])
-    batch = np.array([times_of(range(row, row + 16), 8).mean() for row in range(0, 4800, 16)])
-    assert one_row.std() < 0.5 * math.sqrt(1 / 12 / 16)
-    assert batch.std() < 0.3 * math.sqrt(1 / 12 / 128)
 
 
 def test_the_times_of_one_document_are_uniform_over_epochs_and_seeds():
@@ -206,21 +185,6 @@ def test_as_much_is_hidden_as_the_schedule_says():
             assert abs(error) < 5 * math.sqrt((share[near] * (1 - share[near])).sum())
 
 
-@pytest.mark.parametrize(
-    "rule",
-    [
-        DiffusionConfig(sampling_eps=0.0),
-        DiffusionConfig(noise_eps=0.3),
-        DiffusionConfig(num_steps=5, sampling_eps=0.001),
-    ],
-)
-def test_weights_add_up_to_the_ordinary_tokens(rule):
-    # E[hidden / t] = (1 - eps) t / t, whatever the law of the times.
-    batch, _, words = noised(rule)
-    sums = batch["loss_weights"].sum(1) / words.sum(1)
-    assert abs(sums.mean() - (1 - rule.noise_eps)) < 5 * sums.std() / math.sqrt(len(sums))
-
-
 @pytest.mark.parametrize("schedule", ["linear", "cosine"])
 @pytest.mark.parametrize("sampling_eps", [0.0, 0.1, 0.5])
 def test_a_token_weighs_one_on_average_from_whatever_time_on(schedule, sampling_eps):
@@ -230,20 +194,6 @@ def test_a_token_weighs_one_on_average_from_whatever_time_on(schedule, sampling_
     sums = batch["loss_weights"].sum(1) / words.sum(1)
     # The grid of 1,000 times rounds them up: less than 0.002 of the sum.
     assert abs(sums.mean() - 1) < 5 * sums.std() / math.sqrt(len(sums)) + 0.002
-
-
-def test_integers_of_any_width_are_noised_alike():
-    documents = np.repeat(np.arange(1, 5), 10)[None].repeat(6, 0)
-    rows = {
-        "input_ids": np.where(np.arange(40) % 10 > 7, 3, 9)[None].repeat(6, 0),
-        "attention_mask": documents,
-    }
-    for rule in (DiffusionConfig(min_masked=2, max_masked=4), DiffusionConfig(end_token_id=3)):
-        wide = noise_batch(rows, ([0] * 6, range(6)), V, rule)
-        for kind in (np.int8, np.uint8, np.int16, np.uint16, np.int32, np.uint32):
-            narrow = {name: values.astype(kind) for name, values in rows.items()}
-            found = noise_batch(narrow, ([0] * 6, range(6)), V, rule)
-            assert all(np.array_equal(found[name], values) for name, values in wide.items()), kind
 
 
 def test_the_bound_of_letters_without_order_is_their_entropy():
@@ -280,13 +230,6 @@ def test_a_limit_on_labels_leaves_the_bound_where_it_is(limit, options):
     assert apart.std() > 0 and abs(apart.mean()) < 5 * apart.std() / math.sqrt(len(apart))
 
 
-def test_a_limit_that_no_row_reaches_changes_nothing():
-    without, with_limit = (
-        noised(DiffusionConfig(max_predictions=most), 50)[0] for most in (None, 32)
-    )
-    assert all(np.array_equal(values, with_limit[name]) for name, values in without.items())
-
-
 def test_bits_per_byte_count_the_bytes_of_hidden_tokens_without_a_label():
     bytes_V = torch.arange(20.0).masked_fill(torch.arange(20) < 4, 0)  # special tokens have no text
     counts = []
@@ -306,15 +249,6 @@ def test_a_wrong_option_is_refused_by_name(options):
     [name, *_] = options
     with pytest.raises(ValueError, match=f"{name}.*{options[name]}"):
         MaskedDiffusionCollator(0, 1, 20, special_token_ids=[2], **options)
-
-
-def test_rows_without_an_address_go_by_their_tokens_and_the_epoch_of_the_collator():
-    collate = MaskedDiffusionCollator(0, 1, 20, special_token_ids=[0, 1, 2], max_sequence_length=30)
-    rows = [[9] * 30, [10] * 30]
-    assert torch.equal(collate(rows)["labels"][1], collate(rows[1:])["labels"][0])
-    before = collate(rows)["loss_weights"]
-    collate.epoch = 1
-    assert not torch.equal(collate(rows)["loss_weights"], before)
 
 
 def test_enhanced_masking_hides_nothing_and_asks_for_every_word():

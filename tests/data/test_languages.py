@@ -1,15 +1,13 @@
 "Right-to-left text, marks, and scripts without spaces: words, spans, labels and answers stay whole in all of them."
 
 import random
-import re
 
 import numpy as np
 import pytest
 
 from bertlab.data.collators import MaskedLanguageModelingCollator
 from bertlab.data.masking import continuation_mask, word_starts
-from bertlab.data.packing import PackedDataset, special_token_ids
-from bertlab.data.supervised import QuestionAnsweringCollator, TokenClassificationCollator
+from bertlab.data.supervised import QuestionAnsweringCollator
 from bertlab.data.tokenizers import TOKENIZER_TRAINERS, train_tokenizer
 
 KINDS = sorted(TOKENIZER_TRAINERS)
@@ -42,10 +40,6 @@ TEXTS = {script: write(script) for script in LETTERS}
 TOKENIZERS = {(script, kind): train_tokenizer(texts, 420, kind=kind, lowercase=False)
               for script, texts in TEXTS.items() for kind in KINDS}  # fmt: skip
 CASES = sorted(TOKENIZERS)
-
-
-def is_unspaced(character):
-    return any(character in "".join(LETTERS[script]) for script in UNSPACED)
 
 
 def batch_of(script, kind, tokenizer=None, **options):
@@ -139,38 +133,6 @@ def test_spans_begin_and_end_with_words(script, kind):
     hidden_BL = labels_BL >= 0
     edges = hidden_BL[:, 1:] != hidden_BL[:, :-1]
     assert hidden_BL.any() and not (edges & inner_BL[:, 1:]).any()
-
-
-@pytest.mark.parametrize("script", sorted(LETTERS))
-def test_packed_rows_give_every_text_back(script):
-    tokenizer = TOKENIZERS[script, "bpe"]
-    ids = tokenizer(TEXTS[script], add_special_tokens=False).input_ids
-    rows, found = PackedDataset(ids, 256, shuffle=False, **special_token_ids(tokenizer)), []
-    for n in range(len(rows)):
-        row = rows[n]
-        for document in range(1, row["attention_mask"].max() + 1):
-            found.append(tokenizer.decode(row["input_ids"][row["attention_mask"] == document],
-                                          skip_special_tokens=True))  # fmt: skip
-    assert sorted(found) == sorted(
-        text for text, row in zip(TEXTS[script], ids) if len(row) <= 254
-    ) or ("".join(sorted("".join(found))) == "".join(sorted("".join(TEXTS[script]))))
-
-
-@pytest.mark.parametrize("script, kind", CASES)
-def test_each_label_stands_on_the_first_piece_of_its_word(script, kind):
-    tokenizer = TOKENIZERS[script, kind]
-    between = r"(?<=.{3})" if script in UNSPACED else " "
-    texts = [[w for w in re.split(between, text) if w][:12] for text in TEXTS[script][:10]]
-    if script in UNSPACED:
-        texts = [
-            [text[i : i + 3] for i in range(0, 30, 3) if text[i : i + 3]]
-            for text in TEXTS[script][:10]
-        ]
-    rows = [{"text": words, "labels": [n % 7 for n in range(len(words))]} for words in texts]
-    collate = TokenClassificationCollator.from_tokenizer(tokenizer, max_sequence_length=160)
-    batch = collate(rows)
-    for words, labels in zip(texts, batch["labels"]):
-        assert labels[labels >= 0].tolist() == [n % 7 for n in range(len(words))]
 
 
 @pytest.mark.parametrize("kind", ["bpe", "unigram"])

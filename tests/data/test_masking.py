@@ -2,7 +2,6 @@
 
 import math
 import re
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -158,28 +157,6 @@ def test_a_word_is_hidden_whole_or_not_at_all(rows, way, bound, promise):
 
 
 @many
-@given(rows_of_documents(), st.sampled_from(WAYS), st.integers(1, 3), st.integers(1, 20))
-def test_every_document_has_its_promised_labels_also_where_they_are_few(rows, way, promise, bound):
-    rule = MaskingConfig(
-        0.05, selection=way[0], unit=way[1], min_labels_per_document=promise, max_predictions=bound
-    )
-    labels = mask_tokens(rows, addresses_of(rows), V, rule, True, CONTINUES)["labels"]
-    for row in range(len(labels)):
-        sizes, wanted = {}, 0
-        for document, _, columns in words_of(rows, row):
-            sizes.setdefault(document, []).extend(columns)
-        wanted = {document: min(promise, len(columns)) for document, columns in sizes.items()}
-        given_ = {
-            document: (labels[row, columns] >= 0).sum() for document, columns in sizes.items()
-        }
-        if sum(len(columns) for columns in sizes.values()) <= bound:
-            assert all(given_[document] >= wanted[document] for document in wanted)
-        assert sum(given_.values()) <= bound
-        if way[1] == "token" and sum(wanted.values()) >= bound:
-            assert sum(given_.values()) == bound  # nothing that was promised is dropped needlessly
-
-
-@many
 @given(
     rows_of_documents(), st.sampled_from(WAYS), st.sampled_from([0.15, 0.5, 1.0]), st.integers(0, 9)
 )
@@ -218,35 +195,6 @@ def test_a_promise_is_kept_at_the_default_bound_which_is_one_number(sizes, way, 
         words = (rows["attention_mask"] == number) & np.isin(rows["input_ids"], (9, 10))
         assert (out["labels"][words] >= 0).sum() >= min(promise, words.sum())
     assert out["label_positions"].shape[1] == label_bound(0.05, 96, *way, promise)
-
-
-def test_a_row_that_promises_more_than_fits_says_so():
-    rows = {
-        "input_ids": np.full((1, 48), 9),
-        "attention_mask": np.arange(1, 49)[None],
-    }  # no special tokens
-    rule = MaskingConfig(0.05, min_labels_per_document=1)
-    with pytest.warns(
-        UserWarning, match="promises 48 labels .* has room for 16.*set max_predictions"
-    ):
-        mask_tokens(rows, ([0], [0]), V, rule)
-
-
-@pytest.mark.parametrize("kind", [np.int8, np.uint8, np.int16, np.uint16, np.int32, np.uint32])
-@pytest.mark.parametrize("way", WAYS)
-def test_integers_of_any_width_are_masked_alike(kind, way):
-    rows = {
-        "input_ids": np.full((6, 40), 9),
-        "attention_mask": np.repeat(np.arange(1, 5), 10)[None].repeat(6, 0),
-    }
-    narrow = {name: values.astype(kind) for name, values in rows.items()}
-    rule = MaskingConfig(0.3, selection=way[0], unit=way[1], min_labels_per_document=1)
-    wide, found = (
-        mask_tokens(some, addresses_of(rows), V, rule, True, CONTINUES) for some in (rows, narrow)
-    )
-    for name, values in wide.items():
-        assert np.array_equal(found[name], values), name
-    assert set(np.unique(found["labels"])) == {-100, 9}
 
 
 def one_document(length, ids=None):
@@ -355,23 +303,6 @@ def test_a_row_too_long_to_rank_is_refused():
         mask_tokens(rows, ([0], [0]), V, MaskingConfig(selection="exact"))
 
 
-def test_bounds_leave_room_for_words():
-    assert label_bound(0.3, 512, "bernoulli", "word") == 240  # 153.6 + 4 x 2 x 10.37, in eights
-    assert label_bound(0.3, 512, "exact", "span") == 184  # 153.6 + 4 x 2 x 2.83
-    words = one_document(512, np.array([9, 9, 9, 10] * 128))
-    rows = {name: values[:300] for name, values in words.items()}
-    for selection, unit in WAYS:
-        out = mask_tokens(
-            rows,
-            addresses_of(rows),
-            V,
-            MaskingConfig(selection=selection, unit=unit),
-            True,
-            CONTINUES,
-        )
-        assert out["num_dropped_labels"].sum() == 0
-
-
 # --- words of real tokenizers ---------------------------------------------------------------------
 
 TEXTS = [
@@ -438,23 +369,6 @@ def test_whole_words_need_marks_in_the_vocabulary():
         tokenizer_of("WordLevel"), unit="word", continues_word=table, max_sequence_length=16
     )
     assert (collate(TEXTS)["labels"] >= 0).any()
-
-
-def test_the_mark_of_a_wordpiece_is_that_of_its_model():
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    pieces = {
-        name: n
-        for n, name in enumerate(["[PAD]", "[UNK]", "[MASK]", "ca", "@@t", "do", "@@g", "##"])
-    }
-    inner = Tokenizer(models.WordPiece(pieces, unk_token="[UNK]", continuing_subword_prefix="@@"))
-    inner.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=inner, pad_token="[PAD]", unk_token="[UNK]", mask_token="[MASK]"
-    )
-    assert tokenizer.tokenize("cat dog") == ["ca", "@@t", "do", "@@g"]
-    assert np.flatnonzero(continuation_mask(tokenizer)).tolist() == [4, 6]
 
 
 # --- beside transformers --------------------------------------------------------------------------
@@ -527,22 +441,6 @@ def test_equal_draws_give_the_batches_of_transformers(monkeypatch, unit):
     assert (ours["labels"] >= 0).sum() > 10
 
 
-@pytest.mark.parametrize("sizes, longest, parts", [
-    ([32, 8, 33], 32, [32, 8, *[4] * 8, 1]), ([5, 200, 3], 32, [5, *[6] * 33, 2, 3]), ([8, 9, 2], 8, [8, 4, 4, 1, 2]),
-    ([1100], 32, [32] * 34 + [12]), ([3, 2], 2, [2, 1, 2]),
-])  # fmt: skip
-def test_a_long_word_is_cut_into_parts_and_others_are_not(sizes, longest, parts):
-    row = np.array(
-        [[0] + [1] * sum(sizes), [0] * (1 + sum(sizes))]
-    )  # the second row has words of one piece
-    row[0, np.cumsum([0, *sizes])] = 0
-    starts = word_starts(
-        row, np.ones_like(row), np.ones(row.shape, bool), np.array([False, True]), longest
-    )
-    assert np.unique(starts[0]).tolist() == np.cumsum([0, *parts]).tolist()
-    assert (starts[1] == np.arange(row.shape[1])).all() and (np.diff(starts) >= 0).all()
-
-
 @pytest.mark.parametrize("kind", ["bpe", "unigram"])
 @pytest.mark.parametrize(
     "unit, selection", [("word", "bernoulli"), ("word", "exact"), ("span", "exact")]
@@ -563,53 +461,3 @@ def test_text_without_spaces_has_labels_in_whatever_script(kind, unit, selection
     )
     share = (out["labels"] >= 0).sum() / (24 * 126)
     assert 0.2 < share < 0.4  # 24 x 32 words of 4 pieces: five standard deviations are 0.08
-
-
-@pytest.mark.parametrize("length", [32, 64, 128, 512])
-@pytest.mark.parametrize("probability", [0.15, 0.3])
-@pytest.mark.parametrize(
-    "unit, selection", [("word", "bernoulli"), ("word", "exact"), ("span", "exact")]
-)
-def test_rows_of_one_word_have_the_labels_that_were_asked_for(length, probability, unit, selection):
-    ids = np.full((300, length), 7)
-    ids[:, 0], ids[:, -1] = 2, 3
-    rows = {"input_ids": ids, "attention_mask": np.ones_like(ids)}
-    rule = MaskingConfig(probability, unit=unit, selection=selection)
-    out = mask_tokens(
-        rows,
-        ([0] * 300, range(300)),
-        Vocabulary(9, 0, 4, (1, 2, 3)),
-        rule,
-        continues_V=np.ones(9, bool),
-    )
-    counts = (out["labels"] >= 0).sum(1)
-    assert abs(counts.mean() / (length - 2) / probability - 1) < 0.12  # dropped and chance
-    empty = (
-        (1 - probability) ** ((length - 2) / max(4, (length - 2) // 32))
-        if selection == "bernoulli"
-        else 0
-    )
-    assert (counts == 0).mean() < empty + 0.07
-
-
-def test_a_word_that_no_row_has_room_for_is_hidden_in_parts():
-    rows = {"input_ids": np.full((4, 30), 5), "attention_mask": np.ones((4, 30), int)}
-    rule = MaskingConfig(1.0, unit="word", max_predictions=8)
-    everything_goes_on = np.ones(9, bool)  # one word of 30 pieces
-    out = mask_tokens(
-        rows,
-        ([0] * 4, range(4)),
-        Vocabulary(9, 0, 4, (1, 2, 3)),
-        rule,
-        continues_V=everything_goes_on,
-    )
-    assert ((out["labels"] >= 0).sum(1) >= 5).all() and ((out["labels"] >= 0).sum(1) <= 8).all()
-    with pytest.warns(UserWarning, match="no label.* 2 labels .*max_predictions"):
-        out = mask_tokens(
-            rows,
-            ([0] * 4, range(4)),
-            Vocabulary(9, 0, 4, (1, 2, 3)),
-            replace(rule, max_predictions=2),
-            continues_V=everything_goes_on,
-        )
-    assert (out["labels"] < 0).all() and out["num_dropped_labels"].sum() == 120

@@ -1,7 +1,5 @@
 "Mixtures of rows meet their shares, and no row comes twice before all have come once."
 
-import math
-
 import numpy as np
 import pytest
 from hypothesis import given, settings

@@ -1,6 +1,5 @@
 "Packed rows in plain transformers models: every document is computed as if it were alone."
 
-import pickle
 import subprocess
 import sys
 
@@ -122,14 +121,6 @@ def test_under_autocast_the_mask_stays_in_the_type_of_the_weights():
     assert batch["attention_mask"].dtype == torch.float32
 
 
-def test_a_collator_that_goes_to_a_worker_leaves_the_model_behind():
-    collator = PlainModelCollator(build_collator(), build_model("bert", "eager").half())
-    copy = pickle.loads(pickle.dumps(collator))
-    assert copy.model is None and collator.model is not None
-    rows = [PackedDataset(documents(), 32, **SPECIAL)[0]]
-    assert copy(rows)["attention_mask"].dtype == torch.float16
-
-
 @pytest.mark.parametrize("family", ["bert", "roberta", "modernbert"])
 def test_positions_and_an_ordinary_mask_leak(family):
     "Were this not so, the test above would prove nothing."
@@ -242,36 +233,6 @@ def test_transformers_trainer_trains_on_packed_rows(family, tmp_path):
     assert sorted(set(seen)) == [
         (epoch, index) for epoch in range(6) for index in range(len(dataset))
     ]
-
-
-def test_workers_of_trainer_that_persist_hear_of_each_epoch(tmp_path):
-    pytest.importorskip("accelerate", reason="transformers' Trainer needs accelerate")
-    dataset, epochs = PackedDataset(documents(), 32, **SPECIAL), []
-
-    class Told(PlainModelCollator):
-        def __call__(self, rows):
-            return {**super().__call__(rows), "epoch": torch.tensor([row["epoch"] for row in rows])}
-
-    class Model(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight, self.config = torch.nn.Parameter(torch.zeros(1)), model.config
-
-        def forward(self, epoch, **_):
-            epochs.extend(epoch.tolist())
-            return {"loss": self.weight.sum()}
-
-    from transformers import Trainer, TrainingArguments
-
-    model = build_model("bert")
-    arguments = TrainingArguments(
-        output_dir=str(tmp_path), per_device_train_batch_size=1, report_to=[], use_cpu=True, save_strategy="no",
-        disable_tqdm=True, remove_unused_columns=False, dataloader_num_workers=1, dataloader_persistent_workers=True,
-        num_train_epochs=3)  # fmt: skip
-    Trainer(
-        Model(), arguments, train_dataset=dataset, data_collator=Told(build_collator(), model)
-    ).train()
-    assert set(epochs) == {0, 1, 2} and epochs == sorted(epochs)
 
 
 @pytest.mark.parametrize("processes, seedable", [(1, True), (2, False)])

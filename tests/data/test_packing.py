@@ -1,7 +1,6 @@
 "Packing: no token lost, no row too full, the same for the same seed and epoch."
 
 import pickle
-from collections import Counter
 
 import numpy as np
 import pytest
@@ -18,7 +17,6 @@ from bertlab.data.packing import (
     mark_context,
     pack_best_fit,
     split_into_windows,
-    swap_between_rows,
 )
 from bertlab.data import tokens as tokens_module
 
@@ -65,10 +63,6 @@ def lay(rows, capacity, **special):
                       **special)  # fmt: skip
 
 
-def rows_in(arrays):
-    return [dict(zip(arrays, row)) for row in zip(*arrays.values())]
-
-
 def documents_of(row):
     "Take a row apart again: ordinary tokens by document number."
     ids, numbers = row["input_ids"], row["attention_mask"]
@@ -82,13 +76,6 @@ def test_plan_agrees_row_by_row_with_a_slow_reference(case):
     plan = pack_best_fit(lengths, capacity)
     assert [plan[r].tolist() for r in range(len(plan))] == slow_best_fit(lengths, capacity)
     assert plan.num_empty == lengths.count(0)
-
-
-def test_plan_of_a_case_worked_out_by_hand():
-    # 7 opens row 0 (3 left), 5 opens row 1 (5 left), 4 fits only row 1 (1 left), 3 fills row 0,
-    # and 1 fills row 1.
-    plan = pack_best_fit([4, 1, 7, 3, 5], 10)
-    assert [plan[r].tolist() for r in range(len(plan))] == [[2, 3], [4, 0, 1]]
 
 
 def test_among_equally_full_rows_the_first_opened_wins():
@@ -124,21 +111,6 @@ def test_log_normal_documents_fill_rows_to_more_than_99_5_percent(mean, capacity
 
 
 @many
-@given(corpora(), st.integers(0, 3), st.integers(0, 2))
-def test_every_token_comes_exactly_once_in_every_epoch(case, seed, epoch):
-    documents, capacity = case
-    dataset = PackedDataset(documents, capacity, **SPECIAL, seed=seed)
-    seen = Counter()
-    for index in range(len(dataset)):
-        row = dataset[epoch, index]
-        assert (row["epoch"], row["index"]) == (epoch, index)
-        for ids in documents_of(row):
-            assert ids[0] == CLS and ids[-1] == SEP and len(ids) > 2
-            seen.update(ids[1:-1])
-    assert seen == Counter(token for document in documents for token in document)
-
-
-@many
 @given(corpora())
 def test_rows_number_documents_restart_positions_and_pad_the_rest(case):
     documents, capacity = case
@@ -166,61 +138,6 @@ def test_only_documents_longer_than_a_row_are_split_and_in_order(case):
     cut = [d[at : at + room] for d in documents for at in range(0, len(d), room)]
     assert pieces == sorted(cut)
     assert dataset.describe()["long_documents"] == sum(len(d) > room for d in documents)
-
-
-@many
-@given(corpora())
-def test_truncation_keeps_the_first_window_and_counts_what_it_cuts(case):
-    documents, capacity = case
-    dataset = PackedDataset(documents, capacity, **SPECIAL, overflow="truncate")
-    pieces = sorted(ids[1:-1] for i in range(len(dataset)) for ids in documents_of(dataset[i]))
-    assert pieces == sorted(d[: capacity - 2] for d in documents if d)
-    account = dataset.describe()
-    assert account["tokens"] + account["cut_tokens"] == sum(map(len, documents))
-    assert account["empty_documents"] == sum(not d for d in documents)
-
-
-@st.composite
-def overlapping(draw):
-    documents, capacity = draw(corpora())
-    return documents, capacity, draw(st.integers(0, capacity - 3))
-
-
-@many
-@given(overlapping())
-def test_windows_that_overlap_give_every_token_as_a_label_once(case):
-    documents, capacity, stride = case
-    dataset = PackedDataset(documents, capacity, **SPECIAL, stride=stride)
-    labels, shown = Counter(), Counter()
-    for index in range(len(dataset)):
-        row = dataset[index]
-        shown.update(id for ids in documents_of(row) for id in ids[1:-1])
-        blocked = (
-            row["special_tokens_mask"] if stride else np.isin(row["input_ids"], [PAD, CLS, SEP])
-        )
-        labels.update(row["input_ids"][blocked == 0].tolist())
-    assert labels == Counter(token for document in documents for token in document)
-    account = dataset.describe()
-    assert account["tokens"] == labels.total()
-    assert account["repeated_tokens"] == shown.total() - labels.total()
-    assert account["efficiency"] == pytest.approx(
-        (shown.total() + 2 * account["windows"]) / max(1, len(dataset) * capacity)
-    )
-
-
-def test_the_windows_of_a_document_worked_out_by_hand():
-    # 11 tokens, windows of 5 that share 3, so each brings 2 new ones: 0-5, 2-7, 4-9, 6-11.
-    windows = split_into_windows([0, 11], 5, stride=3)
-    assert windows.starts.tolist() == [0, 2, 4, 6] and windows.stops.tolist() == [5, 7, 9, 11]
-    # Of the 3 that two share, 1 counts for the second window's neighbour ... and 2 for the first's.
-    assert windows.context_lengths.tolist() == [[0, 1], [2, 1], [2, 1], [2, 0]]
-    assert (
-        PackedDataset([range(3, 14)], 5, pad_token_id=0, stride=3).describe()["repeated_tokens"]
-        == 9
-    )
-    # A document that just fits is not cut, and a window never brings nothing new.
-    assert split_into_windows([0, 5], 5, stride=4).stops.tolist() == [5]
-    assert split_into_windows([0, 6], 5, stride=4).starts.tolist() == [0, 1]
 
 
 @many
@@ -271,15 +188,6 @@ def test_an_epoch_keeps_every_row_as_full_as_it_was_planned(case, epoch):
     assert sorted(order.members.tolist()) == np.flatnonzero(lengths).tolist()
 
 
-def test_rows_trade_only_parts_of_equal_size():
-    rows_of, lengths = np.array([0, 0, 1, 1]), np.array([6, 4, 7, 3])
-    for seed in range(50):
-        traded = swap_between_rows(rows_of, lengths, np.random.default_rng(seed)).tolist()
-        assert traded in ([0, 0, 1, 1], [1, 1, 0, 0]), (
-            "6, 4, 7 and 3 can only change places as whole rows"
-        )
-
-
 @pytest.mark.parametrize("num_documents", [400, 4000])
 def test_documents_rarely_meet_the_same_neighbours_in_the_next_epoch(num_documents):
     rng = np.random.default_rng(0)
@@ -320,6 +228,10 @@ def test_set_epoch_gives_lone_indices_an_epoch():
     assert dataset[5]["epoch"] == 3 and dataset[1, 5]["epoch"] == 1
 
 
+def read_epochs(rows):
+    return [int(row["epoch"]) for row in rows]
+
+
 @pytest.mark.parametrize("start", ["fork", "spawn"])
 def test_workers_that_persist_hear_of_the_next_epoch(start):
     dataset = PackedDataset(words(), 64, **SPECIAL)
@@ -334,16 +246,6 @@ def test_workers_that_persist_hear_of_the_next_epoch(start):
     for epoch in (0, 1, 5):
         dataset.set_epoch(epoch)
         assert {number for batch in loader for number in batch} == {epoch}
-
-
-def read_epochs(rows):
-    return [int(row["epoch"]) for row in rows]
-
-
-def test_documents_meet_others_in_the_next_epoch():
-    dataset = PackedDataset(words(), 64, **SPECIAL)
-    first, second = (sorted(map(sorted, rows_of(dataset, epoch))) for epoch in (0, 1))
-    assert first != second, "the rows were only put in another order"
 
 
 def test_without_shuffling_all_epochs_are_the_plan():
@@ -396,23 +298,6 @@ def test_every_token_comes_once_in_an_epoch_of_many_blocks(lengths, shuffle, pac
             assert np.array_equal(again[1, index]["input_ids"], dataset[1, index]["input_ids"])
 
 
-def test_index_alone_is_epoch_0_and_out_of_range_is_an_index_error():
-    dataset = PackedDataset(words(), 64, **SPECIAL)
-    assert dataset[3]["input_ids"].tolist() == dataset[0, 3]["input_ids"].tolist()
-    assert dataset[-1]["index"] == len(dataset) - 1
-    for index in (len(dataset), -len(dataset) - 1):
-        with pytest.raises(IndexError):
-            dataset[index]
-
-
-def test_a_document_of_one_token_and_a_document_that_just_fits():
-    dataset = PackedDataset([[7], [8, 8, 8, 8], []], 6, **SPECIAL, shuffle=False)
-    assert rows_of(dataset, 0) == [[CLS, 8, 8, 8, 8, SEP], [CLS, 7, SEP, PAD, PAD, PAD]]
-    assert dataset.efficiency == 9 / 12
-    assert dataset.describe()["padded_efficiency"] == 9 / 12
-    assert "3 documents (1 empty, 0 long) with 5 tokens" in dataset.report()
-
-
 def test_no_documents_give_no_rows():
     for documents in ([], [[]]):
         dataset = PackedDataset(documents, 8, **SPECIAL)
@@ -437,22 +322,9 @@ def test_a_batch_of_rows_is_the_rows_one_by_one_in_any_epoch(stride):
         dataset.__getitems__([0, len(dataset)])
 
 
-def test_special_tokens_can_be_left_out():
-    dataset = PackedDataset([[5, 6, 7]], 2, pad_token_id=0, shuffle=False)
-    assert rows_of(dataset, 0) == [[5, 6], [7, 0]]
-    row = lay([[[5]]], 3, pad_token_id=9, sep_token_id=2)
-    assert row["input_ids"].tolist() == [[5, 2, 9]]
-
-
 def test_a_row_that_is_given_too_much_is_named():
     with pytest.raises(ValueError, match="row 1 has 4 positions, its documents need 5"):
         lay([[[5]], [[6, 7], [8]]], 4, pad_token_id=0, sep_token_id=2)
-
-
-def test_a_generator_of_documents_is_read_once():
-    documents = TokenizedDocuments.from_sequences([n] * n for n in range(4))
-    assert len(documents) == 4
-    assert [document.tolist() for document in (documents[0], documents[3])] == [[], [3, 3, 3]]
 
 
 @pytest.mark.parametrize("make, words", [
@@ -465,10 +337,6 @@ def test_options_that_cannot_be_are_named(make, words):
     with pytest.raises(ValueError) as error:
         make()
     assert all(word in str(error.value) for word in words)
-
-
-def test_no_keys_give_no_rows():
-    assert len(PackedDataset([[5, 6]], 6, pad_token_id=0).__getitems__([])) == 0
 
 
 def test_the_end_of_a_long_document_is_kept_where_that_is_asked_for():

@@ -7,7 +7,6 @@ import io
 import itertools
 import json
 import lzma
-import pickle
 from collections import Counter
 from pathlib import Path
 
@@ -125,21 +124,6 @@ def test_a_stream_that_came_to_its_end_begins_anew(shelf):
     assert list(stream) == list(stream) == TEXTS
 
 
-@pytest.mark.parametrize("num_shards", [1, 2, 5])
-def test_shards_are_disjoint_and_equally_many(shelf, num_shards):
-    path = [str(shelf / "a.txt"), str(shelf / "a.parquet")]
-    shares = [
-        list(TextStream(path, shard=shard, num_shards=num_shards)) for shard in range(num_shards)
-    ]
-    assert sorted(sum(shares, [])) == sorted(TEXTS * 2)
-    assert max(map(len, shares)) - min(map(len, shares)) <= 1
-    stream = TextStream(path, shard=num_shards - 1, num_shards=num_shards)
-    head = list(itertools.islice(stream, 3))
-    resumed = TextStream(path, shard=num_shards - 1, num_shards=num_shards)
-    resumed.load_state_dict(stream.state_dict())
-    assert head + list(resumed) == shares[-1]
-
-
 def test_a_saved_dataset_is_streamed_sliced_and_resumed(tmp_path):
     import datasets
 
@@ -208,14 +192,6 @@ def test_slices_mean_what_python_means(count, begin, stop, percent):
 ])  # fmt: skip
 def test_a_slice_of_a_file_is_a_slice_of_its_documents(shelf, split, expected):
     assert texts_of(str(shelf / "a.csv.gz"), split=split) == TEXTS[expected]
-
-
-def test_what_is_read_twice_for_a_percentage_is_counted_once(tmp_path):
-    (tmp_path / "a.jsonl").write_text('{"text": "a"}\noops\n{"text": "b"}\n{"text": "c"}\n')
-    notes = Counter()
-    options = ReadOptions(split="train[:100%]", on_error="skip")
-    documents = iter_documents(str(tmp_path / "a.jsonl"), options, notes)
-    assert [d.text for d in documents] == ["a", "b", "c"] and notes.total() == 1
 
 
 @pytest.mark.parametrize("split", ["train[", "train[1:2:3]", "train[a:b]", "", "train[:10%"])
@@ -287,17 +263,6 @@ def test_a_malformed_line_is_named_and_by_choice_left_out_and_counted(tmp_path, 
     )
 
 
-def test_a_malformed_row_of_columns_is_left_out_by_choice(tmp_path):
-    import pyarrow
-    from pyarrow import parquet
-
-    parquet.write_table(pyarrow.table({"text": ["a", None, "b"]}), tmp_path / "a.parquet")
-    path = str(tmp_path / "a.parquet")
-    assert texts_of(path, on_error="skip") == ["a", "b"]
-    with pytest.raises(ValueError, match="row 2"):
-        texts_of(path)
-
-
 @pytest.mark.parametrize(
     "name", ["a.txt.zst", "a.txt.xz", "a.txt.bz2", "a.csv.gz", "a.parquet.gz", "a.arrow"]
 )
@@ -316,8 +281,6 @@ def test_a_state_of_other_files_is_refused(shelf):
     stream = TextStream([str(shelf / "a.txt"), str(shelf / "a.csv")])
     with pytest.raises(ValueError, match="2 files"):
         TextStream(str(shelf / "a.txt")).load_state_dict(stream.state_dict())
-    with pytest.raises(ValueError, match="shard"):
-        TextStream(str(shelf / "a.txt"), shard=2, num_shards=2)
     with pytest.raises(ValueError, match="hub"):
         TextStream(str(shelf / "a.txt"), split="test")
 
@@ -350,16 +313,6 @@ def test_the_key_of_files_is_their_content_order_and_reading(tmp_path):
         ([a], {}), ([c], {}), ([a, c], {}), ([c, a], {}), ([a, d], {}), ([a], {"sample_by": "auto"}),
     )]  # fmt: skip
     assert len(set(keys)) == len(keys)
-
-
-@pytest.mark.parametrize("options", [
-    {"split": "test"}, {"config_name": "en"}, {"streaming": True, "max_documents": 1},
-])  # fmt: skip
-def test_an_option_of_hub_datasets_is_refused_for_a_file(tmp_path, options):
-    (tmp_path / "a.txt").write_text("one\ntwo\n")
-    [(name, value), *_] = options.items()
-    with pytest.raises(ValueError, match=f"{name}={value!r}"):
-        load_corpus(str(tmp_path / "a.txt"), **options)
 
 
 def linked_tree(folder: Path) -> Path:
@@ -412,30 +365,3 @@ def test_what_is_written_must_not_lie_where_a_link_of_the_text_leads(tmp_path):
     with pytest.raises(ValueError, match="output .* is inside of"):
         check_not_inside(tmp_path / "far" / "out", [root], "output")
     check_not_inside(tmp_path / "out", [root], "output")
-
-
-def test_a_change_behind_a_link_is_seen_by_the_cache(tmp_path):
-    from bertlab.data.module import DataSource
-
-    root = linked_tree(tmp_path)
-    before = DataSource(str(root))._content_key("train")
-    (tmp_path / "far" / "deep" / "c.txt").write_text("Changed.\n")
-    assert DataSource(str(root))._content_key("train") != before
-
-
-def test_a_stream_is_pickled_with_its_position_and_its_handler(tmp_path):
-    path = tmp_path / "a.jsonl"
-    path.write_text(
-        '{"text": "one"}\n{"text": "two"}\n{"text": 3}\n{"text": "four"}\n{"text": 5}\n'
-    )
-    strict, lenient = (TextStream(str(path), on_error=how) for how in ("raise", "skip"))
-    for stream in (strict, lenient):
-        assert next(iter(stream)) == "one"
-    strict, lenient = pickle.loads(
-        pickle.dumps([strict, lenient])
-    )  # as where processes are spawned
-    with pytest.raises(ValueError, match="line 3.*on_error"):
-        list(strict)
-    with pytest.warns(UserWarning, match="line 3") as told:
-        assert list(lenient) == ["two", "four"]
-    assert len(told) == 1 and lenient.notes.total() == 2 and "line 3" in next(iter(lenient.notes))

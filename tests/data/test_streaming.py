@@ -195,22 +195,6 @@ def test_a_shuffle_buffer_has_no_exact_state():
         assert not has_exact_state(source)
 
 
-def test_a_source_with_an_exact_state_is_not_read_again():
-    class Counted(datasets.Dataset):
-        pass
-
-    reads = []
-    source = datasets.Dataset.from_dict({"input_ids": [[n + 5] * 9 for n in range(100)]})
-    source = source.to_iterable_dataset().map(lambda row: (reads.append(1), row)[1])
-    make = lambda: StreamLoader(PackedStream([source], 32, **SPECIAL, buffer_size=90), keys_and_ids)
-    loader = make()
-    take(loader, 24)
-    again, before = make(), len(reads)
-    again.load_state_dict(copied(loader.state_dict()))
-    take(again, 1)
-    assert len(reads) - before < 40
-
-
 def test_rows_are_as_full_as_a_plan():
     documents = [
         np.zeros(n, int) for n in np.random.default_rng(0).lognormal(4.4, 1, 4000).astype(int) + 1
@@ -219,20 +203,6 @@ def test_rows_are_as_full_as_a_plan():
     rows = [row for row in islice(stream, 700) if not row["epoch"]]
     filled = np.mean([np.mean(row["attention_mask"] > 0) for row in rows])
     assert filled > 0.995 and PackedDataset(documents, 512, **SPECIAL).efficiency > 0.995
-
-
-@pytest.mark.parametrize("options", [{"overflow": "truncate"}, {"stride": 4}, {"packing": False}])
-def test_options_of_packing_are_those_in_memory(options):
-    documents = make_documents(50, longest=90)
-    memory = PackedDataset(documents, 32, **SPECIAL, **options)
-    stream = PackedStream([documents], 32, **SPECIAL, **options, buffer_size=10**6)
-    count = len(memory)
-    rows = lambda some: sorted(tuple(row["input_ids"].tolist()) for row in some)
-    assert {row["epoch"] for row in islice(stream, count)} == {0}
-    lengths = lambda some: sorted(int((row["attention_mask"] > 0).sum()) for row in some)
-    assert lengths(islice(stream, count)) == lengths(memory[0, n] for n in range(count))
-    if "packing" in options:
-        assert rows(islice(stream, count)) == rows(memory[0, n] for n in range(count))
 
 
 def test_a_collator_takes_the_rows():

@@ -3,7 +3,6 @@
 import json
 import os
 import random
-import shutil
 import signal
 import subprocess
 import sys
@@ -11,7 +10,6 @@ import time
 from collections import Counter
 from pathlib import Path
 
-import numpy as np
 import pytest
 from conftest import ROOT
 
@@ -88,42 +86,6 @@ def test_a_second_call_does_nothing_and_other_text_is_refused_or_appended(
         tokenize_dataset(str(text / "text" / "0.jsonl"), tmp_path / "other", out, append=True)
     anew = tokenize_dataset(str(tmp_path / "more"), text / "tokenizer", out, overwrite=True)
     assert anew["documents"] == 2 and len(files_of(out)) == 1
-
-
-def save_rows(place: Path, texts: list[str]) -> str:
-    import datasets
-
-    shutil.rmtree(place, ignore_errors=True)
-    datasets.Dataset.from_dict({"text": texts}).save_to_disk(place)
-    return str(place)
-
-
-def test_datasets_of_one_name_and_size_are_known_by_what_they_hold(text, tmp_path):
-    first, second = TEXTS[:70], [one.upper() for one in TEXTS[:70]]
-    options = dict(num_proc=1, progress=False)
-    sources = [
-        save_rows(tmp_path / name / "hf", some) for name, some in (("p1", first), ("p2", second))
-    ]
-    tokenize_dataset(sources[0], text / "tokenizer", tmp_path / "out", **options)
-    whole = tokenize_dataset(
-        sources[1], text / "tokenizer", tmp_path / "out", append=True, **options
-    )
-    assert [d.tolist() for d in load_tokens(tmp_path / "out")] == expected(text, [*first, *second])
-    for source in sources:  # each is done, and is not appended again
-        assert (
-            tokenize_dataset(source, text / "tokenizer", tmp_path / "out", append=True, **options)
-            == whole
-        )
-    save_rows(tmp_path / "p1" / "hf", second[::-1])
-    with pytest.raises(ValueError, match="other tokens"):
-        tokenize_dataset(sources[0], text / "tokenizer", tmp_path / "out", **options)
-
-
-def own_filter(folder: Path, word: str) -> list[str]:
-    "A file whose name no other test has: a module is loaded once."
-    name = "filter_" + folder.name.replace("[", "_").replace("]", "_").replace("-", "_")
-    (folder / f"{name}.py").write_text(f"def keep(text):\n    return {word!r} in text\n")
-    return [f"{name}.keep"]
 
 
 def write_parquet(folder: Path) -> None:
@@ -211,22 +173,6 @@ def test_near_duplicates_across_parts_are_left_out_but_for_one(text, tmp_path):
     assert found["notes"] == {"left out as near duplicates": 12} and found["documents"] == 30
 
 
-def test_near_duplicates_of_one_job_say_nothing_of_the_next(text, tmp_path):
-    pytest.importorskip("datatrove")
-    lots = random.Random(1)
-    words = ["".join(lots.choices("abcdefghij", k=6)) for _ in range(500)]
-    one, *others = [" ".join(lots.choices(words, k=80)) for _ in range(9)]
-    (tmp_path / "first.txt").write_text("\n".join([one, one + " end", *others[:3]]) + "\n")
-    (tmp_path / "second.txt").write_text("\n".join(others[3:]) + "\n")
-    for name, found in (("first", 4), ("second", 4 + 5)):
-        options = {"near_duplicates": True, "num_proc": 1, "append": name == "second"}
-        made_ = tokenize_dataset(
-            str(tmp_path / f"{name}.txt"), text / "tokenizer", tmp_path / "out", **options
-        )
-        assert made_["documents"] == found and made_["notes"] == {"left out as near duplicates": 1}
-    assert [d.tolist() for d in load_tokens(tmp_path / "out")][4:] == expected(text, others[3:])
-
-
 FAKE_SBATCH = """#!/bin/bash
 # Runs each task of the array at once, as a cluster would, and says the job's number.
 script="${@: -1}"
@@ -290,22 +236,6 @@ def test_a_place_with_other_files_is_left_alone(text, tmp_path):
             made(text, tmp_path, **options)
     assert (tmp_path / "thesis.txt").read_text() == "mine"
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
-
-
-def test_a_refused_run_leaves_tokens_and_tokenizer_as_they_were(text, tmp_path):
-    out = tmp_path / "out"
-    made(text, out)
-    before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
-    train_tokenizer(TEXTS[:50], 200).save_pretrained(tmp_path / "other")
-    source = str(text / "text" / "0.jsonl")
-    for options in ({}, {"append": True}):
-        with pytest.raises(ValueError, match=f"output {out}"):
-            tokenize_dataset(source, tmp_path / "other", out, **options)
-    (out / "thesis.txt").write_text("mine")
-    with pytest.raises(ValueError, match="thesis.txt"):  # and the shards beside it stay
-        tokenize_dataset(source, tmp_path / "other", out, overwrite=True)
-    (out / "thesis.txt").unlink()
-    assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
 
 
 def test_overwrite_moves_tokens_aside_with_their_tokenizer_and_they_stay_whole(text, tmp_path):

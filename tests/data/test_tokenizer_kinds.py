@@ -10,7 +10,6 @@ from datasets import Dataset
 from transformers import AutoTokenizer
 
 from bertlab.data.corpus import embedded_corpus
-from bertlab.data.supervised import fit_offsets
 from bertlab.data.tokenizers import (
     SPECIAL_TOKENS,
     TOKENIZER_TRAINERS,
@@ -93,13 +92,6 @@ def test_unigram_takes_the_most_probable_segmentation():
     for word in sorted(words)[:200]:
         pieces = tokenizer.tokenize(word)
         assert sum(scores[p] for p in pieces) == pytest.approx(best("▁" + word), abs=1e-5)
-
-
-def test_more_unigram_pieces_give_shorter_rows():
-    small, large = (
-        len(train_tokenizer(TEXTS, size, kind="unigram").tokenize(TEXTS[0])) for size in (300, 900)
-    )
-    assert large < small
 
 
 def test_files_datasets_rows_and_generators_are_texts(tmp_path):
@@ -216,11 +208,6 @@ def test_as_many_characters_are_kept_as_the_text_needs(kind):
     assert characters(limited) in (1200, 1199)
 
 
-def test_byte_level_text_is_never_unknown_and_warns_nobody(recwarn):
-    train_tokenizer(without_spaces("thai"), 400, kind="bpe")
-    assert not [one for one in recwarn if "UNK" in str(one.message)]
-
-
 APART = {  # texts, and pairs of words that differ in a sign alone
     "hindi": (["मैं घर में हूँ और मेरे भाई भी घर में हैं", "दिन को दीन कहना ठीक नहीं है"], ("में", "मैं")),
     "vietnamese": (
@@ -257,83 +244,6 @@ def test_a_vowel_a_tone_and_a_syllable_stay_where_a_text_has_many_of_them(
         stripped.decode(stripped(texts[0]).input_ids, skip_special_tokens=True) != texts[0].lower()
     )
     assert not recwarn
-
-
-@pytest.mark.filterwarnings("ignore:.* of the letters of this text would lose an accent")
-@pytest.mark.parametrize("lowercase", [True, False])
-@pytest.mark.parametrize("language", [*sorted(APART), "french"])
-def test_an_accent_that_stands_apart_gives_the_same_pieces_and_the_same_tokenizer(
-    language, lowercase, tmp_path
-):
-    french = [
-        "Un élève français est déjà allé à l'école",
-        "Voilà l'été très agréable près de la forêt où ÇA naît",
-    ]
-    texts = french if language == "french" else APART[language][0]
-    whole, apart = (
-        [unicodedata.normalize(form, text) for text in texts] for form in ("NFC", "NFD")
-    )
-    tokenizer, other = (
-        train_tokenizer(form * 9, 400, lowercase=lowercase) for form in (whole, apart)
-    )
-    assert other.backend_tokenizer.to_str() == tokenizer.backend_tokenizer.to_str()
-    tokenizer.save_pretrained(tmp_path)
-    for again in (tokenizer, AutoTokenizer.from_pretrained(tmp_path), load_tokenizer(tmp_path)):
-        made = again(apart, return_offsets_mapping=True)
-        assert made.input_ids == again(whole).input_ids and again.unk_token_id not in sum(
-            made.input_ids, []
-        )
-        for text, offsets in zip(
-            apart, made.offset_mapping
-        ):  # no letter and no accent is in no piece, or in two
-            assert "".join(
-                text[start:stop] for start, stop in fit_offsets(text, offsets)
-            ) == text.replace(" ", "")
-    before, after = (len("".join(form).replace(" ", "").encode()) for form in (apart, whole))
-    assert (
-        language == "hindi"
-        or after < before
-        and f"{after / before:.2f}" in normalization_note(apart, tokenizer)
-    )
-
-
-def test_english_is_stripped_as_ever_and_a_few_foreign_names_change_nothing(recwarn):
-    texts = [*TEXTS, "a naïve CAFÉ in São Paulo", "서울"]
-    tokenizer = train_tokenizer(texts, 900)
-    assert json.loads(tokenizer.backend_tokenizer.to_str())["normalizer"] == {
-        "type": "BertNormalizer",
-        "clean_text": True,
-        "handle_chinese_chars": True,
-        "strip_accents": None,
-        "lowercase": True,
-    }
-    assert tokenizer("CAFÉ").input_ids == tokenizer("cafe").input_ids and not recwarn
-    assert tokenizer.get_vocab() == train_tokenizer(texts, 900, strip_accents=True).get_vocab()
-
-
-def test_a_gap_changes_the_pieces_of_its_own_word_alone():
-    texts = ["The cat sat on the mat. It was a cat, and the dog was not.", "我爱北京,天安门。"] * 20
-    tokenizer = train_tokenizer(texts, 80, kind="unigram")
-    for text, word in ((texts[0], "cat"), (texts[0], "mat"), (texts[0], "The"), (texts[1], "北京")):
-        gapped = tokenizer(text.replace(word, "[MASK]", 1), return_offsets_mapping=True)
-        whole = tokenizer(text, return_offsets_mapping=True)
-        behind = text.index(word) + len(word)  # a piece of Chinese may reach over the word
-        kept = [
-            id
-            for id, (start, stop) in zip(whole.input_ids, whole.offset_mapping)
-            if start >= behind and start < stop
-        ]
-        assert kept and gapped.input_ids[-1 - len(kept) : -1] == kept
-    assert (
-        tokenizer.tokenize("  The \n cat ")
-        == tokenizer.tokenize("The cat")
-        != tokenizer.tokenize("The cat .")
-    )
-    assert (
-        tokenizer(["The", "cat"], is_split_into_words=True).input_ids
-        == tokenizer("The cat").input_ids
-    )
-    assert tokenizer.decode(tokenizer("The cat.").input_ids, skip_special_tokens=True) == "The cat."
 
 
 def test_byte_level_bpe_joins_a_letter_with_its_marks_and_cuts_english_as_gpt2():

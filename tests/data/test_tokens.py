@@ -1,6 +1,5 @@
 "Token ids in memory, in a cache and on disk are the same; copies of held-out documents are never trained on."
 
-import multiprocessing
 import pickle
 
 import datasets
@@ -207,23 +206,6 @@ def test_a_damaged_cache_is_built_again(tokenizer, tmp_path):
     with pytest.warns(UserWarning, match="built again"):
         again = tokenize_documents(TEXTS, tokenizer, cache_dir=tmp_path)
     assert np.array_equal(again.tokens, first)
-
-
-def _tokenize_in_process(directory, queue):
-    tokenizer = train_tokenizer(TEXTS, 200)
-    queue.put(tokenize_documents(TEXTS, tokenizer, cache_dir=directory).tokens.tolist())
-
-
-def test_processes_that_build_at_once_get_equal_tokens(tokenizer, tmp_path):
-    context = multiprocessing.get_context("fork")
-    queue = context.Queue()
-    processes = [context.Process(target=_tokenize_in_process, args=(tmp_path, queue))
-                 for _ in range(2)]  # fmt: skip
-    [process.start() for process in processes]
-    results = [queue.get(timeout=120) for _ in processes]
-    [process.join() for process in processes]
-    expected = tokenize_documents(TEXTS, tokenizer).tokens.tolist()
-    assert results == [expected, expected] and len(list(tmp_path.glob("*.arrow"))) == 1
 
 
 @pytest.mark.parametrize("texts, words", [

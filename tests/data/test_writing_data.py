@@ -13,10 +13,8 @@ from bertlab.cli.main import main
 from bertlab.cli.write import was_taught_ends
 from bertlab.data.collators import MaskedDiffusionCollator
 from bertlab.data.diffusion import (
-    DiffusionConfig,
     count_ends,
     token_weights,
-    elbo_weight,
     encode_pairs,
 )
 from bertlab.data.module import PretrainingDataModule
@@ -67,16 +65,6 @@ def test_packed_rows_keep_prompts_and_hide_ends():
     # The given prompt stays; the word and both ends are hidden at time 1.
     assert (CLS, 5, 6, SEP, MASK, MASK, MASK, SEP) in kept and (CLS, MASK, MASK, SEP) in kept
     assert batch["token_shares"].sum() == pytest.approx(1 + 1 + 2) and int(hidden.sum()) == 5
-
-
-def test_ends_of_a_document_weigh_as_much_as_one_word_however_many_they_are():
-    for count in (1, 4, 9):
-        rule = DiffusionConfig(end_token_id=SEP)
-        ids = np.array([[CLS, 5, 6, *[SEP] * count, SEP]])
-        shares = token_weights(
-            {"input_ids": ids, "attention_mask": np.ones_like(ids)}, WORDS, rule.end_token_id
-        )
-        assert shares[ids == SEP].sum() == pytest.approx(1) and shares.sum() == pytest.approx(3)
 
 
 def test_pairs_are_prompts_texts_and_ends():
@@ -137,24 +125,6 @@ def test_accumulating_two_rows_is_the_batch_of_both():
     both, parts = run(rows), [run([row]) for row in rows]
     assert both.loss_sum.item() == pytest.approx(sum(p.loss_sum.item() for p in parts), rel=1e-5)
     assert both.num_labels.item() == pytest.approx(sum(p.num_labels.item() for p in parts))
-
-
-def test_the_cosine_schedule_hides_less_for_longer_and_its_weights_add_up_too():
-    rule = dict(noise_eps=0.0, sampling_eps=0.0)
-    ids = [[5] * 60] * 800
-    found = {}
-    for schedule in ("linear", "cosine"):
-        collate = MaskedDiffusionCollator(PAD, MASK, 12, special_token_ids=[CLS, SEP], max_sequence_length=60,
-                                          schedule=schedule, **rule)  # fmt: skip
-        batch = collate([{"input_ids": row, "epoch": 0, "index": i} for i, row in enumerate(ids)])
-        found[schedule] = (batch["labels"] >= 0).double().mean().item()
-        # The mean weighted count is the integral of the share's slope: all tokens, once.
-        sums = batch["loss_weights"].sum(1).double() / 60
-        assert abs(sums.mean().item() - 1) < 5 * sums.std().item() / 800**0.5
-    assert found["linear"] == pytest.approx(0.5, abs=0.01) and found["cosine"] == pytest.approx(
-        1 - 2 / np.pi, abs=0.01
-    )
-    assert elbo_weight(np.array([1.0]), "cosine")[0] == pytest.approx(np.pi / 2)
 
 
 @pytest.mark.parametrize("options, said", [
@@ -227,21 +197,6 @@ def test_no_piece_of_a_long_text_is_made_of_ends_alone_and_no_word_is_lost(optio
             if options.get("overflow") != "truncate":  # which cuts ends away like words
                 assert (sum(int(span[-1] == end) for span in spans) > len(texts) // 2) == (most > 0)
     assert words[0] == words[8] or "overflow" in options or "stride" in options
-
-
-def test_an_empty_text_is_given_no_end():
-    from bertlab.data.module import add_ends
-    from bertlab.data.tokens import TokenizedDocuments
-
-    documents = TokenizedDocuments.from_sequences([[], [7] * 4, [], [7] * 5, [3, 7]])
-    made = add_ends(documents, 3, 6, room=4)
-    found = [made[n].tolist() for n in range(len(made))]
-    assert (
-        found[:3] == [[], [7] * 4, []]
-        and found[3][:6] == [7] * 5 + [3]
-        and 6 <= len(found[3]) <= 8
-        and found[4][:3] == [3, 7, 3]
-    )
 
 
 NOUNS, PLACES = (
