@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .finetune import FinetuningRun
+from .finetune import build_finetuning, check_same_finetuning
 from .commands import COMMANDS
 from .parser import configuration
 from .models import find_model_directory
@@ -38,56 +38,39 @@ from ..train.trainer import make_trainer
 HOWS = ("uniform", "greedy")
 
 
-def _find_seeds(directory: Path) -> tuple[list[Path], list[str]]:
-    "Find the best checkpoint of each finished seed of a run, and the names of the other seeds."
-    path, checkpoints = directory / "metrics.json", sorted(directory.glob("seed-*/best.ckpt"))
-    seeds = load_json(path).get("seeds") if path.exists() else None
-    finished = {f"seed-{seed}" for seed in seeds or ()}
-    rest = [path.parent.name for path in checkpoints if path.parent.name not in finished]
-    checkpoints = [path for path in checkpoints if path.parent.name in finished]
-    if len(checkpoints) < 2:
-        more = f", and {', '.join(rest)} unfinished: bertlab finetune --resume {directory}"
-        raise ValueError(
-            f"{directory} has the best weights of {len(checkpoints)} finished seeds"
-            f"{more * bool(rest)}; an average needs two or more: bertlab finetune "
-            "--run.seeds '[0, 1, 2]'"
-        )
-    return checkpoints, rest
-
-
-def _load_seeds(paths: list[Path], module: FinetuningModule) -> dict[str, dict[str, Tensor]]:
-    "Load the best weights of each seed, without adapters, by the name of the seed's directory."
-    weights = {}
-    for path in paths:
-        module.load_state_dict(read_checkpoint(path)["state_dict"])
-        weights[path.parent.name] = merged_copy(module.model).state_dict()
-    return weights
-
-
 def _average_seeds(directory: Path, output: Path, how: str) -> str:
     "Average the seeds of a fine-tuning run, and score the mean on its validation rows."
-    paths, unfinished = _find_seeds(directory)
+    metrics = directory / "metrics.json"
+    seeds = load_json(metrics)["seeds"] if metrics.exists() else []
+    if len(seeds) < 2:
+        raise ValueError(
+            f"{directory} has {len(seeds)} finished seeds, and an average needs two or more: "
+            "bertlab finetune --run.seeds '[0, 1, 2]'"
+        )
     command = COMMANDS["finetune"]
     config = configuration(command, [], load_yaml(directory / RUN_FILE))
     config["run"]["output"] = str(directory)  # it may have been moved
     config["trainer"] = configuration(command)["trainer"]  # nothing is trained, on no device
-    run = FinetuningRun(config, resume=True)
-    run.build()
-    run.check_same()  # other held-out rows may have been trained on
-    adapted = FinetuningModule(**run.module_options)
-    plain = FinetuningModule(**{**run.module_options, "adapter": None, "freeze_layers": None})
+    parts = build_finetuning({**config, "seed_everything": 0}, directory)
+    check_same_finetuning(directory, parts)  # other held-out rows may have been trained on
+    adapted, data, monitor = parts.module, parts.data, parts.trainer["callbacks"][0].monitor
+    plain = FinetuningModule(**{**parts.config["model"], "adapter": None, "freeze_layers": None})
+    prepare(plain, data, monitor)
+    weights = {}
     for module in (adapted, plain):
-        prepare(module, run.data, run.monitor)
         module.configure_model()
-    weights = _load_seeds(paths, adapted)
+    for seed in seeds:
+        checkpoint = read_checkpoint(directory / f"seed-{seed}" / "best.ckpt")
+        adapted.load_state_dict(checkpoint["state_dict"])
+        weights[f"seed-{seed}"] = merged_copy(adapted.model).state_dict()
 
     def score(weights_of_seed: dict[str, Tensor]) -> float:
         plain.model.load_state_dict(weights_of_seed)
         trainer = make_trainer(1, limit_val_batches=1.0)
-        return float(trainer.validate(plain, run.data, verbose=False)[0][run.monitor])
+        return float(trainer.validate(plain, data, verbose=False)[0][monitor])
 
     if how == "greedy":
-        mean, chosen, singles = greedy_soup(weights, score, mode_of(run.monitor) == "max")
+        mean, chosen, singles = greedy_soup(weights, score, mode_of(monitor) == "max")
     else:
         for name, weights_of_seed in weights.items():
             check_finite(weights_of_seed, f"{name}, which how='greedy' would leave out,")
@@ -95,22 +78,15 @@ def _average_seeds(directory: Path, output: Path, how: str) -> str:
         singles = {name: score(weights_of_seed) for name, weights_of_seed in weights.items()}
     value = score(mean)
     with atomic_directory(output, new=True) as temporary:
-        save_predictor(plain.model, temporary, run.tokenizer)
-        run.data.save_task(temporary)
-        note = {
-            "average_of": chosen,
-            "how": how,
-            "monitor": run.monitor,
-            "value": value,
-            "singles": singles,
-        }
-        write_json(temporary / "average.json", note)
+        save_predictor(plain.model, temporary, data.tokenizer)
+        data.save_task(temporary)
+        summary = {"average_of": chosen, "how": how, "monitor": monitor, "value": value}
+        write_json(temporary / "average.json", summary | {"singles": singles})
     lines = [
-        f"{name:<10} {run.monitor} {single:.4f}{' *' * (name in chosen)}"
+        f"{name:<10} {monitor} {single:.4f}{' *' * (name in chosen)}"
         for name, single in singles.items()
     ]
-    lines += [f"{name:<10} left out: it is not finished" for name in unfinished]
-    return "\n".join([*lines, f"{how:<10} {run.monitor} {value:.4f}", f"written to {output}"])
+    return "\n".join([*lines, f"{how:<10} {monitor} {value:.4f}", f"written to {output}"])
 
 # %% ../../nbs/cli/09_adapt.ipynb #b682eb74
 def average(
@@ -129,14 +105,12 @@ def average(
     for path in paths:
         if not path.is_dir():
             raise ValueError(f"no such directory: {path}")
-    marker = paths[0] / RUN_FILE
-    if marker.exists() and load_yaml(marker).get("command") == "finetune":
-        if len(paths) > 1:
-            raise ValueError("name one fine-tuning run: its seeds are averaged")
-        if last is not None:
+    run_file = paths[0] / RUN_FILE
+    if run_file.exists() and load_yaml(run_file).get("command") == "finetune":
+        if len(paths) > 1 or last is not None:
             raise ValueError(
-                f"last={last} counts the models of a pretraining run; of a fine-tuning run all "
-                "finished seeds are averaged: leave it out"
+                f"{paths[0]} is a fine-tuning run, whose finished seeds are averaged: name it alone, "
+                f"and leave last={last} out"
             )
         return _average_seeds(paths[0], target, how)
     if how == "greedy":

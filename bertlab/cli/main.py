@@ -9,20 +9,19 @@ __all__ = ['run_command', 'silence_libraries', 'parse_command', 'call', 'usage',
 import os
 import re
 import shlex
-import signal
 import sys
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
 from .. import __version__
 from .commands import COMMANDS
-from .parser import Command, Parsed, parse, printed, read_options
+from .parser import Command, Parsed, configuration, parse
 from ..core.files import RUN_FILE, check_run_directory
 from ..core.names import did_you_mean
-from ..core.serialization import load_yaml
+from ..core.serialization import dump_yaml, load_yaml
 
 # %% ../../nbs/cli/12_main.ipynb #a70c7f2e
 def _process_number() -> int:  # 0 where there is only one
@@ -35,75 +34,41 @@ def _process_number() -> int:  # 0 where there is only one
 _LOST_PEER = re.compile(r"gloo|NCCL|connection (was )?(closed|reset)|broken pipe|recvValue", re.I)
 
 
-def _end_output() -> None:
-    "The reader, such as `head`, has ended; Python would try again when it exits."
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def _interrupted_step(error: BaseException) -> int | None:
-    "The step at which a run was stopped and saved; only torch's part of bertlab knows the error."
-    return error.args[0] if type(error).__name__ == "TrainingInterrupted" else None
-
-
 def run_command(
     name: str,  # of the command, for messages
     work: Callable[[], Any],
     resume: str = "",  # the command that continues what was stopped
 ) -> int:  # the exit status
     "Do the work of a command; turn a mistake into one line."
-    main_thread = threading.current_thread() is threading.main_thread()
-    handler = signal.getsignal(signal.SIGINT)
+    report = lambda message: print(f"bertlab {name}: {message}", file=sys.stderr, flush=True)
     try:
         work()
         return 0
-    except BrokenPipeError:
-        _end_output()
+    except BrokenPipeError:  # a reader such as `head` has ended; Python would try again at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except (ValueError, OSError, ImportError) as mistake:
         if getattr(mistake, "name", None):  # one of our own imports fails
             raise
-        print(f"bertlab {name}: {' '.join(str(mistake).split())}", file=sys.stderr, flush=True)
+        report(" ".join(str(mistake).split()))
         return 2
-    except RuntimeError as error:
-        if not _LOST_PEER.search(str(error)):
+    except (KeyboardInterrupt, SystemExit) as error:  # Lightning makes an exit of Ctrl-C
+        if isinstance(error, SystemExit) and not isinstance(error.__context__, KeyboardInterrupt):
             raise
-        print(
-            f"bertlab {name}: process {_process_number()} ends because another process of the run "
-            "died; the other one's message says why. Checkpoints are complete: continue with "
-            f"bertlab {resume}",
-            file=sys.stderr,
-            flush=True,
+        advice = "; if the directory already holds a run, continue with bertlab "
+        report(f"stopped before it was done{advice + resume if resume else ''}")
+        return 130
+    except Exception as error:
+        if type(error).__name__ == "TrainingInterrupted":  # its module imports torch
+            print(f"\nstopped at step {error.args[0]} and saved; continue with:\n  bertlab {resume}", flush=True)  # fmt: skip
+            return 130
+        if not isinstance(error, RuntimeError) or not _LOST_PEER.search(str(error)):
+            raise
+        report(
+            f"process {_process_number()} ends because another process of the run died; the other "
+            f"one's message says why. Checkpoints are complete: continue with bertlab {resume}"
         )
         os._exit(3)  # leaving in order would wait for the process that is gone
-    except (Exception, KeyboardInterrupt, SystemExit) as error:
-        return _stopped(name, error, resume)
-    finally:
-        if main_thread and handler is not None:
-            signal.signal(signal.SIGINT, handler)
-
-
-def _stopped(name: str, error: BaseException, resume: str) -> int:
-    "Say how a run that a signal has stopped is continued."
-    if (step := _interrupted_step(error)) is not None:
-        try:
-            print(
-                f"\nstopped at step {step} and saved; continue with:\n  bertlab {resume}",
-                flush=True,
-            )
-        except BrokenPipeError:
-            _end_output()
-        return 130
-    # Lightning makes an exit of Ctrl-C.
-    is_interrupt = isinstance(error.__context__, KeyboardInterrupt)
-    if isinstance(error, SystemExit) and not is_interrupt:
-        return int(error.code or 0)
-    if not isinstance(error, (KeyboardInterrupt, SystemExit)):
-        raise error
-    advice = (
-        f"; if the directory already holds a run, continue with bertlab {resume}" if resume else ""
-    )
-    print(f"\nbertlab {name}: stopped before it was done{advice}", file=sys.stderr, flush=True)
-    return 130
 
 # %% ../../nbs/cli/12_main.ipynb #6bd0e42c
 def silence_libraries() -> None:
@@ -127,33 +92,27 @@ def parse_command(
     "Read the words of a command, over the run's own configuration where it is resumed."
     command = COMMANDS[name]
     parsed = parse(command, words)
-    if not command.sections or "output" not in {key.rpartition(".")[2] for key in command.options}:
-        return parsed
-    section = parsed.config["run"] if "run.output" in command.options else parsed.config
     resume = parsed.config.get("resume")
-    section["output"] = os.path.expanduser(resume if isinstance(resume, str) else section["output"])
-    run_file = Path(section["output"]) / RUN_FILE
-    content: dict[str, Any] = {}
-    if resume and run_file.exists():
-        recorded = load_yaml(run_file)
-        if "" in command.sections:  # a demo: its recipe alone
-            recorded = recorded.get("recipe", {})
-        content |= recorded
-    if content:
-        parsed = parse(command, words, content)
-        resumed = parsed.config["run"] if "run.output" in command.options else parsed.config
-        resumed["output"] = section["output"]
+    section = parsed.config if "output" in command.options else parsed.config.get("run", {})
+    if "output" not in section:
+        return parsed
+    output = os.path.expanduser(resume if isinstance(resume, str) else section["output"])
+    run_file = Path(output) / RUN_FILE
+    if resume and command.sections and run_file.exists():
+        parsed = parse(command, words, load_yaml(run_file))
+        section = parsed.config if "output" in command.options else parsed.config["run"]
+    section["output"] = output
     return parsed
 
 
-def _resume_command(name: str, parsed: Parsed) -> str:
+def _resume_command(name: str, words: Sequence[str], config: Mapping[str, Any]) -> str:
     "The command that continues a run: the same words with --resume, without --overwrite."
     if "resume" not in COMMANDS[name].options:
         return ""
     if "run.output" in COMMANDS[name].options:  # run.yaml has the rest
-        return shlex.join([*name.split(), "--resume", parsed.config["run"]["output"]])
-    words = [word for word in parsed.words if word.partition("=")[0] != "--overwrite"]
-    return shlex.join([*name.split(), *words, *["--resume"] * (not parsed.config["resume"])])
+        return shlex.join([*name.split(), "--resume", config["run"]["output"]])
+    words = [word for word in words if word not in ("--overwrite", "--resume")]
+    return shlex.join([*name.split(), *words, "--resume"])
 
 
 def _check_directories(command: Command, config: Mapping[str, Any]) -> None:
@@ -180,15 +139,12 @@ def _call_parsed(command: Command, parsed: Parsed) -> Any:
     "Call the function of a command."
     _check_directories(command, parsed.config)
     file, _, function_name = command.function.partition(":")
-    names = [option.name for option in read_options(command.function)]
-    options = {name: parsed.config[name] for name in names}
     function = getattr(import_module(f"bertlab.{file[:-3].replace('/', '.')}"), function_name)
-    if command.sections:
-        kept = parsed.config.keys() - names | {"seed_everything"} & parsed.config.keys()
-        options["config"] = {name: parsed.config[name] for name in parsed.config if name in kept}
-    if "given" in function.__code__.co_varnames[: function.__code__.co_argcount]:
-        options["given"] = parsed.given
-    return function(**options)
+    names = signature(function).parameters
+    options = {name: value for name, value in parsed.config.items() if name in names}
+    rest = {k: v for k, v in parsed.config.items() if k not in names or k == "seed_everything"}
+    special = {"config": rest, "given": parsed.given}
+    return function(**options, **{name: value for name, value in special.items() if name in names})
 
 # %% ../../nbs/cli/12_main.ipynb #847b35f8
 def usage(family: str = "") -> str:  # commands of two words that begin with this one
@@ -221,45 +177,44 @@ def main(argv: Sequence[str] | None = None) -> int:  # the exit status
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
     words = list(sys.argv[1:] if argv is None else argv)
-    families = {name.partition(" ")[0] for name in COMMANDS if " " in name}
     if words[:1] == ["--version"]:
         print(f"bertlab {__version__}")
         return 0
-    if not words or words[0] in ("--help", "-h"):
-        print(usage())
-        return 0 if words else 2
-    is_family = words[0] in families and " ".join(words[:2]) not in COMMANDS
-    if is_family and words[1:2] in ([], ["--help"], ["-h"]):
-        print(usage(words[0]))
-        return 0 if words[1:] else 2
-    length = 1 + (words[0] in families and words[0] not in COMMANDS)
-    name, words = " ".join(words[:length]), words[length:]
-    if name not in COMMANDS:
-        hint = did_you_mean(name, COMMANDS) or f"; choose one of {', '.join(COMMANDS)}"
-        print(f"bertlab: {name!r} is not a command{hint}", file=sys.stderr)
-        return 2
-    return _run(name, words)
+    name = next((name for name in (" ".join(words[:2]), *words[:1]) if name in COMMANDS), None)
+    if name is not None:
+        return _run(name, words[len(name.split()) :])
+    families = {name.partition(" ")[0] for name in COMMANDS if " " in name}
+    family = words[0] if words and words[0] in families else ""
+    rest = words[bool(family) :]
+    if not rest or rest[0] in ("--help", "-h"):
+        print(usage(family))
+        return 0 if rest else 2
+    name = " ".join(words[: 1 + bool(family)])
+    hint = did_you_mean(name, COMMANDS) or f"; choose one of {', '.join(COMMANDS)}"
+    print(f"bertlab: {name!r} is not a command{hint}", file=sys.stderr)
+    return 2
 
 
 def _run(name: str, words: list[str]) -> int:
     "Read the words of a command, and do the work."
+    command = COMMANDS[name]
+    if {"--help", "-h"} & {*words}:
+        print(command.help(), end="")
+        return 0
     parsed: list[Parsed] = []
-    read = lambda: parsed.append(parse_command(name, words))
-    try:
-        if text := printed(COMMANDS[name], words):
-            print(text, end="" if text.endswith("\n") else "\n")
-            return 0
-    except ValueError:
-        pass  # said below
-    if status := run_command(name, read):
+    if status := run_command(name, lambda: parsed.append(parse_command(name, words))):
         return status
+    [options] = parsed
+    if options.prints_config:
+        print(dump_yaml(configuration(command, words)), end="")
+        return 0
 
     def work() -> None:
-        _check_directories(COMMANDS[name], parsed[0].config)
+        _check_directories(command, options.config)
         silence_libraries()
-        _print_result(_call_parsed(COMMANDS[name], parsed[0]))
+        _print_result(_call_parsed(command, options))
 
-    return run_command(name, work, _resume_command(name, parsed[0]))
+    return run_command(name, work, _resume_command(name, words, options.config))
 
 
 if __name__ == "__main__" and "__file__" in globals():  # a program, not a notebook's cell

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['mode_of', 'metric_rank', 'BestCheckpoint', 'Patience', 'check_monitor', 'FinetuningResult', 'prepare', 'load_best',
-           'ScoreLines', 'evaluate_run', 'finetune', 'SeedResults', 'finetune_seeds']
+           'ScoreLines', 'evaluate_run', 'epoch_options', 'finetune', 'SeedResults', 'finetune_seeds']
 
 # %% ../../nbs/finetuning/11_runs.ipynb #eb88e8af
 import math
@@ -194,6 +194,21 @@ def evaluate_run(
     return metrics
 
 
+def epoch_options(
+    data: Any,  # a FinetuningDataModule that was set up
+    num_epochs: int,
+    validations_per_epoch: int,
+) -> dict[str, Any]:  # of `make_trainer`
+    "Count a run and its validations in epochs."
+    return {
+        "max_steps": num_epochs * len(data.train_dataloader()),
+        "max_epochs": num_epochs,
+        "check_val_every_n_epoch": 1,
+        "limit_val_batches": 1.0,
+        "val_check_interval": 1.0 / validations_per_epoch,
+    }
+
+
 def finetune(
     module: FinetuningModule,  # not trained yet
     data: Any,  # a FinetuningDataModule
@@ -224,17 +239,8 @@ def finetune(
         *(callback for callback in callbacks if callback is not history),
     ]
     seed_everything(seed)
-    trainer = make_trainer(
-        num_epochs * len(data.train_dataloader()),
-        callbacks=all_callbacks,
-        **{
-            "max_epochs": num_epochs,
-            "check_val_every_n_epoch": 1,
-            "limit_val_batches": 1.0,
-            "val_check_interval": 1.0 / validations_per_epoch,
-            **trainer_options,
-        },
-    )
+    options = epoch_options(data, num_epochs, validations_per_epoch) | trainer_options
+    trainer = make_trainer(callbacks=all_callbacks, **options)
     trainer.fit(module, data, ckpt_path=checkpoint, weights_only=True)
     step = load_best(module, best)
     metrics = evaluate_run(module, data, trainer_options)

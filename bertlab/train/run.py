@@ -149,6 +149,8 @@ def run_callbacks(
     ]
     if run.ema_decay is not None:
         callbacks.append(EMA(run.ema_decay))
+    # A checkpoint holds the state of the callbacks before it, as of this validation.
+    callbacks += parts.trainer.get("callbacks", [])
     models = output / "models" if run.models else None
     callbacks.append(
         TrainingCheckpoint(output / "checkpoints", run.checkpoint_every_steps, run.keep_last,
@@ -156,7 +158,7 @@ def run_callbacks(
     )  # fmt: skip
     if run.report:
         callbacks.append(RunReport(output, history, configuration))
-    return [*callbacks, *parts.trainer.get("callbacks", [])]
+    return callbacks
 
 # %% ../../nbs/train/21_run.ipynb #77de9084
 _PARTS = (Callback, Logger, Profiler, Strategy, Accelerator, Precision, CheckpointIO,

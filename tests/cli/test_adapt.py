@@ -1,4 +1,4 @@
-"Models that are made of others are used as those were, and nothing that appears meanwhile gives way to them."
+"Models that are made of others are used as those were, and no directory is overwritten."
 
 import json
 import shutil
@@ -6,7 +6,6 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import save_file
-from test_training import word_tokenizer
 
 import bertlab.cli.adapt as adapting
 from bertlab.cli import vocabularies
@@ -19,193 +18,148 @@ from bertlab.finetuning.task import TASK_FILE
 from bertlab.model.config import modernbert_tiny
 from bertlab.model.encoder import BertLabModel
 from bertlab.model.heads import BertLabForMaskedLM
-from bertlab.model.huggingface import save_model
+from bertlab.model.huggingface import read_sentence_transformers_files, save_model
 from bertlab.model.task_heads import BertLabForSequenceClassification, BertLabForSpanClassification
 from bertlab.train.averages import save_average
-from bertlab.train.model_cards import push_model
-from bertlab.model.huggingface import read_sentence_transformers_files
 from bertlab.train.initialization import load_encoder
+from bertlab.train.model_cards import push_model
 
 WORDS = [f"w{i}" for i in range(30)]
 TEXT = "\n".join(" ".join(WORDS[(7 * i + j) % 30] for j in range(9)) for i in range(20))
+TOKENIZER = train_tokenizer([TEXT], 45)
 
 
-def shape(tokenizer):
-    torch.manual_seed(0)
-    return modernbert_tiny(vocab_size=len(tokenizer), hidden_size=32, intermediate_size=48, num_hidden_layers=1,
-                           num_attention_heads=2, max_position_embeddings=32, local_attention=8)  # fmt: skip
+def shape(seed=0, **options):
+    torch.manual_seed(seed)
+    return modernbert_tiny(vocab_size=len(TOKENIZER), hidden_size=32, intermediate_size=48, num_hidden_layers=1,
+                           num_attention_heads=2, max_position_embeddings=32, local_attention=8, **options)  # fmt: skip
+
+
+def save_bi_encoder(directory, *options):
+    return BiEncoder(BertLabModel(shape()), TOKENIZER, *options, max_sequence_length=12).save(
+        directory
+    )
 
 
 @pytest.fixture
 def finetuned(tmp_path):
     "A classifier that reads two columns and 12 tokens of them."
-    tokenizer = train_tokenizer([TEXT], 45)
-    model = BertLabForSequenceClassification(shape(tokenizer))
+    model = BertLabForSequenceClassification(shape())
     with torch.no_grad():
         for weight in model.parameters():
             weight.add_(torch.randn_like(weight) * 0.2)
-    place = save_model(model, tokenizer, tmp_path / "finetuned")
-    reading = {
-        "task": "classification",
-        "columns": {"text": "text", "text_pair": "hint"},
-        "max_sequence_length": 12,
-    }
-    (place / TASK_FILE).write_text(json.dumps(reading))
-    (tmp_path / "text.txt").write_text(TEXT)
-    return place
+    directory = save_model(model, TOKENIZER, tmp_path / "finetuned")
+    columns = {"text": "text", "text_pair": "hint"}
+    task = {"task": "classification", "columns": columns, "max_sequence_length": 12}
+    (directory / TASK_FILE).write_text(json.dumps(task))
+    return directory
 
 
-def make_others(place, home):
-    "What each command makes of a model: its directory."
-    text = str(home / "text.txt")
-    lengthen(str(place), 64, "keep", output=str(home / "longer"))
-    transplant(str(place), str(place), str(home / "same"))
-    trim(str(place), str(home / "trimmed"), text)
-    extend(str(place), str(home / "extended"), text, 3, min_count=1)
-    shutil.copytree(place, home / "copy")
-    average([str(place), str(home / "copy")], str(home / "mean"))
-    return [home / name for name in ("longer", "same", "trimmed", "extended", "mean")]
+def derive(directory, folder):
+    "The directories that each command makes of a model."
+    (folder / "text.txt").write_text(TEXT)
+    source, text = str(directory), str(folder / "text.txt")
+    lengthen(source, 64, "keep", output=str(folder / "longer"))
+    transplant(source, source, str(folder / "same"))
+    trim(source, str(folder / "trimmed"), text)
+    extend(source, str(folder / "extended"), text, 3, min_count=1)
+    shutil.copytree(directory, folder / "copy")
+    average([source, str(folder / "copy")], str(folder / "mean"))
+    return [folder / name for name in ("longer", "same", "trimmed", "extended", "mean")]
 
 
-def test_what_is_made_of_a_finetuned_model_predicts_as_it_did(finetuned, tmp_path):
-    "Two columns, cut at 12 tokens: the same inputs, and so the same answers, but where vectors are new (extend)."
+def test_a_derived_classifier_predicts_as_before(finetuned, tmp_path):
     texts = TEXT.split("\n")
-    rows = [{"text": one, "hint": other} for one, other in zip(texts[:6], texts[6:])]
-    want = load_predictor(finetuned).predict(rows).rows
-    for place in make_others(finetuned, tmp_path):
-        predictor = load_predictor(place)
-        assert predictor.columns == {"text": "text", "text_pair": "hint"}, place.name
-        assert predictor.max_sequence_length == 12, place.name
-        if place.name != "extended":
-            for one, other in zip(predictor.predict(rows).rows, want):
-                assert one == {
-                    **other,
-                    "probability": pytest.approx(other["probability"], abs=1e-5),
-                }, place.name
+    rows = [{"text": text, "hint": hint} for text, hint in zip(texts[:6], texts[6:])]
+    expected = load_predictor(finetuned).predict(rows).rows
+    for directory in derive(finetuned, tmp_path):
+        predictor = load_predictor(directory)
+        assert predictor.columns == {"text": "text", "text_pair": "hint"}, directory.name
+        assert predictor.max_sequence_length == 12, directory.name
+        if directory.name == "extended":  # its new vectors change the answers
+            continue
+        for answer, before in zip(predictor.predict(rows).rows, expected):
+            probability = pytest.approx(before["probability"], abs=1e-5)
+            assert answer == {**before, "probability": probability}, directory.name
 
 
-def test_what_is_made_of_a_model_of_text_vectors_pools_as_it_did(tmp_path):
-    tokenizer = train_tokenizer([TEXT], 45)
-    (tmp_path / "text.txt").write_text(TEXT)
-    model = BiEncoder(
-        BertLabModel(shape(tokenizer)), tokenizer, "cls", normalize=False, max_sequence_length=12
-    ).eval()
-    place, texts = model.save(tmp_path / "vectors"), TEXT.split("\n")[:4]
-    for other in make_others(place, tmp_path):
-        assert read_st_config(other) == read_st_config(place), other.name
-        if other.name != "extended":
-            found = BiEncoder.load(other).encode(texts)
-            torch.testing.assert_close(
-                torch.as_tensor(found), torch.as_tensor(model.encode(texts)), atol=1e-5, rtol=0
-            )
-
-
-def with_module(place, number, name, path):
-    "A model of text vectors with another module behind number - 1 others, as sentence-transformers writes it."
-    modules = json.loads((place / "modules.json").read_text())
-    modules.insert(
-        number,
-        {
-            "idx": number,
-            "name": str(number),
-            "path": path,
-            "type": f"sentence_transformers.models.{name}",
-        },
-    )
-    (place / "modules.json").write_text(json.dumps(modules))
-    (place / path).mkdir(exist_ok=True)
-    (place / path / "config.json").write_text(json.dumps({"in_features": 32, "out_features": 16}))
-    save_file({"linear.weight": torch.ones(16, 32)}, place / path / "model.safetensors")
-    return place
+def test_a_derived_bi_encoder_pools_as_before(tmp_path):
+    directory, texts = save_bi_encoder(tmp_path / "vectors", "cls", False), TEXT.split("\n")[:4]
+    expected = torch.as_tensor(BiEncoder.load(directory).encode(texts))
+    for derived in derive(directory, tmp_path):
+        assert read_st_config(derived) == read_st_config(directory), derived.name
+        if derived.name != "extended":
+            vectors = torch.as_tensor(BiEncoder.load(derived).encode(texts))
+            torch.testing.assert_close(vectors, expected, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("command", ["average", "lengthen", "extend", "trim", "transplant", "push"])
-def test_a_model_with_a_module_that_would_stay_behind_is_refused_before_any_work(
-    command, tmp_path, monkeypatch
-):
-    tokenizer = train_tokenizer([TEXT], 45)
-    model = BiEncoder(BertLabModel(shape(tokenizer)), tokenizer, max_sequence_length=12)
-    place, new = (
-        with_module(model.save(tmp_path / "vectors"), 2, "Dense", "2_Dense"),
-        str(tmp_path / "new"),
-    )
-    for where in (adapting, vocabularies):
-        monkeypatch.setattr(where, "load_encoder", lambda *_: pytest.fail("it began"))
-    calls = {"average": lambda: average([str(place), str(shutil.copytree(place, tmp_path / "copy"))], new),
-             "lengthen": lambda: lengthen(str(place), 64, output=new),
-             "extend": lambda: extend(str(place), new), "trim": lambda: trim(str(place), new),
-             "transplant": lambda: transplant(str(place), str(place), new),
-             "push": lambda: push_model(place, "me/vectors", dry_run=True)}  # fmt: skip
-    with pytest.raises(
-        ValueError, match="has the module Dense in '2_Dense', .*sentence-transformers"
-    ) as told:
+def test_a_module_that_cannot_be_copied_is_refused_early(command, tmp_path, monkeypatch):
+    directory, output = save_bi_encoder(tmp_path / "vectors"), str(tmp_path / "new")
+    dense = {"idx": 2, "name": "2", "path": "2_Dense", "type": "sentence_transformers.models.Dense"}
+    modules = json.loads((directory / "modules.json").read_text())
+    (directory / "modules.json").write_text(json.dumps([*modules[:2], dense, *modules[2:]]))
+    (directory / "2_Dense").mkdir()
+    sizes = {"in_features": 32, "out_features": 16}
+    (directory / "2_Dense" / "config.json").write_text(json.dumps(sizes))
+    save_file({"linear.weight": torch.ones(16, 32)}, directory / "2_Dense" / "model.safetensors")
+    for module in (adapting, vocabularies):
+        monkeypatch.setattr(module, "load_encoder", lambda *_: pytest.fail("it began"))
+    source = str(directory)
+    calls = {"average": lambda: average([source, str(shutil.copytree(directory, tmp_path / "copy"))], output),
+             "lengthen": lambda: lengthen(source, 64, output=output),
+             "extend": lambda: extend(source, output), "trim": lambda: trim(source, output),
+             "transplant": lambda: transplant(source, source, output),
+             "push": lambda: push_model(directory, "me/vectors", dry_run=True)}  # fmt: skip
+    with pytest.raises(ValueError, match="Dense in '2_Dense'"):
         calls[command]()
-    assert "\n" not in str(told.value) and not (tmp_path / "new").exists()
+    assert not (tmp_path / "new").exists()
 
 
-def test_what_only_sentence_transformers_can_pool_is_carried_along(tmp_path):
-    "bertlab has no maximum, and what is made of such a model keeps it."
-    tokenizer = train_tokenizer([TEXT], 45)
-    place = BiEncoder(BertLabModel(shape(tokenizer)), tokenizer, max_sequence_length=12).save(
-        tmp_path / "vectors"
-    )
-    (place / "1_Pooling" / "config.json").write_text(json.dumps({"pooling_mode_max_tokens": True}))
-    lengthen(str(place), 64, "keep", output=str(tmp_path / "longer"))
-    assert read_sentence_transformers_files(tmp_path / "longer") == read_sentence_transformers_files(place) == {
-        "modules": ["Transformer", "Pooling", "Normalize"], "pooling": ["max"]}  # fmt: skip
-    (place / "modules.json").write_text("[1]")
-    with pytest.raises(ValueError, match="modules.json is damaged"):
-        lengthen(str(place), 64, "keep", output=str(tmp_path / "new"))
+def test_pooling_of_sentence_transformers_alone_is_kept(tmp_path):
+    directory = save_bi_encoder(tmp_path / "vectors")
+    pooling = {"pooling_mode_max_tokens": True}
+    (directory / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
+    lengthen(str(directory), 64, "keep", output=str(tmp_path / "longer"))
+    modules = read_sentence_transformers_files(tmp_path / "longer")
+    assert modules == read_sentence_transformers_files(directory) and modules["pooling"] == ["max"]
 
 
-def test_models_that_make_vectors_in_two_ways_have_no_mean(tmp_path):
-    tokenizer = train_tokenizer([TEXT], 45)
-
-    def put(name, *how):
-        return BiEncoder(
-            BertLabModel(shape(tokenizer)), tokenizer, *how, max_sequence_length=12
-        ).save(tmp_path / name)
-
-    first, same = put("first"), put("same")
-    for other, said in (
-        (put("cls", "cls"), "pooling.*cls"),
-        (put("long", "mean", False), "modules.*Normalize"),
-    ):
-        with pytest.raises(ValueError, match=said) as caught:
+def test_models_of_different_vectors_have_no_mean(tmp_path):
+    first = save_bi_encoder(tmp_path / "first")
+    for options, part in ((("cls",), "cls"), (("mean", False), "Normalize")):
+        other = save_bi_encoder(tmp_path / part, *options)
+        with pytest.raises(ValueError, match=part):
             save_average([first, other], tmp_path / "x")
-        assert str(first) in str(caught.value) and str(other) in str(caught.value)
-    # Later versions of sentence-transformers name the pooling, which is the same one.
-    (same / "1_Pooling" / "config.json").write_text(json.dumps({"pooling_mode": "mean"}))
-    save_average([first, same], tmp_path / "mean")
-    plain = save_model(BertLabModel(shape(tokenizer)), tokenizer, tmp_path / "plain")
-    save_average([first, plain], tmp_path / "between")  # an encoder and what was trained from it
-    assert read_st_config(tmp_path / "between") == read_st_config(first)
+    plain = save_model(BertLabModel(shape()), TOKENIZER, tmp_path / "plain")
+    save_average([first, plain], tmp_path / "mean")  # an encoder and what was trained from it
+    assert read_st_config(tmp_path / "mean") == read_st_config(first)
 
 
-def test_a_longer_model_says_what_it_reads(finetuned, tmp_path):
+def test_an_average_is_the_mean_of_its_models(tmp_path):
+    for seed in range(2):
+        save_model(BertLabForMaskedLM(shape(seed)), None, tmp_path / f"{seed}")
+    average([str(tmp_path / "0"), str(tmp_path / "1")], str(tmp_path / "mean"))
+    embedding = lambda name: load_encoder(tmp_path / name).get_input_embeddings().weight
+    torch.testing.assert_close(embedding("mean"), (embedding("0") + embedding("1")) / 2)
+
+
+def test_a_longer_model_names_its_lengths(finetuned, tmp_path):
     assert "cut at 12 tokens" in lengthen(str(finetuned), 64, output=str(tmp_path / "longer"))
-    said = lengthen(
-        str(finetuned), 10, "base", 1e5, output=str(tmp_path / "base")
-    )  # a new base for shorter rows
-    assert said.startswith("32 -> 32 ") and load_tokenizer(tmp_path / "base").model_max_length == 32
+    lengthen(str(finetuned), 10, "base", 1e5, output=str(tmp_path / "base"))  # for shorter rows
+    assert load_tokenizer(tmp_path / "base").model_max_length == 32
     assert load_encoder(tmp_path / "base").config.max_position_embeddings == 32
 
 
-@pytest.mark.parametrize("positions, way", [("alibi", "keep"), ("none", "keep"), ("rope", "yarn")])
-def test_a_model_is_made_longer_as_its_positions_allow_where_nobody_says_how(
-    positions, way, tmp_path
-):
-    tokenizer = train_tokenizer([TEXT], 45)
-    config = shape(tokenizer)
-    config.attention_positions = positions
-    save_model(BertLabModel(config), tokenizer, tmp_path / "short")
-    assert f"positions ({way})" in lengthen(
-        str(tmp_path / "short"), 64, output=str(tmp_path / "long")
-    )
+@pytest.mark.parametrize("positions, how", [("alibi", "keep"), ("none", "keep"), ("rope", "yarn")])
+def test_lengthening_follows_the_positions(positions, how, tmp_path):
+    model = BertLabModel(shape(attention_positions=positions))
+    directory = save_model(model, TOKENIZER, tmp_path / "short")
+    assert f"({how})" in lengthen(str(directory), 64, output=str(tmp_path / "long"))
     assert load_encoder(tmp_path / "long").config.max_position_embeddings == 64
 
 
-def test_a_damaged_tokenizer_is_not_left_out_without_a_word(finetuned, tmp_path):
+def test_a_damaged_tokenizer_is_not_left_out(finetuned, tmp_path):
     (finetuned / "tokenizer.json").write_text("{")
     with pytest.raises(ValueError, match="tokenizer"):
         lengthen(str(finetuned), 64, output=str(tmp_path / "longer"))
@@ -215,57 +169,42 @@ def test_a_damaged_tokenizer_is_not_left_out_without_a_word(finetuned, tmp_path)
     lengthen(str(finetuned), 64, output=str(tmp_path / "longer"))  # a model alone
 
 
-def test_what_appears_at_the_output_while_a_command_works_stays(tmp_path, monkeypatch):
-    place = save_model(
-        BertLabForMaskedLM(shape(WORDS * 2)), word_tokenizer(WORDS), tmp_path / "model"
-    )
+def test_an_output_that_appears_meanwhile_stays(finetuned, tmp_path, monkeypatch):
     output = tmp_path / "longer"
 
-    def meanwhile(*arguments):
+    def save_meanwhile(*arguments):
         output.mkdir()
         (output / "thesis.txt").write_text("x")
         return save_model(*arguments)
 
-    monkeypatch.setattr(adapting, "save_model", meanwhile)
-    with pytest.raises(ValueError, match="in the meantime"):
-        lengthen(str(place), 64, output=str(output))
+    monkeypatch.setattr(adapting, "save_model", save_meanwhile)
+    with pytest.raises(ValueError, match="longer"):
+        lengthen(str(finetuned), 64, output=str(output))
     assert [path.name for path in output.iterdir()] == ["thesis.txt"]
-    (beside,) = tmp_path.glob("longer-*")
-    assert load_encoder(beside).config.max_position_embeddings == 64
 
 
-@pytest.mark.parametrize("last", [1, -7, 0])
-def test_an_option_of_other_runs_is_refused_for_a_finetuning_run(tmp_path, last):
-    (tmp_path / "run.yaml").write_text("command: finetune\n")
-    with pytest.raises(ValueError, match=f"last={last}"):
-        average([str(tmp_path)], str(tmp_path / "mean"), last=last)
+@pytest.mark.parametrize("options, part", [
+    ({"directories": []}, "directories"), ({"how": "best"}, "how='best'"), ({"how": "greedy"}, "how='greedy'"),
+    ({"output": "a"}, "exists"), ({"directories": ["a"]}, "1 model"), ({"directories": ["a", "none"]}, "none"),
+    ({"directories": ["run"], "last": 1}, "last=1"), ({"directories": ["run"]}, "1 finished seeds"),
+])  # fmt: skip
+def test_a_wrong_average_is_refused(tmp_path, monkeypatch, options, part):
+    monkeypatch.chdir(tmp_path)
+    for name in ("a", "b"):
+        save_model(BertLabForMaskedLM(shape()), None, tmp_path / name)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "run.yaml").write_text("command: finetune\n")
+    (tmp_path / "run" / "metrics.json").write_text('{"seeds": [0]}')
+    with pytest.raises(ValueError, match=part):
+        average(**{"directories": ["a", "b"], "output": "mean", **options})
+    assert not (tmp_path / "mean").exists()
 
 
-def test_an_average_of_nothing_or_of_unfinished_seeds_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="directories"):
-        average([], str(tmp_path / "mean"))
-    (tmp_path / "run.yaml").write_text("command: finetune\n")
-    (tmp_path / "metrics.json").write_text('{"seeds": [0]}')
-    for seed in range(2):
-        (tmp_path / f"seed-{seed}").mkdir()
-        (tmp_path / f"seed-{seed}" / "best.ckpt").write_bytes(b"")
-    with pytest.raises(ValueError, match="1 finished seeds, and seed-1 unfinished"):
-        average([str(tmp_path)], str(tmp_path / "mean"))
-
-
-@pytest.mark.parametrize(
-    "head, options",
-    [(BertLabForSequenceClassification, {"norm": "rms"}), (BertLabForSpanClassification, {})],
-)
-def test_a_finetuned_model_in_our_own_class_is_read_with_its_head(head, options, tmp_path):
-    tokenizer = train_tokenizer([TEXT], 45)
-    config = shape(tokenizer)
-    for name, value in options.items():
-        setattr(config, name, value)
-    place = save_model(head(config), tokenizer, tmp_path / "model")
-    (tmp_path / "text.txt").write_text(TEXT)
-    loaded = load_encoder(place)
-    assert type(loaded) is head
-    for other in make_others(place, tmp_path):
-        assert type(load_encoder(other)) is head, other.name
-    assert BiEncoder.load(place).encode(["w1 w2"]).shape == (1, 32)
+@pytest.mark.parametrize("head, options", [
+    (BertLabForSequenceClassification, {"norm": "rms"}), (BertLabForSpanClassification, {}),
+])  # fmt: skip
+def test_derived_models_keep_a_head_of_our_own_class(head, options, tmp_path):
+    directory = save_model(head(shape(**options)), TOKENIZER, tmp_path / "model")
+    for derived in (directory, *derive(directory, tmp_path)):
+        assert type(load_encoder(derived)) is head, derived.name
+    assert BiEncoder.load(directory).encode(["w1 w2"]).shape == (1, 32)

@@ -12,15 +12,15 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from called import config_of
 from test_finetuning import CONFIG, asked, data_for, tagged, texts_of, tokenizer
 from transformers import pipeline
 
-from bertlab.finetuning.module import FinetuningModule
-from bertlab.cli.finetune import GLUE, FinetuningRun
+from bertlab.cli.finetune import GLUE, build_finetuning, resolve_task
 from bertlab.cli.main import main, run_command
-from called import config_of, resumed_config  # noqa: E402
-from bertlab.finetuning.runs import finetune
+from bertlab.finetuning.module import FinetuningModule
 from bertlab.finetuning.predictions import evaluate, load_predictor
+from bertlab.finetuning.runs import finetune
 from bertlab.model.loading import read_state_dict
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -31,11 +31,12 @@ MODEL = json.dumps(
 QUICK = ["--model.model_config_kwargs", MODEL, "--model.learning_rate", "0.003", "--run.progress", "none",
          "--data.train_batch_size", "8", "--trainer.accelerator", "cpu", "--trainer.precision", "32-true",
          "--trainer.limit_train_batches", "4", "--run.num_epochs", "1"]  # fmt: skip
-
-
-def by_words(words):
-    "`bertlab finetune`, and its exit status."
-    return main(["finetune", *map(str, words)])
+TASKS = {"csv": "classification", "conllu": "token_classification", "conll": "token_classification",
+         "squad": "question_answering"}  # fmt: skip
+PIPELINES = {
+    "classification": "text-classification",
+    "token_classification": "token-classification",
+}
 
 
 def conllu(rows):
@@ -55,22 +56,26 @@ def squad(rows):
     return json.dumps({"version": "1.1", "data": [{"title": "t", "paragraphs": paragraphs}]})
 
 
-def write_rows(folder, task):
-    "Training, validation and test rows in a form of their own for each task."
+def write_table(path, rows):
+    with open(path, "w", newline="") as file:
+        table = csv.DictWriter(file, ["text", "label"])
+        table.writeheader()
+        table.writerows(rows)
+
+
+def write_rows(folder, form="csv"):
+    "Write training, validation and test rows in a file format."
     folder.mkdir()
-    make, form = {"csv": (texts_of, "csv"), "conllu": (tagged, "conllu"), "conll": (tagged, "conll"),
-                  "squad": (asked, "json")}[task]  # fmt: skip
-    for split, number, seed in (("train", 48, 0), ("validation", 19, 1), ("test", 11, 2)):
-        path = folder / f"{split}.{form}"
-        if task == "csv":
-            with open(path, "w", newline="") as file:
-                table = csv.DictWriter(file, ["text", "label"])
-                table.writeheader()
-                table.writerows(make(number, seed))
+    suffix = "json" if form == "squad" else form
+    for split, count, seed in (("train", 48, 0), ("validation", 19, 1), ("test", 11, 2)):
+        path = folder / f"{split}.{suffix}"
+        if form == "csv":
+            write_table(path, texts_of(count, seed))
+        elif form == "squad":
+            path.write_text(squad(asked(count, seed)))
         else:
-            path.write_text(
-                {"conllu": conllu, "conll": conll2003, "squad": squad}[task](make(number, seed))
-            )
+            write = conllu if form == "conllu" else conll2003
+            path.write_text(write(tagged(count, seed)))
     return folder
 
 
@@ -86,562 +91,337 @@ def words_for(tok, source, output, *more):
             "--run.output", str(output), *QUICK, *more]  # fmt: skip
 
 
-KINDS = {"csv": ("classification", "text-classification"), "conllu": ("token_classification", "token-classification"),
-         "conll": ("token_classification", "token-classification"), "squad": ("question_answering", None)}  # fmt: skip
+def run(*words):
+    "The exit status of `bertlab finetune`."
+    return main(["finetune", *map(str, words)])
 
 
-@pytest.mark.parametrize("form", KINDS)
-def test_each_task_goes_from_a_file_to_predictions_of_a_file(tok, tmp_path, capsys, form):
-    source, output = write_rows(tmp_path / "rows", form), tmp_path / "run"
-    more = ["--model.task", KINDS[form][0]]
+def metrics_of(output):
+    return json.loads((output / "metrics.json").read_text())
+
+
+def build(words):
+    return build_finetuning(resolve_task(config_of("finetune", words)) | {"seed_everything": 0})
+
+
+@pytest.fixture
+def rows(tmp_path):
+    return write_rows(tmp_path / "rows")
+
+
+@pytest.fixture
+def output(tmp_path):
+    return tmp_path / "run"
+
+
+@pytest.fixture(scope="module")
+def finished(tok, tmp_path_factory):
+    "A folder with rows and a run of one seed."
+    folder = tmp_path_factory.mktemp("finished")
+    write_rows(folder / "rows")
+    assert run(*words_for(tok, folder / "rows", folder / "run")) == 0
+    return folder
+
+
+@pytest.fixture
+def copied(finished, tmp_path):
+    "A copy of the finished run, whose rows are those of the original."
+    shutil.copytree(finished / "run", tmp_path / "run")
+    return tmp_path / "run"
+
+
+@pytest.mark.parametrize("form", TASKS)
+def test_a_task_goes_from_a_file_to_predictions(tok, tmp_path, output, form):
+    source = write_rows(tmp_path / "rows", form)
+    words = ["--model.task", TASKS[form]]
     if form == "squad":
-        more += ["--data.max_sequence_length", "16", "--data.collator_kwargs", '{"doc_stride": 4}']
-    assert by_words(words_for(tok, source, output, *more)) == 0
-    held = {path.name for path in output.iterdir()}
-    assert {
+        words += ["--data.max_sequence_length", "16", "--data.collator_kwargs.doc_stride", "4"]
+    assert run(*words_for(tok, source, output, *words)) == 0
+    names = {path.name for path in output.iterdir()}
+    assert names >= {
         "run.yaml",
-        "metrics.json",
         "evaluation.json",
         "config.json",
         "model.safetensors",
         "tokenizer.json",
-    } <= held
-    assert (
-        held & {"calibration.png", "answers.png"}
-        and "test rows, best seed" in capsys.readouterr().out
-    )
-    metrics = json.loads((output / "metrics.json").read_text())
+    }
+    assert names & {"calibration.png", "answers.png"}
+    metrics, predicted = metrics_of(output), tmp_path / "predicted.jsonl"
     assert metrics["deviation"] == {} and metrics["mean"] == metrics["runs"][0]
     file = next(source.glob("test.*"))
-    told = tmp_path / "told.jsonl"
-    assert main(["predict", str(output), str(file), "--output", str(told)]) == 0
-    rows = [json.loads(line) for line in told.read_text().splitlines()]
-    assert len(rows) == 11
-    evaluation = json.loads((output / "evaluation.json").read_text())
+    assert main(["predict", str(output), str(file), "--output", str(predicted)]) == 0
+    answers = [json.loads(line) for line in predicted.read_text().splitlines()]
+    assert len(answers) == 11
+    accuracy = json.loads((output / "evaluation.json").read_text()).get("accuracy")
     if form == "csv":
-        right = np.mean([row["predicted_label"] == row["label"] for row in rows])
-        assert right == pytest.approx(evaluation["accuracy"]) == metrics["runs"][0]["test_accuracy"]
+        right = np.mean([row["predicted_label"] == row["label"] for row in answers])
+        assert right == pytest.approx(accuracy) == metrics["runs"][0]["test_accuracy"]
     elif form != "squad":
         gold = "UPOS" if form == "conllu" else "ner"
-        right = np.concatenate([np.array(row["predicted_tags"]) == row[gold] for row in rows])
-        assert right.mean() == pytest.approx(evaluation["accuracy"])
-    if KINDS[form][1]:
-        assert pipeline(KINDS[form][1], str(output), device="cpu")("the apple is here")
+        right = np.concatenate([np.array(row["predicted_tags"]) == row[gold] for row in answers])
+        assert right.mean() == pytest.approx(accuracy)
+    if name := PIPELINES.get(TASKS[form]):
+        assert pipeline(name, str(output), device="cpu")("the apple is here")
 
 
-def test_seeds_are_the_runs_that_they_are_alone_and_the_best_is_kept(tok, tmp_path):
-    source = write_rows(tmp_path / "rows", "csv")
-    more = ["--run.seeds", "[1,2,3]", "--run.monitor", "val_loss"]
-    assert by_words(words_for(tok, source, tmp_path / "run", *more)) == 0
-    found = json.loads((tmp_path / "run" / "metrics.json").read_text())
-    assert found["seeds"] == [1, 2, 3] and found["monitor"] == "val_loss"
-    losses = [run["val_loss"] for run in found["runs"]]
-    assert found["mean"]["val_loss"] == pytest.approx(np.mean(losses))
-    assert found["deviation"]["val_loss"] == pytest.approx(np.std(losses, ddof=1))
-    assert found["best_seed"] == (1, 2, 3)[int(np.argmin(losses))]
+def test_seeds_are_what_they_are_alone_and_the_best_is_kept(tok, rows, tmp_path, output):
+    words = ["--run.seeds", "[1,2,3]", "--run.monitor", "val_loss"]
+    assert run(*words_for(tok, rows, output, *words)) == 0
+    metrics = metrics_of(output)
+    losses = [values["val_loss"] for values in metrics["runs"]]
+    assert metrics["seeds"] == [1, 2, 3] and metrics["monitor"] == "val_loss"
+    assert metrics["mean"]["val_loss"] == pytest.approx(np.mean(losses))
+    assert metrics["deviation"]["val_loss"] == pytest.approx(np.std(losses, ddof=1))
+    assert metrics["best_seed"] == (1, 2, 3)[int(np.argmin(losses))]
     ids = {
         f"{name}_token_id": getattr(tokenizer(), f"{name}_token_id")
         for name in ("pad", "cls", "sep", "mask")
     }
-    ids["vocab_size"] = len(tokenizer())
-    alone = finetune(FinetuningModule("classification", model_config_kwargs=CONFIG | ids, learning_rate=0.003), data_for(),
-                     tmp_path / "alone", 1, monitor="val_loss", seed=found["best_seed"], limit_train_batches=4,
+    config = CONFIG | ids | {"vocab_size": len(tokenizer())}
+    alone = finetune(FinetuningModule("classification", model_config_kwargs=config, learning_rate=0.003), data_for(),
+                     tmp_path / "alone", 1, monitor="val_loss", seed=metrics["best_seed"], limit_train_batches=4,
                      precision="32-true", accelerator="cpu")  # fmt: skip
-    # The same rows from memory instead of a file.
-    assert alone.metrics["val_loss"] == pytest.approx(min(losses), abs=1e-5)
-    rows = texts_of(11, 2)
-    said = [row["predicted_label"] for row in load_predictor(tmp_path / "run").predict(rows).rows]
-    accuracy = np.mean([one == row["label"] for one, row in zip(said, rows)])
-    assert accuracy == pytest.approx(
-        evaluate(alone.module, alone.module.data, "test").numbers["accuracy"]
-    )
+    assert alone.metrics["val_loss"] == pytest.approx(min(losses), abs=1e-5)  # rows from memory
+    test_rows = texts_of(11, 2)
+    answers = load_predictor(output).predict(test_rows).rows
+    accuracy = np.mean([a["predicted_label"] == row["label"] for a, row in zip(answers, test_rows)])
+    expected = evaluate(alone.module, alone.module.data, "test").numbers["accuracy"]
+    assert accuracy == pytest.approx(expected)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("form", ["csv", "squad"])
-def test_a_gpu_evaluates_as_it_has_validated(tok, tmp_path, form):
-    more = ["--model.task", KINDS[form][0], "--trainer.accelerator", "gpu"]
-    assert (
-        by_words(words_for(tok, write_rows(tmp_path / "rows", form), tmp_path / "run", *more)) == 0
-    )
-    (metrics,) = json.loads((tmp_path / "run" / "metrics.json").read_text())["runs"]
-    name = "accuracy" if form == "csv" else "f1"
-    found = json.loads((tmp_path / "run" / "evaluation.json").read_text())[name]
-    assert found == pytest.approx(metrics[f"test_{name}"], abs=1e-3)
+@pytest.mark.parametrize("form, name", [("csv", "accuracy"), ("squad", "f1")])
+def test_a_gpu_evaluates_as_it_has_validated(tok, tmp_path, output, form, name):
+    words = ["--model.task", TASKS[form], "--trainer.accelerator", "gpu"]
+    assert run(*words_for(tok, write_rows(tmp_path / "rows", form), output, *words)) == 0
+    evaluated = json.loads((output / "evaluation.json").read_text())[name]
+    assert evaluated == pytest.approx(metrics_of(output)["runs"][0][f"test_{name}"], abs=1e-3)
 
 
 @pytest.mark.parametrize("adapter", [None, "lora"])
-def test_the_average_of_a_run_is_the_mean_of_the_seeds_that_it_has_finished(
-    tok, tmp_path, capsys, adapter
-):
-    source, output = write_rows(tmp_path / "rows", "csv"), tmp_path / "run"
-    more = ["--run.seeds", "[0,1]", *(["--model.adapter", adapter] if adapter else [])]
-    assert by_words(words_for(tok, source, output, *more)) == 0
-    seeds = [
-        read_state_dict(path)["task_head.classifier.weight"]
-        for path in sorted(output.glob("seed-*/best.ckpt"))
-    ]
-    shutil.copytree(
-        output / "seed-1", output / "seed-2"
-    )  # as a run leaves it that was killed in its third seed
+def test_an_average_is_the_mean_of_finished_seeds(tok, rows, tmp_path, output, capsys, adapter):
+    words = ["--run.seeds", "[0,1]", *(["--model.adapter", adapter] if adapter else [])]
+    assert run(*words_for(tok, rows, output, *words)) == 0
+    names = [f"seed-{seed}/best.ckpt" for seed in (0, 1)]
+    heads = [read_state_dict(output / name)["task_head.classifier.weight"] for name in names]
+    shutil.copytree(output / "seed-1", output / "seed-2")  # of a seed that was killed
     output = output.rename(tmp_path / "moved")
-    written = (output / "run.yaml").read_text()
-    (output / "run.yaml").write_text(
-        written.replace("accelerator: cpu", "accelerator: gpu")
-    )  # of another machine
-    assert (output / "run.yaml").read_text() != written
+    config = (output / "run.yaml").read_text()
+    assert "accelerator: cpu" in config
+    (output / "run.yaml").write_text(config.replace("accelerator: cpu", "accelerator: gpu"))
     assert main(["average", str(output), "--output", str(tmp_path / "mean")]) == 0
-    assert "seed-2     left out" in capsys.readouterr().out
     mean = load_predictor(tmp_path / "mean").model.task_head.classifier.weight
-    assert not torch.equal(*seeds)
-    torch.testing.assert_close(mean, (seeds[0] + seeds[1]) / 2)
-    note = json.loads((tmp_path / "mean" / "average.json").read_text())
-    runs = json.loads((output / "metrics.json").read_text())["runs"]
-    assert note["average_of"] == list(note["singles"]) == ["seed-0", "seed-1"]
-    assert list(note["singles"].values()) == pytest.approx([run[note["monitor"]] for run in runs])
+    assert not torch.equal(*heads)
+    torch.testing.assert_close(mean, (heads[0] + heads[1]) / 2)
+    summary = json.loads((tmp_path / "mean" / "average.json").read_text())
+    values = [metrics[summary["monitor"]] for metrics in metrics_of(output)["runs"]]
+    assert list(summary["singles"].values()) == pytest.approx(values)
+    with open(rows / "train.csv", "a") as file:
+        file.write("another apple is here,fruit\n")
+    assert main(["average", str(output), "--output", str(tmp_path / "other")]) == 2
+    assert "rows" in capsys.readouterr().err and not (tmp_path / "other").exists()
 
 
-def test_the_saved_configuration_repeats_the_run(tok, tmp_path):
-    source = write_rows(tmp_path / "rows", "csv")
-    assert by_words(words_for(tok, source, tmp_path / "one")) == 0
-    saved = tmp_path / "one" / "run.yaml"
-    assert by_words(["--config", str(saved), "--run.output", str(tmp_path / "two")]) == 0
-    texts = [(tmp_path / name / "metrics.json").read_text() for name in ("one", "two")]
-    assert texts[0] == texts[1]
-    assert by_words(["--config", str(saved)]) == 2, "a run does not land on another"
-    assert by_words(["--config", str(saved), "--overwrite"]) == 0
-    assert (tmp_path / "one" / "previous-1" / "metrics.json").read_text() == texts[0]
+def test_the_saved_configuration_repeats_the_run(finished, copied, tmp_path, capsys):
+    saved = copied / "run.yaml"
+    assert run("--config", saved, "--run.output", tmp_path / "two") == 0
+    assert metrics_of(tmp_path / "two") == metrics_of(copied)
+    words = ["--config", saved, "--run.output", copied]
+    assert run(*words) == 2, "a run does not land on another"
+    model = ["--model.pretrained_model_name_or_path", copied, "--model.model_config_kwargs", "null"]
+    assert run(*words, "--overwrite", *model) == 2
+    assert "--overwrite would move it aside" in capsys.readouterr().err
+    assert run(*words, "--overwrite") == 0
+    assert metrics_of(copied / "previous-1") == metrics_of(copied)
 
 
-def test_a_built_in_task_brings_rows_kind_tokenizer_and_baselines(tmp_path, capsys):
-    output = tmp_path / "run"
+def test_a_built_in_task_brings_rows_and_baselines(output, capsys):
     words = ["--run.task", "code-tokens", "--run.task_sizes", '{"train": 60, "validation": 20, "test": 30}',
-             "--data.vocab_size", "300", "--run.output", str(output), *QUICK]  # fmt: skip
-    assert by_words(words) == 0
-    found = json.loads((output / "metrics.json").read_text())
-    assert set(found["baselines"]) == {"majority", "bag of words"}
-    assert set(found["baselines"]["majority"]) <= set(found["runs"][0]), (
-        "the same metrics, by the same names"
-    )
-    said = capsys.readouterr().out
-    assert "bag of words" in said and "PSF License" in said
-    assert (
-        yaml.safe_load((output / "run.yaml").read_text())["model"]["task"] == "token_classification"
-    )
-    assert load_predictor(output).task.name == "token_classification"
+             "--data.vocab_size", "300", "--run.output", output]  # fmt: skip
+    assert run(*words, *QUICK) == 0
+    metrics, printed = metrics_of(output), capsys.readouterr().out
+    assert set(metrics["baselines"]) == {"majority", "bag of words"}
+    assert set(metrics["baselines"]["majority"]) <= set(metrics["runs"][0])
+    assert "bag of words" in printed and "PSF License" in printed
+    config = yaml.safe_load((output / "run.yaml").read_text())
+    assert config["model"]["task"] == load_predictor(output).task.name == "token_classification"
 
 
 def write_glue(folder, name):
-    "A copy of one task of GLUE, in hub form: configurations, splits, and -1 for hidden labels."
+    "Write a task of GLUE in the hub's form: configurations, splits, and -1 for hidden labels."
     from datasets import ClassLabel, Dataset
 
-    for split, number in (("train", 40), ("validation", 12), ("test", 6)):
-        rows = texts_of(number, 0)
-        columns = {column: [row["text"] for row in rows] for column in GLUE[name][0]}
-        labels = [-1 if split == "test" else int(row["label"] == "tool") for row in rows]
-        data = Dataset.from_dict(
-            {**columns, "label": [max(-1.0, x * 2.5) for x in labels] if name == "stsb" else labels}
-        )
+    files = {}
+    for split, count in (("train", 40), ("validation", 12), ("test", 6)):
+        texts = texts_of(count, 0)
+        columns = {column: [row["text"] for row in texts] for column in GLUE[name][0]}
+        labels = [-1 if split == "test" else int(row["label"] == "tool") for row in texts]
+        if name == "stsb":
+            labels = [max(-1.0, label * 2.5) for label in labels]
+        dataset = Dataset.from_dict({**columns, "label": labels})
         if name != "stsb":
-            data = data.cast_column("label", ClassLabel(names=["no", "yes"]))
-        suffix = "_matched" if name == "mnli" and split != "train" else ""
-        data.to_parquet(str(folder / name / f"{split}{suffix}-00000-of-00001.parquet"))
-    files = {split: f"{name}/{split}-*" for split in ("train", "validation", "test")}
-    if name == "mnli":
-        files = {
-            split: f"{name}/{split}-*" for split in ("train", "validation_matched", "test_matched")
-        }
-    card = {
-        "configs": [
-            {"config_name": name, "data_files": [{"split": s, "path": p} for s, p in files.items()]}
-        ]
-    }
+            dataset = dataset.cast_column("label", ClassLabel(names=["no", "yes"]))
+        split += "_matched" if name == "mnli" and split != "train" else ""
+        dataset.to_parquet(str(folder / name / f"{split}-00000-of-00001.parquet"))
+        files[split] = f"{name}/{split}-*"
+    files = [{"split": split, "path": path} for split, path in files.items()]
+    card = {"configs": [{"config_name": name, "data_files": files}]}
     (folder / "README.md").write_text(f"---\n{yaml.safe_dump(card)}---\n")
 
 
-@pytest.mark.parametrize(("name", "metric"), [("mrpc", "val_accuracy"), ("cola", "val_mcc"), ("stsb", "val_spearman"),
-                                              ("mnli", "val_accuracy")])  # fmt: skip
-def test_a_glue_task_is_read_by_its_name(tok, tmp_path, monkeypatch, name, metric):
+@pytest.mark.parametrize("name, metric, problem", [
+    ("stsb", "val_spearman", "regression"), ("mnli", "val_accuracy", "single_label_classification"),
+])  # fmt: skip
+def test_a_glue_task_is_read_by_its_name(tok, tmp_path, output, monkeypatch, name, metric, problem):
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     (tmp_path / "glue").mkdir()
     write_glue(tmp_path / "glue", name)
-    words = words_for(tok, tmp_path / "glue", tmp_path / "run", "--run.glue", name)
-    assert by_words(words) == 0
-    found = json.loads((tmp_path / "run" / "metrics.json").read_text())
-    assert found["monitor"] == metric and not any(
-        key.startswith("test_") for key in found["runs"][0]
-    )
-    assert load_predictor(tmp_path / "run").task.problem_type == (
-        "regression" if name == "stsb" else "single_label_classification"
-    )
+    assert run(*words_for(tok, tmp_path / "glue", output, "--run.glue", name)) == 0
+    metrics = metrics_of(output)
+    assert metrics["monitor"] == metric
+    assert not any(key.startswith("test_") for key in metrics["runs"][0])
+    assert load_predictor(output).task.problem_type == problem
 
 
-@pytest.mark.parametrize("name", ["sst2", "mnli"])
-def test_a_glue_task_may_lie_in_plain_files(tok, tmp_path, name):
-    columns = GLUE[name][0]
-    for split, number in (("train", 40), ("dev", 12), ("test", 6)):
+def test_a_glue_task_is_read_from_plain_files(tok, tmp_path, output):
+    columns = GLUE["mnli"][0]
+    for split, count in (("train", 40), ("dev", 12), ("test", 6)):
         lines = [
-            "\t".join([*[row["text"]] * len(columns), *[row["label"]] * (split != "test")])
-            for row in texts_of(number, 0)
+            [*columns, "label"],
+            *([row["text"]] * 2 + [row["label"]] for row in texts_of(count, 0)),
         ]
-        (tmp_path / f"{split}.tsv").write_text(
-            "\n".join(["\t".join([*columns, *["label"] * (split != "test")]), *lines])
-        )
-    run = FinetuningRun(
-        config_of("finetune", words_for(tok, tmp_path, tmp_path / "run", "--run.glue", name))
-    )
-    run.build()
-    assert {split: len(rows) for split, rows in run.data.rows.items()} == {
-        "train": 40,
-        "validation": 12,
-        "test": 6,
-    }
-    assert [run.data.columns[role] for role in run.data.task.text_columns][
-        : len(columns)
-    ] == columns and run.monitor == "val_accuracy"
+        lines = [line[:2] if split == "test" else line for line in lines]
+        (tmp_path / f"{split}.tsv").write_text("\n".join(map("\t".join, lines)))
+    parts = build(words_for(tok, tmp_path, output, "--run.glue", "mnli"))
+    sizes = {split: len(split_rows) for split, split_rows in parts.data.rows.items()}
+    assert sizes == {"train": 40, "validation": 12, "test": 6}
+    assert [parts.data.columns[role] for role in parts.data.task.text_columns][:2] == columns
 
 
 @pytest.mark.parametrize(
     "path", sorted(CONFIGS.glob("finetune-*.yaml")), ids=lambda path: path.stem
 )
-def test_each_configuration_parses_and_names_what_exists(path, tmp_path):
-    words = ["--config", str(path), "--run.output", str(tmp_path / "run")]
-    run = FinetuningRun(config_of("finetune", words))
-    written = yaml.safe_load(path.read_text())
-    for part, values in written.items():
+def test_a_configuration_file_names_what_exists(path, output):
+    words = ["--config", str(path), "--run.output", str(output)]
+    config = resolve_task(config_of("finetune", words))
+    for section, values in yaml.safe_load(path.read_text()).items():
         for name, value in values.items():
             if name not in ("output", "task"):
-                assert run.config[part][name] == value, f"{part}.{name}"
-    kinds = {
-        "code-tokens": "token_classification",
-        "doc-words": "token_classification",
-        "api-questions": "question_answering",
-    }
-    assert run.config["model"]["task"] == kinds.get(
-        path.stem.removeprefix("finetune-"), "classification"
+                assert config[section][name] == value, f"{section}.{name}"
+    FinetuningModule(**config["model"])  # checks its arguments
+    assert not output.exists()
+
+
+def test_numbers_are_regressed_where_the_model_is_told_to(tok, tmp_path, output):
+    write_table(
+        tmp_path / "prices.csv", [{"text": f"the apple costs {n}", "label": n} for n in range(40)]
     )
-    FinetuningModule(**run.config["model"])  # checks its arguments
-    assert not (tmp_path / "run").exists()
-
-
-def test_whole_numbers_are_regressed_where_the_model_is_asked_to(tok, tmp_path):
-    (tmp_path / "prices.csv").write_text(
-        "text,label\n" + "".join(f"the apple costs {n},{n}\n" for n in range(40))
+    parts = build(
+        words_for(tok, tmp_path / "prices.csv", output, "--model.problem_type", "regression")
     )
-    words = words_for(
-        tok, tmp_path / "prices.csv", tmp_path / "run", "--model.problem_type", "regression"
-    )
-    run = FinetuningRun(config_of("finetune", words))
-    run.build()
-    assert run.data.collator.problem_type == "regression" and run.monitor == "val_spearman"
-    assert len(run.data.rows["validation"]) == 4
+    assert parts.data.collator.problem_type == "regression"
+    assert len(parts.data.rows["validation"]) == 4
 
 
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
-        (["--run.sedes", "[1]"], "did you mean 'run.seeds'"),
-        (["--model.lerning_rate", "1"], "learning_rate"),
-        (["--run.seeds", "[1,1]"], "run.seeds"),
-        (["--run.num_epochs", "0"], "run.num_epochs"),
-        (["--run.patience", "-1"], "run.patience"),
-        (["--run.average", "2"], "run.average"),
-        (
-            ["--run.average", "0.9", "--model.optimizer_class", "splus"],
-            "the optimizer (splus) keeps averages of its own",
-        ),
-        (["--run.validations_per_epoch", "0"], "run.validations_per_epoch"),
-        (["--run.seeds", "[-1]"], "run.seeds"),
-        (["--data.validation_fraction", "1.5"], "validation_fraction"),
-        (["--data.val_batch_size", "0"], "val_batch_size"),
-        (["--data.train_batch_size", "0"], "train_batch_size"),
-        (["--data.max_sequence_length", "2"], "max_sequence_length"),
-        (["--data.text_column", '["text", "label", "text"]'], "text_column"),
-        (["--data.reader_kwargs", '{"delimiter": ";;"}'], "delimiter"),
-        (["--data.train_split", "null"], "no training split"),
-        (["--data.val_split", "null", "--data.validation_fraction", "0"], "no validation split"),
-        (["--run.task", "docstring-area"], "leave run.glue"),
-        (["--run.glue", "sst3"], "run.glue='sst3' is unknown"),
-        (["--run.progress", "loud"], "progress"),
-        (["--run.monitor", "val_bleu"], "val_accuracy"),
-        (["--data.text_column", "txet"], "did you mean 'text'"),
-        (["--data.train_batch_size", "900"], "lower it"),
-        (["--model.num_labels", "7"], "num_labels=7"),
-        (["--model.optimizer_class", "adamx"], "adamx"),
-        (["--model.optimizer_kwargs", '{"bates": 1}'], "bates"),
-        (["--model.optimizer_kwargs", '{"betas": 0.9}'], "optimizer_kwargs: adamw cannot be built"),
-        (
-            ["--model.optimizer_kwargs", '{"weight_decay": 0.1}'],
-            "weight_decay=0.1",
-        ),
-        (["--model.warmup_steps", "5000", "--model.scheduler_type", "linear"], "warmup"),
-        (["--model.task", "translation"], "translation"),
-        (
-            [
-                "--model.pretrained_model_name_or_path",
-                "nowhere/at/all",
-                "--model.model_config_kwargs",
-                "null",
-            ],
-            "nowhere/at/all",
-        ),
-        (["--model.pretrained_model_name_or_path", "somebody/model"], "not both"),
-        (["--trainer.max_steps", "3"], "max_steps"),
-        (["--trainer.precision", "fp17"], "precision='fp17'"),
-        (["--trainer.limit_train_batches", "1.5"], "1.5 for limit_train_batches"),
-        (["--trainer.limit_val_batches", "0"], "limit_val_batches=0"),
-        (["--trainer.accumulate_grad_batches", "0"], "accumulate_grad_batches=0"),
-        (["--trainer.devices", "2"], "one process, and trainer.devices and num_nodes make 2"),
-        (["--trainer.devices", "[0, 1]"], "devices"),
-    ],
-)
-def test_a_mistake_is_one_line_before_anything_is_written(tok, tmp_path, capsys, more, message):
-    source = write_rows(tmp_path / "rows", "csv")
-    capsys.readouterr()
-    assert by_words(words_for(tok, source, tmp_path / "run", *more)) == 2
-    said = capsys.readouterr().err.strip().splitlines()
-    assert message in said[-1] and said[-1].startswith("bertlab finetune: ")
-    assert not (tmp_path / "run").exists()
+WRONG = [
+    ("--run.sedes=[1]", "run.seeds"), ("--run.seeds=[1,1]", "[1, 1]"), ("--run.seeds=[-1]", "run.seeds"),
+    ("--run.num_epochs=0", "run.num_epochs"), ("--run.patience=-1", "run.patience"),
+    ("--run.average=2", "run.average"), ("--run.progress=loud", "progress"),
+    ("--run.task=docstring-area", "run.glue"), ("--run.glue=sst3", "sst3"), ("--run.monitor=val_bleu", "val_accuracy"),
+    ("--data.validation_fraction=1.5", "validation_fraction"), ("--data.train_batch_size=900", "lower it"),
+    ('--data.text_column=["text", "label", "text"]', "text_column"), ("--data.text_column=txet", "'text'"),
+    ('--data.reader_kwargs={"delimiter": ";;"}', "delimiter"), ("--data.train_split=null", "train_split"),
+    ("--model.num_labels=7", "num_labels=7"), ("--model.optimizer_class=adamx", "adamx"),
+    ('--model.optimizer_kwargs={"bates": 1}', "bates"), ("--model.task=translation", "translation"),
+    ("--model.pretrained_model_name_or_path=somebody/model", "not both"),
+    ("--trainer.max_steps=3", "max_steps"), ("--trainer.precision=fp17", "precision='fp17'"),
+    ("--trainer.limit_train_batches=1.5", "limit_train_batches"), ("--trainer.limit_val_batches=0", "limit_val_batches=0"),
+    ("--trainer.devices=2", "trainer.devices"),
+]  # fmt: skip
 
 
-def test_sophia_under_a_scaler_of_float16_is_refused_before_anything_is_written(
-    tok, tmp_path, capsys, monkeypatch
-):
-    import bertlab.cli.finetune as command
-
-    made = command.make_trainer
-
-    def scaled(*args, **options):  # as on a GPU; a CPU refuses 16-mixed
-        trainer = made(*args, **options)
-        trainer.precision_plugin.scaler = torch.amp.GradScaler("cpu")
-        return trainer
-
-    monkeypatch.setattr(command, "make_trainer", scaled)
-    source = write_rows(tmp_path / "rows", "csv")
-    assert (
-        by_words(words_for(tok, source, tmp_path / "run", "--model.optimizer_class", "sophiah"))
-        == 2
-    )
-    assert "16-mixed" in capsys.readouterr().err and not (tmp_path / "run").exists()
+@pytest.mark.parametrize("word, part", WRONG)
+def test_a_mistake_is_one_line_before_anything_is_written(tok, rows, output, capsys, word, part):
+    assert run(*words_for(tok, rows, output, word)) == 2
+    message = capsys.readouterr().err.strip().splitlines()[-1]
+    assert part in message and message.startswith("bertlab finetune: ")
+    assert not output.exists()
 
 
-def test_nothing_to_learn_from_lists_what_there_is(tmp_path, capsys):
-    assert by_words(["--run.output", str(tmp_path / "run")]) == 2
-    assert "docstring-area" in capsys.readouterr().err
-    assert by_words(["--run.output", str(tmp_path / "run"), "--run.task", "areas"]) == 2
+@pytest.mark.parametrize("words", [[], ["--run.task", "areas"]])
+def test_nothing_to_learn_from_lists_the_tasks(output, capsys, words):
+    assert run("--run.output", output, *words) == 2
     assert "docstring-area" in capsys.readouterr().err
 
 
-def test_ctrl_c_saves_and_resume_goes_on_to_the_same_result(tok, tmp_path, capsys):
-    source, handler = write_rows(tmp_path / "rows", "csv"), signal.getsignal(signal.SIGINT)
-    more = ["--run.seeds", "[0,1]", "--run.num_epochs", "6", "--run.checkpoint_every_steps", "3"]
-    assert by_words(words_for(tok, source, tmp_path / "whole", *more)) == 0
-    run = tmp_path / "run"
+def test_an_interrupted_run_resumes_to_the_same_result(tok, rows, tmp_path, output, capsys):
+    words = ["--run.seeds", "[0,1]", "--run.num_epochs", "6", "--run.checkpoint_every_steps", "3"]
+    assert run(*words_for(tok, rows, tmp_path / "straight", *words)) == 0
+    stop = threading.Event()
 
     def interrupt():
-        while not list((run / "seed-1" / "checkpoints").glob("*.ckpt")):
+        while not list((output / "seed-1" / "checkpoints").glob("*.ckpt")):
             stop.wait(0.02)
         os.kill(os.getpid(), signal.SIGINT)
 
-    stop = threading.Event()
-    thread = threading.Thread(target=interrupt, daemon=True)
-    thread.start()
-    assert by_words(words_for(tok, source, run, *more)) == 130
-    assert f"bertlab finetune --resume {run}" in capsys.readouterr().out
-    assert signal.getsignal(signal.SIGINT) is handler and not (run / "model.safetensors").exists()
-    first = (run / "seed-0" / "best.ckpt").stat().st_mtime_ns
-    assert by_words(["--resume", run]) == 0
-    assert (run / "seed-0" / "best.ckpt").stat().st_mtime_ns == first, (
-        "a finished seed is not run again"
-    )
-    texts = [(tmp_path / name / "metrics.json").read_text() for name in ("whole", "run")]
-    assert texts[0] == texts[1]
+    handler = signal.getsignal(signal.SIGINT)
+    threading.Thread(target=interrupt, daemon=True).start()
+    assert run(*words_for(tok, rows, output, *words)) == 130
+    assert f"bertlab finetune --resume {output}" in capsys.readouterr().out
+    assert signal.getsignal(signal.SIGINT) is handler and not (output / "config.json").exists()
+    first = (output / "seed-0" / "best.ckpt").stat().st_mtime_ns
+    assert run("--resume", output) == 0
+    assert (output / "seed-0" / "best.ckpt").stat().st_mtime_ns == first, "a finished seed stays"
+    assert metrics_of(tmp_path / "straight") == metrics_of(output)
 
 
-def test_a_resume_that_is_another_run_is_refused_and_leaves_the_run_as_it_was(
-    tok, tmp_path, capsys
-):
-    source, output = write_rows(tmp_path / "rows", "csv"), tmp_path / "run"
-    assert by_words(words_for(tok, source, output)) == 0
-    other = tokenizer()
-    other.add_tokens(["sickle"])
-    other.save_pretrained(tmp_path / "other")
-    before = {
-        path: path.read_bytes()
-        for path in (output / "run.yaml", output / "tokenizer" / "tokenizer.json")
-    }
-    rows = (source / "train.csv").read_text()
-    for more, named, text in ((["--data.max_sequence_length", "16"], "max_sequence_length", rows),
-                              (["--data.train_batch_size", "4"], "train_batch_size", rows),
-                              (["--data.pretrained_tokenizer_name_or_path", str(tmp_path / "other")], "tokenizer", rows),
-                              ([], "number of rows", rows + "an apple,fruit\n"),
-                              ([], "train rows", rows.replace("the", "an"))):  # fmt: skip
-        (source / "train.csv").write_text(text)
-        assert by_words(["--resume", output, *more]) == 2, named
-        assert named in capsys.readouterr().err.splitlines()[-1]
-        assert before == {path: path.read_bytes() for path in before}, named
+@pytest.mark.parametrize("words, part", [
+    (["--data.max_sequence_length", "16"], "max_sequence_length"), (["--data.train_batch_size", "4"], "train_batch_size"),
+    (["--run.num_epochs", "10"], "run.num_epochs"), (["--model.learning_rate", "0.5"], "model.learning_rate=0.003"),
+    (["--run.monitor", "val_loss"], "val_accuracy"), (["--trainer.gradient_clip_val", "0.5"], "gradient_clip_val"),
+])  # fmt: skip
+def test_a_resume_with_other_settings_is_refused(copied, capsys, words, part):
+    before = (copied / "run.yaml").read_text()
+    assert run("--resume", copied, *words) == 2
+    assert part in capsys.readouterr().err.splitlines()[-1]
+    assert (copied / "run.yaml").read_text() == before
 
 
-def test_seeds_that_are_scored_on_other_rows_are_not_mixed(tok, tmp_path, capsys):
-    source, output = write_rows(tmp_path / "rows", "csv"), tmp_path / "run"
-    assert by_words(words_for(tok, source, output)) == 0
-    more = ["--resume", output, "--run.seeds", "[0, 1]"]
-    for split in ("validation", "test"):
-        path = source / f"{split}.csv"
-        rows = path.read_text()
-        path.write_text(rows + "an apple,fruit\n")
-        capsys.readouterr()
-        assert by_words(more) == 2
-        said = capsys.readouterr().err.splitlines()[-1]
-        assert (
-            f": {split} rows is " in said
-            and "Put it back, or start a new run" in said
-            and "seed-0" in said
-        )
-        path.write_text(rows)
+@pytest.mark.parametrize("split", ["train", "validation", "test"])
+def test_a_resume_with_other_rows_is_refused(finished, copied, tmp_path, capsys, split):
+    shutil.copytree(finished / "rows", tmp_path / "rows")
+    with open(tmp_path / "rows" / f"{split}.csv", "a") as file:
+        file.write("an apple,fruit\n")
+    words = ["--data.dataset_name_or_path", tmp_path / "rows"]
+    config = (copied / "run.yaml").read_text()
+    (copied / "run.yaml").write_text(config.replace(str(finished / "rows"), str(tmp_path / "rows")))
+    assert run("--resume", copied, *words, "--run.seeds", "[0, 1]") == 2
+    assert "rows" in capsys.readouterr().err.splitlines()[-1]
 
 
-def test_a_seed_does_not_begin_anew_where_its_checkpoint_is_damaged_and_a_finished_one_needs_none(
-    tok, tmp_path, capsys
-):
-    output = tmp_path / "run"
-    assert by_words(words_for(tok, write_rows(tmp_path / "rows", "csv"), output)) == 0
-    (kept,) = (output / "seed-0" / "checkpoints").glob("*.ckpt")
-    kept.write_bytes(kept.read_bytes()[:-30])
-    other = output / "seed-1" / "checkpoints" / kept.name
-    other.parent.mkdir(parents=True)
-    other.write_bytes(kept.read_bytes())
-    capsys.readouterr()
-    assert by_words(["--resume", output, "--run.seeds", "[0, 1]"]) == 2
-    assert (
-        "no checkpoint in " in (told := capsys.readouterr().err)
-        and "seed-1" in told
-        and "seed-0" not in told
-    )
-    other.unlink()  # a seed that was not begun begins
-    assert by_words(["--resume", output, "--run.seeds", "[0, 1]"]) == 0
-    assert json.loads((output / "metrics.json").read_text())["seeds"] == [0, 1]
+def test_a_resume_may_change_what_decides_no_result(copied):
+    words = [
+        "--trainer.log_every_n_steps=1",
+        "--trainer.benchmark=true",
+        "--model.gradient_checkpointing=true",
+    ]
+    assert run("--resume", copied, *words) == 0
 
 
-def test_a_resume_with_other_seeds_keeps_the_numbers_of_each(tok, tmp_path):
-    output = tmp_path / "run"
-    read = lambda: json.loads((output / "metrics.json").read_text())
-    more = ["--run.seeds", "[0,1]", "--run.baselines", "false", "--run.monitor", "val_loss"]
-    assert by_words(words_for(tok, write_rows(tmp_path / "rows", "csv"), output, *more)) == 0
-    first = read()
-    assert by_words(["--resume", output, "--run.seeds", "[1,0]"]) == 0
-    assert read() == {**first, "seeds": [1, 0], "runs": first["runs"][::-1]}
-    assert by_words(["--resume", output, "--run.seeds", "[2,1]"]) == 0
-    assert read()["seeds"] == [2, 1] and read()["runs"][1] == first["runs"][1] != read()["runs"][0]
+def test_a_seed_is_not_begun_over_a_damaged_checkpoint(copied, capsys):
+    shutil.copytree(copied / "seed-0", copied / "seed-1")
+    for seed in (0, 1):  # a finished seed needs none
+        [path] = (copied / f"seed-{seed}" / "checkpoints").glob("*.ckpt")
+        path.write_bytes(path.read_bytes()[:-30])
+    assert run("--resume", copied, "--run.seeds", "[0, 1]") == 2
+    message = capsys.readouterr().err
+    assert "no checkpoint in " in message and "seed-1" in message and "seed-0" not in message
+    shutil.rmtree(copied / "seed-1")
+    assert run("--resume", copied, "--run.seeds", "[1, 0]", "--run.baselines", "false") == 0
+    assert metrics_of(copied)["seeds"] == [1, 0]
 
 
-def test_predict_never_writes_over_a_file(tok, tmp_path, capsys):
-    (tmp_path / "in.csv").write_text("text\nhello\n")
-    for more, part in (
-        (["--output", tmp_path / "in.csv"], "is the file that is read"),
-        (["--output", tmp_path / "in.txt"], "must end in"),
-    ):
-        assert main(["predict", "nowhere", *map(str, [tmp_path / "in.csv", *more])]) == 2
-        assert part in capsys.readouterr().err
-    (tmp_path / "out.csv").write_text("mine")
-    assert (
-        main(
-            ["predict", "nowhere", str(tmp_path / "in.csv"), "--output", str(tmp_path / "out.csv")]
-        )
-        == 2
-    )
-    assert "--overwrite" in capsys.readouterr().err and (tmp_path / "out.csv").read_text() == "mine"
-
-
-def test_a_defect_is_not_taken_for_a_mistake():
-    with pytest.raises(KeyError):
-        run_command("devices", lambda: {}["a"])
-
-
-def test_a_resume_with_other_settings_is_refused_where_a_seed_is_finished(tok, tmp_path, capsys):
-    source, output = write_rows(tmp_path / "rows", "csv"), tmp_path / "run"
-    assert by_words(words_for(tok, source, output)) == 0
-    kept = (output / "run.yaml").read_text()
-    for more, said in (
-        (["--run.num_epochs", "10"], "run.num_epochs"),
-        (["--model.learning_rate", "0.5"], "model.learning_rate=0.003"),
-    ):
-        capsys.readouterr()
-        assert main(["finetune", "--resume", str(output), *more]) == 2
-        assert (
-            f"seed 0 of {output} was trained with {said}" in (error := capsys.readouterr().err)
-            and "another --run.output" in error
-        )
-        assert (output / "run.yaml").read_text() == kept
-    assert main(["finetune", "--resume", str(output), "--run.seeds", "[0, 1]"]) == 0
-    assert json.loads((output / "metrics.json").read_text())["seeds"] == [0, 1]
-
-
-def test_a_resume_may_change_what_no_result_follows_from_and_a_named_precision_is_not_of_that_kind(
-    tok, tmp_path
-):
-    source, output = write_rows(tmp_path / "rows", "csv"), tmp_path / "run"
-    assert by_words(words_for(tok, source, output, "--run.baselines", "false")) == 0
-
-    def refusal(*more):
-        run = FinetuningRun(resumed_config("finetune", more, str(output)), resume=True)
-        run.monitor = "val_accuracy"
-        try:
-            run._check_settings()
-        except ValueError as error:
-            return str(error)
-
-    free = {"log_every_n_steps": 1, "detect_anomaly": "true", "benchmark": "true", "default_root_dir": tmp_path, "profiler": "simple",
-            "logger": "true"}  # fmt: skip
-    assert refusal(*(f"--trainer.{name}={value}" for name, value in free.items()),
-                   "--model.compile_model=null", "--model.gradient_checkpointing=true") is None  # fmt: skip
-    assert refusal("--trainer.precision=null") is None, "the precision of another device"
-    assert "trainer.precision='32-true', and now it is 'bf16-mixed'" in refusal(
-        "--trainer.precision=bf16-mixed"
-    )
-    assert "trainer.gradient_clip_val=1.0" in refusal("--trainer.gradient_clip_val=0.5")
-
-
-def test_a_run_does_not_move_its_own_beginning_aside(tok, tmp_path, capsys):
-    source, output = write_rows(tmp_path / "rows", "csv"), tmp_path / "run"
-    assert by_words(words_for(tok, source, output)) == 0
-    capsys.readouterr()
-    assert main(["finetune", "--data.dataset_name_or_path", str(source), "--run.output", str(output), "--overwrite",
-                 "--model.pretrained_model_name_or_path", str(output)]) == 2  # fmt: skip
-    assert (
-        "--overwrite would move it aside" in capsys.readouterr().err
-        and (output / "config.json").exists()
-    )
-
-
-def test_seeds_are_not_averaged_over_rows_that_they_have_not_seen(tok, tmp_path, capsys):
-    source, output = write_rows(tmp_path / "rows", "csv"), tmp_path / "run"
-    assert by_words(words_for(tok, source, output, "--run.seeds", "[0, 1]")) == 0
-    assert main(["average", str(output), "--output", str(tmp_path / "mean")]) == 0
-    with open(next(source.glob("train*")), "a") as file:
-        file.write("another apple is here,fruit\n")
-    capsys.readouterr()
-    assert main(["average", str(output), "--output", str(tmp_path / "other")]) == 2
-    assert "there and" in capsys.readouterr().err and not (tmp_path / "other").exists()
-
-
-def test_an_unfinished_seed_does_not_go_on_under_another_monitor(tok, tmp_path, capsys):
-    output = tmp_path / "run"
-    assert by_words(words_for(tok, write_rows(tmp_path / "rows", "csv"), output)) == 0
-    (output / "metrics.json").unlink()  # as if it had been killed before its numbers were written
-    kept = (output / "run.yaml").read_text()
-    capsys.readouterr()
-    assert by_words(["--resume", output, "--run.monitor", "val_loss"]) == 2
-    assert (
-        "val_accuracy" in (message := capsys.readouterr().err) and "monitor is val_loss" in message
-    )
-    assert (output / "run.yaml").read_text() == kept
-    assert by_words(["--resume", output, "--run.monitor", "val_accuracy"]) == 0, (
-        "the task's own, by its name"
-    )
-
-
-def test_a_picture_that_fails_costs_no_model(tok, tmp_path, monkeypatch):
+def test_a_picture_that_fails_costs_no_model(tok, rows, output, monkeypatch):
     from bertlab.finetuning.evaluation import Evaluation
 
     def fail(evaluation, directory):
@@ -649,6 +429,25 @@ def test_a_picture_that_fails_costs_no_model(tok, tmp_path, monkeypatch):
 
     monkeypatch.setattr(Evaluation, "write", fail)
     with pytest.raises(RuntimeError, match="no picture"):
-        by_words(words_for(tok, write_rows(tmp_path / "rows", "csv"), tmp_path / "run"))
-    assert len(load_predictor(tmp_path / "run").predict(texts_of(3)).rows) == 3
-    assert (tmp_path / "run" / "task.json").exists()
+        run(*words_for(tok, rows, output))
+    assert len(load_predictor(output).predict(texts_of(3)).rows) == 3
+    assert (output / "task.json").exists()
+
+
+@pytest.mark.parametrize("name, part", [
+    ("in.csv", "in.csv"), ("in.txt", "in.txt"), ("out.csv", "--overwrite"),
+])  # fmt: skip
+def test_predict_never_writes_over_a_file(tmp_path, capsys, name, part):
+    for path in ("in.csv", "out.csv"):
+        (tmp_path / path).write_text("text\nhello\n")
+    assert (
+        main(["predict", "nowhere", str(tmp_path / "in.csv"), "--output", str(tmp_path / name)])
+        == 2
+    )
+    assert part in capsys.readouterr().err
+    assert (tmp_path / "out.csv").read_text() == "text\nhello\n"
+
+
+def test_a_defect_is_not_taken_for_a_mistake():
+    with pytest.raises(KeyError):
+        run_command("devices", lambda: {}["a"])
