@@ -80,7 +80,7 @@ _FACE = {
     "train.model_cards": "push_model",
     "train.run": "Run build_pretraining",
     "train.stages": "run_stages",
-    "train.evaluators": "EvaluatorCallback LossEvaluator",
+    "train.evaluators": "Evaluator LossEvaluator",
     "train.averages": "EMA",
     "train.estimate": "estimate_memory",
     "train.export": "OnnxModel",

@@ -112,7 +112,7 @@ from .train.model_cards import push_model as push_model
 from .train.run import Run as Run
 from .train.run import build_pretraining as build_pretraining
 from .train.stages import run_stages as run_stages
-from .train.evaluators import EvaluatorCallback as EvaluatorCallback
+from .train.evaluators import Evaluator as Evaluator
 from .train.evaluators import LossEvaluator as LossEvaluator
 from .train.averages import EMA as EMA
 from .train.estimate import estimate_memory as estimate_memory

@@ -20,6 +20,7 @@ from lightning.pytorch.callbacks import Callback
 from tqdm import tqdm
 
 from ..core.files import atomic_write
+from ..core.names import check_choice
 from .steps import data_parallel_size
 
 # %% ../../nbs/train/06_history.ipynb #02fb1073
@@ -91,28 +92,26 @@ class History(Clock):
         self._tokens = int(self._tokens)
         return self._earlier_tokens + self._tokens * self._processes, self.elapsed()
 
+    def _names(self) -> list[str]:
+        return list(dict.fromkeys([*self.COLUMNS, *(key for row in self.rows for key in row)]))
+
     def column(self, name: str) -> np.ndarray:
         "Return one number over all steps; NaN where it was not logged."
-        names = dict.fromkeys([*self.COLUMNS, *(key for row in self.rows for key in row)])
-        if name not in names:
-            raise ValueError(f"history has no column {name!r}; it has {', '.join(names)}")
+        check_choice("column", name, self._names())
         return np.array([row.get(name, math.nan) for row in self.rows])
 
     def write_csv(self, path: str | os.PathLike) -> None:
         "Write the steps as CSV, atomically."
-        names = dict.fromkeys([*self.COLUMNS, *(key for row in self.rows for key in row)])
         with atomic_write(path) as temporary, open(temporary, "w", newline="") as file:
-            writer = csv.DictWriter(file, list(names))
+            writer = csv.DictWriter(file, self._names())
             writer.writeheader()
             writer.writerows(self.rows)
 
     def on_train_start(self, trainer, pl_module) -> None:
         self._earlier_tokens, self._tokens = self.totals()[0], 0
         self._processes = data_parallel_size(trainer)
-        self._recorded_step, self._since = (
-            trainer.global_step,
-            None,
-        )  # an error may have left it running
+        self._recorded_step = trainer.global_step
+        self._since = None  # an error may have left it running
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
@@ -120,11 +119,10 @@ class History(Clock):
             return  # inside an accumulation window
         self.first_step_at = self.first_step_at or time.perf_counter()
         self._recorded_step = trainer.global_step
-        values = {"step": self._recorded_step, "tokens": self._tokens, "seconds": self.elapsed()}
-        for name, value in trainer.callback_metrics.items():
-            if not name.startswith(("val_", "test_")):
-                values[name] = value
-        self._pending.append(values)
+        metrics = trainer.callback_metrics.items()
+        row = {k: v for k, v in metrics if not k.startswith(("val_", "test_"))}
+        counts = {"step": self._recorded_step, "tokens": self._tokens, "seconds": self.elapsed()}
+        self._pending.append(counts | row)
         if len(self._pending) >= self.fetch_every:
             self.fetch()
 
@@ -151,8 +149,8 @@ class History(Clock):
     def state_dict(self) -> dict[str, Any]:
         self.fetch()
         tokens, seconds = self.totals()
-        lists = {name: getattr(self, name) for name in ("rows", "validation", "evaluations")}
-        return {**lists, "tokens": tokens, "seconds": seconds}
+        return {"rows": self.rows, "validation": self.validation, "evaluations": self.evaluations,
+                "tokens": tokens, "seconds": seconds}  # fmt: skip
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for name in ("rows", "validation", "evaluations"):
@@ -186,7 +184,7 @@ def print_line(*lines: str) -> None:
 
 # %% ../../nbs/train/06_history.ipynb #1e5166f4
 class ProgressBar(Callback):
-    "Show the progress of a run from its `History`: a bar, or lines where nothing can move."
+    "Show the progress of a run from its `History`: a bar on a terminal, lines elsewhere."
 
     def __init__(
         self,
@@ -195,25 +193,19 @@ class ProgressBar(Callback):
         plain: bool = False,  # True: lines, even where a bar could move
     ):
         self.history, self.every_seconds, self.plain = history, every_seconds, plain
-        self._bar: Any = None  # tqdm's, or the handle of a notebook's output
+        self._bar: tqdm | None = None
 
     def on_train_start(self, trainer, pl_module) -> None:
         self._started = trainer.global_step, time.perf_counter(), *self.history.totals()
-        self._shown, self._bar = -math.inf, None
-        if self.plain or not trainer.is_global_zero:
-            return
-        if in_notebook():
-            from IPython.display import HTML, display
-
-            self._bar = display(HTML(""), display_id=True)
-        elif sys.stderr.isatty():
+        self._shown, self._last_step = -math.inf, trainer.estimated_stepping_batches
+        if trainer.is_global_zero and not self.plain and sys.stderr.isatty():
             form = "training {percentage:3.0f}% |{bar}| {n_fmt}/{total_fmt} {postfix}"
-            self._bar = tqdm(total=_last_step(trainer), bar_format=form, dynamic_ncols=True)
+            self._bar = tqdm(total=self._last_step, bar_format=form, dynamic_ncols=True)
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
         step, now = trainer.global_step, time.perf_counter()
         pause = self.every_seconds if self._bar is None else 0.5
-        is_due = step == _last_step(trainer) or now - self._shown >= pause
+        is_due = step == self._last_step or now - self._shown >= pause
         if trainer.is_global_zero and step > self._started[0] and is_due:
             self._shown = now
             self.show(trainer, self.line(trainer))
@@ -228,41 +220,28 @@ class ProgressBar(Callback):
     def line(self, trainer) -> str:
         "Describe the last step."
         self.history.fetch()
-        first, began, tokens, seconds = self._started
+        first, start, tokens, seconds = self._started
         tokens, seconds = (a - b for a, b in zip(self.history.totals(), (tokens, seconds)))
         row, step = self.history.rows[-1], trainer.global_step
-        text = f"loss {row.get('train_loss', math.nan):.3f}"
-        text += f", rate {row.get('learning_rate', math.nan):.2e}"
-        text += f", {tokens / max(seconds, 1e-9):,.0f} tokens/s"
-        if (last := _last_step(trainer)) < 0:
+        loss, rate = (row.get(name, math.nan) for name in ("train_loss", "learning_rate"))
+        speed = tokens / max(seconds, 1e-9)
+        text = f"loss {loss:.3f}, rate {rate:.2e}, {speed:,.0f} tokens/s"
+        if self._last_step == math.inf:
             return text
-        pace = (time.perf_counter() - began) / max(1, step - first)
-        return f"{text}, {format_seconds(pace * (last - step))} left"
+        pace = (time.perf_counter() - start) / max(1, step - first)
+        return f"{text}, {format_seconds(pace * (self._last_step - step))} left"
 
     def show(self, trainer, text: str) -> None:
         "Move the bar, or print a line."
-        step, last = trainer.global_step, _last_step(trainer)
         if self._bar is None:
-            print_line(f"step {step}/{last}: {text}")
-        elif isinstance(self._bar, tqdm):
-            self._bar.n = step
-            self._bar.set_postfix_str(text)
+            print_line(f"step {trainer.global_step}/{self._last_step}: {text}")
         else:
-            from IPython.display import HTML
-
-            bar = f'<progress value="{step}" max="{last}"></progress>'
-            self._bar.update(HTML(f"{bar} {step}/{last} {text}"))
+            self._bar.n = trainer.global_step
+            self._bar.set_postfix_str(text)
 
     def teardown(self, trainer, pl_module, stage: str) -> None:
-        if isinstance(self._bar, tqdm):
+        if self._bar is not None:
             self._bar.close()
         self._bar = None
 
     on_exception = teardown  # an interrupted run is not torn down
-
-
-def _last_step(trainer) -> int:  # below 0: unknown
-    batches = trainer.num_training_batches / trainer.accumulate_grad_batches
-    if trainer.max_steps < 0 and (trainer.max_epochs or -1) > 0 and math.isfinite(batches):
-        return math.ceil(batches) * trainer.max_epochs
-    return trainer.max_steps

@@ -55,8 +55,8 @@ from .modules import PretrainingModule, build_optimizer, clock_budget
 from .modules import collator_objective
 from .monitors import MemoryMonitor, Throughput, build_loggers, get_progress
 from .parallel import LaunchInfo, apply_launcher, check_precision, detect_launcher
-from .parallel import get_strategy, num_processes, ranks_per_batch
-from .parallel import resolve_batch_tokens, started_by_first
+from .parallel import get_strategy, num_processes, split_batch_tokens
+from .parallel import started_by_first
 from .reports import RunReport, is_finished
 from .steps import check_scaler
 from .stopping import NonFiniteGuard, SpikeGuard, TimeLimit
@@ -109,9 +109,9 @@ def _run_monitors(run: RunConfig, module: L.LightningModule) -> list[Callback]:
     if every:
         callbacks = [Throughput(every, device_peak_flops=run.peak_flops), MemoryMonitor(every)]
     if run.evaluators:
-        from bertlab.train.evaluators import EvaluatorCallback
+        from bertlab.train.evaluators import build_evaluator
 
-        callbacks.append(EvaluatorCallback(run.evaluators))
+        callbacks += [build_evaluator(options) for options in run.evaluators]
     if run.histograms:
         from bertlab.train.histograms import WeightHistograms
 
@@ -447,28 +447,34 @@ def complete_config(
         }
 
 
+def _num_readers(trainer: Mapping[str, Any]) -> int:
+    "Count the processes that read rows of their own."
+    processes = num_processes(trainer)
+    strategy = get_strategy(build_objects(trainer["strategy"]) or "auto")
+    return processes // getattr(strategy, "sharers", lambda processes: 1)(processes)
+
+
 def _resolve_batch(config: dict[str, Any]) -> None:
     "Set rows and accumulation from run.batch_tokens."
     data, trainer, run = config["data"], config["trainer"], config["run"]
-    processes = {
-        name: trainer[name] for name in ("devices", "num_nodes", "accelerator", "strategy")
-    }
-    length = {"max_sequence_length": data["max_sequence_length"]}
-    rows, window = resolve_batch_tokens(
-        run["batch_tokens"], run["microbatch_tokens"], length, processes
+    rows, micro_batches = split_batch_tokens(
+        run["batch_tokens"],
+        run["microbatch_tokens"],
+        data["max_sequence_length"],
+        _num_readers(trainer),
     )
     defaults = {option.name: option.default for option in fields(PretrainingDataConfig)} | _TRAINER
     for section, name, resolved in (("data", "train_batch_size", rows),
-                                    ("trainer", "accumulate_grad_batches", window)):  # fmt: skip
+                                    ("trainer", "accumulate_grad_batches", micro_batches)):  # fmt: skip
         value = config[section][name]
-        if value not in (defaults[name], resolved[name]):
+        if value not in (defaults[name], resolved):
             raise ValueError(
-                f"run.batch_tokens={run['batch_tokens']} makes {name} {resolved[name]}: remove "
+                f"run.batch_tokens={run['batch_tokens']} makes {name} {resolved}: remove "
                 f"{section}.{name}={value}"
             )
-        config[section][name] = resolved[name]
+        config[section][name] = resolved
     if data["val_batch_size"] == defaults["val_batch_size"]:
-        data["val_batch_size"] = rows["val_batch_size"]
+        data["val_batch_size"] = rows
 
 
 def _resolve_steps(config: dict[str, Any]) -> None:
@@ -485,8 +491,7 @@ def _resolve_steps(config: dict[str, Any]) -> None:
             f"run.max_tokens={tokens} and trainer.max_steps={trainer['max_steps']} both end the "
             "run: set one of them to null"
         )
-    processes = num_processes({k: trainer[k] for k in ("devices", "num_nodes", "accelerator")})
-    readers = processes // ranks_per_batch(trainer["strategy"], processes)
+    readers = _num_readers(trainer)
     rows = data["train_batch_size"] * trainer["accumulate_grad_batches"] * readers
     per_step = rows * data["max_sequence_length"]
     trainer["max_steps"] = parse_amount(tokens, "tokens", "run.max_tokens") // per_step

@@ -285,9 +285,7 @@ def test_who_asks_before_training_starts_finds_the_reference_where_the_model_is(
     module, data = distilled(references["mlm"]), data_of()
     seen = []
 
-    class Asks(
-        Callback
-    ):  # as `EvaluatorCallback` and `CompileAhead` do: before the module's own hook
+    class Asks(Callback):  # before the module's own hook
         def on_train_start(self, trainer, pl_module):
             pl_module.label_loss(next(iter(data.train_dataloader())))
             seen.extend(p.dtype for p in pl_module._reference[0].parameters())

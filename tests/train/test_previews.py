@@ -1,33 +1,27 @@
-"Whoever looks at a model in training leaves no trace in it."
+"A preview of a model in training leaves no trace in the run."
 
 import io
 import json
 import os
 import pickle
+from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
 from test_training import CONFIG, Texts, equal, train, word_tokenizer
-from torch.utils.data import DataLoader
 from ranks import run_on_ranks
 from stop_at import StopAt
 
 from bertlab.train.checkpoints import TrainingCheckpoint, rng_state
+from bertlab.train.histograms import WeightHistograms
 from bertlab.train.history import History
 from bertlab.model.mask_filling import fill_mask
 from bertlab.train.modules import PretrainingModule, compile_model
-from bertlab.train.previews import (
-    CompileAhead,
-    DiffusionPreview,
-    FillMaskPreview,
-    compile_ahead,
-    peek,
-)
-from bertlab.train.monitors import inspecting
+from bertlab.train.monitors import MemoryMonitor, Throughput, inspecting
+from bertlab.train.previews import CompileAhead, DiffusionPreview, FillMaskPreview
 from bertlab.train.trainer import make_trainer, seed_everything
 
 RNG = np.random.default_rng(0)
@@ -41,45 +35,46 @@ def tiny(**options):
                              scheduler_warmup_steps=2, **options)  # fmt: skip
 
 
-def states_now():
-    "The generators' states as plain numbers."
+def fit(steps, *callbacks, module=None, data=None):
+    seed_everything(0)
+    module = module or tiny()
+    trainer = make_trainer(steps, "32-true", "cpu", callbacks=callbacks)
+    trainer.fit(module, data or Texts())
+    return trainer, module
+
+
+def generator_states():
     states = rng_state()
-    kind, keys, *rest = states["numpy"]
-    return states["python"], (kind, keys.tolist(), *rest), states["torch"].tolist()
+    name, keys, *rest = states["numpy"]
+    return states["python"], (name, keys.tolist(), *rest), states["torch"].tolist()
 
 
 class Draws(Callback):
-    "Keeps the state of all generators before each batch."
+    "Keeps the state of all generators after each batch."
 
     def __init__(self):
         self.states = []
 
-    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-        self.states.append(states_now())
+    def on_train_batch_end(self, *_):
+        self.states.append(generator_states())
 
 
-def test_a_run_with_previews_and_compiled_ahead_has_the_same_bits(tmp_path):
+def test_previews_and_compiling_ahead_keep_the_bits():
     plain, watched = Draws(), Draws()
     weights, record = train(Texts(), 9, [plain], val_check_steps=3)
-    looks = [
-        CompileAhead(),
-        FillMaskPreview([ONE, TWO], TOKENIZER, 2),
-        DiffusionPreview([TWO], TOKENIZER, 3),
-    ]
-    again, seen = train(Texts(), 9, [watched, *looks], val_check_steps=3)
+    fill, writer = FillMaskPreview([ONE, TWO], TOKENIZER, 2), DiffusionPreview([TWO], TOKENIZER, 3)
+    callbacks = [watched, CompileAhead(), fill, writer]
+    again, seen = train(Texts(), 9, callbacks, val_check_steps=3)
     assert equal(weights, again) and plain.states == watched.states
     np.testing.assert_array_equal(record.column("train_loss"), seen.column("train_loss"))
     assert record.validation == seen.validation
-    assert [e["step"] for e in looks[1].rows] == [0, 2, 4, 6, 8, 9]
-    assert [e["step"] for e in looks[2].rows] == [0, 3, 6, 9]
-    assert set(looks[0].seconds) == {"train", "train_again", "validation", "validation_again"}
+    assert [row["step"] for row in fill.rows] == [0, 2, 4, 6, 8, 9]
+    assert [row["step"] for row in writer.rows] == [0, 3, 6, 9]
 
 
-def test_a_resumed_run_that_compiles_ahead_goes_on_with_the_very_next_batch(tmp_path):
-    path, make = (
-        tmp_path / "last.ckpt",
-        lambda: FillMaskPreview([ONE], TOKENIZER, 3, path=tmp_path / "p.jsonl"),
-    )
+def test_a_resumed_run_keeps_its_bits_and_its_previews(tmp_path):
+    path = tmp_path / "last.ckpt"
+    make = lambda: FillMaskPreview([ONE], TOKENIZER, 3, path=tmp_path / "p.jsonl")
     weights, _ = train(Texts(), 13)  # an epoch has 10 batches
     train(Texts(), 7, [CompileAhead(), make(), TrainingCheckpoint(path)])
     preview = make()
@@ -87,143 +82,83 @@ def test_a_resumed_run_that_compiles_ahead_goes_on_with_the_very_next_batch(tmp_
         Texts(), 13, [CompileAhead(), preview, TrainingCheckpoint(path)], path, seed=5
     )
     assert equal(weights, resumed)
-    assert [e["step"] for e in preview.rows] == [0, 3, 6, 7, 9, 12, 13]
-    rows = [json.loads(line) for line in Path(tmp_path, "p.jsonl").read_text().splitlines()]
-    assert [r["step"] for r in rows] == [e["step"] for e in preview.rows] and rows[0]["texts"] == [
-        ONE
-    ]
+    assert [row["step"] for row in preview.rows] == [0, 3, 6, 7, 9, 12, 13]
+    rows = [json.loads(line) for line in (tmp_path / "p.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [row["step"] for row in preview.rows]
+    assert rows[0]["texts"] == [ONE]
 
 
-def test_a_preview_looks_once_at_the_end_of_a_run_that_a_limit_ends(tmp_path):
-    path, looks = tmp_path / "last.ckpt", []
-    for kept in (
-        None,
-        path,
-    ):  # a resume has no step left, and its checkpoint is older than the look
-        looks.append(FillMaskPreview([ONE], TOKENIZER, 40))
-        stops = [StopAt(1), looks[-1], TrainingCheckpoint(path, every_n_steps=1)]
-        train(Texts(), 30, stops, kept)
-        assert [entry["step"] for entry in looks[-1].rows] == [0, 1]
+def test_a_preview_is_shown_once_where_a_limit_ends_the_run(tmp_path):
+    path = tmp_path / "last.ckpt"
+    for checkpoint in (None, path):  # a resume takes no step
+        preview = FillMaskPreview([ONE], TOKENIZER, 40)
+        callbacks = [StopAt(1), preview, TrainingCheckpoint(path, every_n_steps=1)]
+        train(Texts(), 30, callbacks, checkpoint)
+        assert [row["step"] for row in preview.rows] == [0, 1]
 
 
-class Counted:
-    "A stand-in for a compiler, which counts graphs and changes nothing."
+class Graphs(Callback):
+    "A stand-in for a compiler, which counts graphs; their number after each batch."
 
     def __init__(self):
-        self.graphs = 0
+        self.count, self.seen = 0, []
 
     def __call__(self, graph, inputs):
-        self.graphs += 1
+        self.count += 1
         return graph.forward
 
+    def on_train_batch_end(self, *_):
+        self.seen.append(self.count)
 
-def test_a_preview_compiles_nothing_and_what_was_compiled_ahead_is_not_compiled_again():
-    graphs = {}
-    for name, callbacks in {
-        "plain": [],
-        "ahead": [CompileAhead(), FillMaskPreview([ONE, TWO], TOKENIZER, 2)],
-    }.items():
+
+def test_a_preview_compiles_nothing():
+    graphs = []
+    for callbacks in ([], [CompileAhead(), FillMaskPreview([ONE, TWO], TOKENIZER, 2)]):
         torch._dynamo.reset()
-        counted = Counted()
-        seed_everything(0)
-        module = tiny()
+        backend, module = Graphs(), tiny()
         module.configure_model()
-        compile_model(module.model, backend=counted)
-        marks = Marks(counted)
-        make_trainer(5, "32-true", "cpu", callbacks=[*callbacks, marks], val_check_steps=2).fit(
-            module, Texts()
-        )
-        graphs[name] = marks.seen
+        compile_model(module.model, backend=backend)
+        fit(4, *callbacks, backend, module=module)
+        graphs.append(backend.seen)
     torch._dynamo.reset()
-    assert graphs["plain"][0] == 0 < graphs["plain"][-1]
-    assert graphs["ahead"] == [graphs["plain"][-1]] * len(graphs["plain"]), "all of it came first"
-
-
-class Marks(Callback):
-    def __init__(self, counted):
-        self.counted, self.seen = counted, []
-
-    def on_train_batch_start(self, *_):
-        self.seen.append(self.counted.graphs)
+    assert graphs[0] == graphs[1] and graphs[0][0] > 0
 
 
 def test_an_answer_is_that_of_the_finished_model_without_dropout():
     preview = FillMaskPreview([ONE, TWO], TOKENIZER, 100, top_k=7)
-    seed_everything(0)
-    module = tiny()
-    make_trainer(3, "32-true", "cpu", callbacks=[preview]).fit(module, Texts())
+    _, module = fit(3, preview)
     [expected] = fill_mask(module.model.eval(), TOKENIZER, [ONE], 7)
-    (got,), two = preview.rows[-1]["answers"]
-    assert [w for w, _ in got] == [w for w, _ in expected] and len(two) == 2
-    np.testing.assert_allclose([p for _, p in got], [p for _, p in expected], rtol=1e-5)
-    steps, p = preview.probability(got[0][0])
-    assert steps.tolist() == [0, 3] and p[-1] == pytest.approx(got[0][1])
+    (answer,), gaps = preview.rows[-1]["answers"]
+    assert [word for word, _ in answer] == [word for word, _ in expected] and len(gaps) == 2
+    np.testing.assert_allclose([p for _, p in answer], [p for _, p in expected], rtol=1e-5)
+    steps, p = preview.probability(answer[0][0])
+    assert steps.tolist() == [0, 3] and p[-1] == pytest.approx(answer[0][1])
     assert np.isnan(preview.probability("no such word")[1]).all()
 
 
-def test_averaged_weights_answer_where_the_optimizer_keeps_them():
-    class Swapped(PretrainingModule):
-        inside = 0
-
+def test_averaged_weights_answer_where_there_are_any():
+    class Zeroed(PretrainingModule):
+        @contextmanager
         def evaluation_weights(self):
-            from contextlib import contextmanager
-
-            @contextmanager
-            def swap():
-                Swapped.inside += 1
-                bias = (
-                    self.model.head.decoder_bias
-                    if hasattr(self.model.head, "decoder_bias")
-                    else None
-                )
-                kept = [p.detach().clone() for p in self.model.parameters()]
-                with torch.no_grad():
-                    for p in self.model.parameters():
-                        p.zero_()
-                yield bias
-                with torch.no_grad():
-                    for p, k in zip(self.model.parameters(), kept):
-                        p.copy_(k)
-
-            return swap()
+            weights = [p.detach().clone() for p in self.model.parameters()]
+            with torch.no_grad():
+                torch._foreach_zero_(list(self.model.parameters()))
+                yield
+                torch._foreach_copy_(list(self.model.parameters()), weights)
 
     preview = FillMaskPreview([ONE], TOKENIZER, 2, top_k=3)
-    module = Swapped(CONFIG, scheduler_warmup_steps=0)
-    make_trainer(2, "32-true", "cpu", callbacks=[preview]).fit(module, Texts())
-    ((got,),) = preview.rows[-1]["answers"]
-    assert Swapped.inside == 2 and np.allclose([p for _, p in got], 1 / 256), (
-        "zero weights know nothing"
-    )
+    fit(2, preview, module=Zeroed(CONFIG, scheduler_warmup_steps=0))
+    ((answer,),) = preview.rows[-1]["answers"]
+    assert np.allclose([p for _, p in answer], 1 / 256), "zero weights know nothing"
 
 
 def test_a_diffusion_preview_fills_every_gap_and_keeps_the_rest():
     preview = DiffusionPreview([TWO, ONE], TOKENIZER, 2, num_steps=3)
-    seed_everything(0)
-    module = tiny(objective="mlm")
-    make_trainer(4, "32-true", "cpu", callbacks=[preview]).fit(module, Texts())
-    for entry in preview.rows:
-        first, second = (answer.split() for answer in entry["answers"])
+    fit(4, preview)
+    for row in preview.rows:
+        first, second = (answer.split() for answer in row["answers"])
         assert len(first) == len(second) == 3 and "[MASK]" not in first + second
         assert first[0] == WORDS[2] and second[::2] == [WORDS[0], WORDS[1]]
-
-
-@pytest.mark.parametrize("make, message", [
-    (lambda: FillMaskPreview(["no gap"], TOKENIZER), "must hold"),
-    (lambda: FillMaskPreview(ONE, TOKENIZER), "list of one or more strings"),
-    (lambda: DiffusionPreview([" ".join([ONE] * 40)], TOKENIZER), "shorten it"),
-    (lambda: FillMaskPreview([ONE], TOKENIZER, 0), "every_n_steps"),
-])  # fmt: skip
-def test_a_mistake_is_told_before_the_first_step(make, message):
-    with pytest.raises(ValueError, match=message):
-        make_trainer(3, accelerator="cpu", callbacks=[make(), Never()]).fit(tiny(), Texts())
-
-
-def test_a_preview_that_finds_no_tokenizer_is_refused_before_the_first_step():
-    data = Texts()
-    data.setup("fit")
-    trainer = make_trainer(3, accelerator="cpu", callbacks=[FillMaskPreview([ONE]), Never()])
-    with pytest.raises(ValueError, match="tokenizer="):
-        trainer.fit(tiny(), data.train_dataloader())  # loaders alone know no tokenizer
 
 
 class Never(Callback):
@@ -231,168 +166,125 @@ class Never(Callback):
         raise AssertionError("training has begun")
 
 
+@pytest.mark.parametrize("make, named", [
+    (lambda: FillMaskPreview(["no gap"], TOKENIZER), "no gap"),
+    (lambda: DiffusionPreview([" ".join([ONE] * 40)], TOKENIZER), "shorten it"),
+    (lambda: FillMaskPreview([ONE], TOKENIZER, 0), "every_n_steps=0"),
+    (lambda: DiffusionPreview([ONE], TOKENIZER, sampler="best"), "sampler='best'"),
+    (lambda: FillMaskPreview([ONE]), "tokenizer="),
+])  # fmt: skip
+def test_mistakes_are_named_before_the_first_step(make, named):
+    data = Texts()
+    data.setup("fit")
+    with pytest.raises(ValueError, match=named):
+        fit(3, make(), Never(), data=data.train_dataloader())  # a loader has no tokenizer
+
+
 def test_answers_are_printed_unless_a_preview_is_quiet(capsys):
     for quiet in (False, True):
         preview = FillMaskPreview([ONE], TOKENIZER, 2, quiet=quiet)
-        make_trainer(2, "32-true", "cpu", callbacks=[preview]).fit(tiny(), Texts())
+        fit(2, preview)
         assert (ONE in capsys.readouterr().out) != quiet and len(preview.rows) == 2
 
 
-@pytest.mark.parametrize("encoding", ["latin-1", "ascii", "cp1252"])
-def test_a_letter_that_the_screen_lacks_ends_no_run(encoding, monkeypatch):
+def test_a_letter_that_the_screen_lacks_ends_no_run(monkeypatch):
     class Odd(FillMaskPreview):
         def describe(self, answers):
-            return ["\u7b2c é ”"]
+            return ["\u7b2c"]
 
     printed = io.BytesIO()
-    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(printed, encoding=encoding))
-    trainer = make_trainer(2, "32-true", "cpu", callbacks=[Odd([ONE], TOKENIZER, 2)])
-    trainer.fit(tiny(), Texts())
-    assert (
-        trainer.global_step == 2 and printed.getvalue().decode(encoding).count("\n  \\u7b2c ") == 2
-    )
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(printed, encoding="ascii"))
+    fit(2, Odd([ONE], TOKENIZER, 2))
+    assert printed.getvalue().decode("ascii").count("\\u7b2c") == 2
 
 
 def test_tokens_that_read_alike_are_one_word_of_a_preview():
     preview = FillMaskPreview([ONE], TOKENIZER)
     preview.rows = [{"step": 0, "answers": [[[["the", 0.25], ["a", 0.125], ["the", 0.125]]]]},
-                       {"step": 2, "answers": [[[["a", 0.5], ["b", 0.25]]]]}]  # fmt: skip
-    steps, found = preview.probability("the")
-    assert steps.tolist() == [0, 2] and found[0] == 0.375 and np.isnan(found[1])
+                    {"step": 2, "answers": [[[["a", 0.5], ["b", 0.25]]]]}]  # fmt: skip
+    steps, p = preview.probability("the")
+    assert steps.tolist() == [0, 2] and p[0] == 0.375 and np.isnan(p[1])
 
 
 def test_inspecting_restores_generators_and_modes():
     module, trainer = tiny(), make_trainer(1, "32-true", "cpu")
     module.configure_model()
     module.train()
-    module.model.encoder.eval()  # frozen by somebody
-    modes, states = [m.training for m in module.modules()], states_now()
+    module.model.encoder.eval()  # frozen
+    modes, states = [m.training for m in module.modules()], generator_states()
     with inspecting(trainer, module):
         assert not any(m.training for m in module.modules()) and not torch.is_grad_enabled()
         torch.rand(1), np.random.rand()
-    assert [m.training for m in module.modules()] == modes and states_now() == states
+    assert [m.training for m in module.modules()] == modes and generator_states() == states
 
 
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_peeking_gives_the_next_batch_and_does_not_take_it(num_workers):
-    loader, expected = (
-        Texts(num_workers=num_workers).train_dataloader(),
-        list(Texts().train_dataloader()),
-    )
-    batches = iter(loader)
-    for _ in range(3):
-        next(batches)
-    seen = peek(loader)
-    assert torch.equal(seen["input_ids"], expected[3]["input_ids"])
-    assert torch.equal(next(iter(loader))["input_ids"], expected[3]["input_ids"])
+# ---- two processes ---------------------------------------------------------------------------------
 
 
-def test_peeking_into_a_plain_loader_leaves_its_generator_alone():
-    make = lambda: DataLoader(
-        range(20), batch_size=4, shuffle=True, generator=torch.Generator().manual_seed(1)
-    )
-    plain, peeked = make(), make()
-    peek(peeked)
-    assert [b.tolist() for b in plain] == [b.tolist() for b in peeked]
-    with pytest.raises(ValueError, match="several loaders"):
-        peek({"a": plain})
+class Recorded(Throughput):
+    "Keeps what each look reads: tokens, positions, ..."
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.looks = []
+
+    def _read(self, trainer):
+        self.looks.append(super()._read(trainer))
+        return self.looks[-1]
 
 
-def test_compile_ahead_refuses_a_module_that_it_cannot_run():
-    with pytest.raises(ValueError, match="Linear has no label_loss"):
-        compile_ahead(torch.nn.Linear(2, 2), {})
-
-
-def test_compiling_ahead_is_refused_where_it_would_do_nothing():
-    on_tpu = SimpleNamespace(label_loss=None, device=torch.device("xla"))
-    with pytest.raises(ValueError, match="nothing on a TPU; set compile_ahead=False"):
-        compile_ahead(on_tpu, {})
-
-
-def two(folder):
-    "What each of two processes does: looks at a run whose weights are copied, then spread."
-    from bertlab.train.histograms import WeightHistograms
-    from bertlab.train.monitors import MemoryMonitor, Throughput
-
-    class Recorded(Throughput):
-        looks = ()
-
-        def observe(self, trainer, pl_module):
-            row = super().observe(trainer, pl_module)
-            self.looks = (*self.looks, self._window[-1])
-            return row
-
+def worker(folder):
     results = {}
     for strategy in ("ddp", "fsdp"):
-        for watched in (False, True):
+        for is_watched in (False, True):
             seed_everything(0)
-            preview, speed = (
-                FillMaskPreview([ONE], TOKENIZER, 2, path=folder / "p.jsonl"),
-                Recorded(2),
-            )
-            shapes = WeightHistograms(["*"], 2)
-            looks = [
-                CompileAhead(),
-                preview,
-                DiffusionPreview([TWO], TOKENIZER, 2),
-                speed,
-                MemoryMonitor(2),
-                shapes,
-            ]
-            history = History()
-            trainer = make_trainer(
-                4, "32-true", "cpu", 2, [history, *looks[: 6 * watched]], strategy=strategy
-            )
+            preview = FillMaskPreview([ONE], TOKENIZER, 2, path=folder / "p.jsonl")
+            speed, histograms, history = Recorded(2), WeightHistograms(["*"], 2), History()
+            watchers = [CompileAhead(), preview, DiffusionPreview([TWO], TOKENIZER, 2), speed,
+                        MemoryMonitor(2), histograms]  # fmt: skip
+            callbacks = [history, *watchers[: 6 * is_watched]]
+            trainer = make_trainer(4, "32-true", "cpu", 2, callbacks, strategy=strategy)
             trainer.fit(tiny(), Texts())
-            norms = [(s.name, s.kind, s.norm) for s in shapes.histograms if s.step == 4]
-            results[strategy, watched] = (
-                history.column("train_loss"),
-                preview.rows,
-                np.diff(speed.looks, axis=0).tolist() if watched else [],
-                norms,
-            )
+            results[strategy, is_watched] = {
+                "losses": history.column("train_loss"),
+                "rows": preview.rows,
+                "looks": np.array(speed.looks),
+                "norms": [(h.name, h.kind, h.norm) for h in histograms.histograms if h.step == 4],
+            }
     Path(folder, f"{os.environ['RANK']}.pickle").write_bytes(pickle.dumps(results))
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("two")
-    run_on_ranks(two, folder)
-    return [pickle.loads(Path(folder, f"{r}.pickle").read_bytes()) for r in range(2)]
+    run_on_ranks(worker, folder)
+    return [pickle.loads(Path(folder, f"{rank}.pickle").read_bytes()) for rank in range(2)]
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_two_processes_are_looked_at_without_a_trace_and_the_first_one_keeps(ranks, strategy):
-    plain, watched = (ranks[0][strategy, w] for w in (False, True))
-    np.testing.assert_array_equal(plain[0], watched[0])
-    assert [e["step"] for e in watched[1]] == [0, 2, 4] and ranks[1][strategy, True][1] == []
-    assert watched[2] and not ranks[1][strategy, True][3], "the first process keeps histograms"
-    for key in ("answers",):
-        (((ours, *_),),) = [e[key][0] for e in watched[1][-1:]]
-        assert 0 < ours[1] < 1
+def test_two_processes_are_watched_without_a_trace(ranks, strategy):
+    plain, watched = (ranks[0][strategy, is_watched] for is_watched in (False, True))
+    np.testing.assert_array_equal(plain["losses"], watched["losses"])
+    assert [row["step"] for row in watched["rows"]] == [0, 2, 4]
+    assert watched["rows"] == ranks[1][strategy, True]["rows"]
 
 
-def test_spread_weights_look_like_copied_ones(ranks):
-    ddp, fsdp = (ranks[0][s, True] for s in ("ddp", "fsdp"))
-    assert [row[:2] for row in ddp[3]] == [row[:2] for row in fsdp[3]]
-    np.testing.assert_allclose([row[2] for row in ddp[3]], [row[2] for row in fsdp[3]], rtol=1e-3)
-    for a, b in zip(ddp[1], fsdp[1]):
-        np.testing.assert_allclose(
-            [p for _, p in a["answers"][0][0]], [p for _, p in b["answers"][0][0]], rtol=1e-3
-        )
+def test_sharded_weights_look_like_copied_ones(ranks):
+    ddp, fsdp = (ranks[0][strategy, True] for strategy in ("ddp", "fsdp"))
+    assert [row[:2] for row in ddp["norms"]] == [row[:2] for row in fsdp["norms"]] != []
+    norms = [[row[2] for row in result["norms"]] for result in (ddp, fsdp)]
+    np.testing.assert_allclose(*norms, rtol=1e-3)
+    answers = [
+        [p for row in result["rows"] for _, p in row["answers"][0][0]] for result in (ddp, fsdp)
+    ]
+    np.testing.assert_allclose(*answers, rtol=1e-3)
 
 
-def test_two_processes_count_the_tokens_of_both(ranks):
-    for strategy in ("ddp", "fsdp"):
-        first, second = ([i[1:] for i in r[strategy, True][2]] for r in ranks)
-        assert first == second
-        batches = []  # rows are dealt in turns: a step of two processes is two batches of one
-        loader = Texts().train_dataloader()
-        while len(batches) < 8:
-            batches += list(loader)
-        tokens = [
-            sum(int((b["attention_mask"] > 0).sum()) for b in batches[2 * i : 2 * j])
-            for i, j in ((1, 2), (2, 4))
-        ]
-        assert [i[0] for i in first] == tokens
-        assert [i[1] for i in first] == [2 * 4 * 32, 4 * 4 * 32]
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_two_processes_count_the_tokens_of_both(ranks, strategy):
+    first, second = (result[strategy, True]["looks"] for result in ranks)
+    np.testing.assert_array_equal(first, second)
+    batches = list(Texts().train_dataloader())  # rows are dealt in turns: two batches a step
+    tokens = [int((batch["attention_mask"] > 0).sum()) for batch in batches[:8]]
+    assert first[:, 0].tolist() == [sum(tokens[: 2 * step]) for step in (1, 2, 4)]  # steps 1, 2, 4
+    assert first[:, 1].tolist() == [2 * step * 4 * 32 for step in (1, 2, 4)]

@@ -37,10 +37,9 @@ from bertlab.train.parallel import (
     check_tensor_parallel,
     full_state_dict,
     get_strategy,
-    resolve_batch_tokens,
-    restore_order,
+    reorder_rows,
     shard_order,
-    shard_orders,
+    original_orders,
 )
 from bertlab.train.steps import full_tensor
 from bertlab.train.stopping import NonFiniteGuard, SpikeGuard
@@ -95,7 +94,7 @@ def parts_of(model, batch, rule):
 def gradients(model):
     full = {name: full_tensor(p.grad).clone() for name, p in model.named_parameters()
             if p.grad is not None}  # fmt: skip
-    return restore_order(full, shard_orders(model))
+    return reorder_rows(full, original_orders(model))
 
 
 def apart(name, way, kind="mlm", rule=LossConfig(), labels=True, recomputed=None):
@@ -492,7 +491,8 @@ def test_what_cannot_be_shared_is_refused_in_one_sentence(more, name, words):
 def test_reordered_rows_return_to_their_places(sections, ranks):
     rows = torch.randn(sum(sections), 3)
     order = shard_order(sections, ranks)
-    assert torch.equal(restore_order({"w": rows[order]}, {"w": order})["w"], rows)
+    restored = reorder_rows({"w": rows[order]}, {"w": order.argsort()})
+    assert torch.equal(restored["w"], rows)
 
 
 def test_heads_stay_with_the_keys_that_they_share():
@@ -530,23 +530,14 @@ def test_sizes_are_checked_where_the_processes_are_counted():
     ).mesh_sizes(4) == (1, 2, 1)
     with pytest.raises(ValueError, match="6 process"):
         mesh.mesh_sizes(6)
-    with pytest.raises(ValueError, match="tensor_parallel_size"):
-        FullyShardedStrategy(tensor_parallel_size=0)
+    with pytest.raises(ValueError, match="tensor_parallel_size=0"):
+        FullyShardedStrategy(tensor_parallel_size=0).mesh_sizes(2)
     with pytest.raises(ValueError, match="save_distributed_checkpoint"):
         FullyShardedStrategy(tensor_parallel_size=2, save_distributed_checkpoint=True)
     with pytest.raises(ValueError, match="max_sequence_length=33"):
         get_strategy("context").check(2, row_length=33)
     with pytest.raises(ValueError, match="num_key_value_heads=2"):
         check_tensor_parallel(BertLabConfig(**{**FOUR, "num_key_value_heads": 2}), 4)
-
-
-def test_a_batch_in_tokens_counts_processes_that_share_rows_once():
-    data = {"max_sequence_length": 64}
-    for strategy, rows in (("ddp", 16), ("tensor", 64), ("context:2", 32)):
-        found = resolve_batch_tokens(
-            4096, None, data, {"devices": 4, "accelerator": "cpu", "strategy": strategy}
-        )[0]
-        assert found["train_batch_size"] == rows
 
 
 # --- meshes of 2 x 2 ----------------------------------------------------------------------------
