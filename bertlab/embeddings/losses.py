@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['DISTILLATIONS', 'info_nce', 'EmbeddedTexts', 'false_negative_mask', 'ContrastiveLoss', 'distillation_loss',
-           'DistillationLoss']
+           'distill_batch']
 
 # %% ../../nbs/embeddings/02_losses.ipynb #59903a8c
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..core.names import look_up
+from ..core.names import check_range, look_up
 from ..data.rows import IGNORE_INDEX
 from ..model.losses import LossSums
 
@@ -60,16 +60,14 @@ class ContrastiveLoss:
     "Score queries against documents; see `info_nce` and `false_negative_mask`."
 
     symmetric: bool = False  # documents find their queries, too
-    false_negative_margin: float | None = (
-        None  # see `false_negative_mask`; None: known answers only
-    )
+    # See `false_negative_mask`; None: known answers only.
+    false_negative_margin: float | None = None
     matryoshka_dims: tuple[int, ...] = ()  # prefixes of vectors that are trained, too
 
     def __post_init__(self):
-        margin, dims = self.false_negative_margin, self.matryoshka_dims
-        if margin is not None and not -2 <= margin <= 2:
-            raise ValueError(f"false_negative_margin must be from -2 to 2, got {margin}")
-        if not all(isinstance(d, int) and d > 0 for d in dims) or len({*dims}) < len(dims):
+        check_range("false_negative_margin", self.false_negative_margin, -2, 2)
+        dims = self.matryoshka_dims
+        if min(dims, default=1) < 1 or len({*dims}) < len(dims):
             raise ValueError(f"matryoshka_dims must be different positive integers, got {dims}")
 
     def check_dim(self, embedding_dim: int) -> None:
@@ -93,21 +91,18 @@ class ContrastiveLoss:
         embedding_dim, losses = documents.vectors_ND.shape[1], []
         self.check_dim(embedding_dim)
         all_queries = queries if all_queries is None else all_queries
+        counts_Q, answers_Q = targets_Q != IGNORE_INDEX, targets_Q.clamp_min(0)
         positions_Q = torch.arange(len(targets_Q), device=targets_Q.device) + first_query
-        query_targets_Q = torch.where(targets_Q == IGNORE_INDEX, IGNORE_INDEX, positions_Q)
-        own = targets_Q.clamp_min(0)
-        own_documents = EmbeddedTexts(documents.vectors_ND[own], documents.groups_N[own])
+        query_targets_Q = positions_Q.where(counts_Q, IGNORE_INDEX)
+        answers = EmbeddedTexts(documents.vectors_ND[answers_Q], documents.groups_N[answers_Q])
         for dim in (*self.matryoshka_dims, embedding_dim):
             loss_sum, num_correct = self._pick(queries, documents, targets_Q, temperature, dim)
             if self.symmetric:
-                reverse_sum, _ = self._pick(
-                    own_documents, all_queries, query_targets_Q, temperature, dim
-                )
-                loss_sum = (loss_sum + reverse_sum) / 2
+                reverse = self._pick(answers, all_queries, query_targets_Q, temperature, dim)
+                loss_sum = (loss_sum + reverse[0]) / 2
             losses.append(loss_sum)
         total = torch.stack(losses).mean()
-        count = (targets_Q != IGNORE_INDEX).sum()
-        return LossSums(total, count, torch.zeros_like(total), num_correct)
+        return LossSums(total, counts_Q.sum(), torch.zeros_like(total), num_correct)
 
     def _pick(
         self,
@@ -158,15 +153,9 @@ def distillation_loss(
 ) -> Tensor:  # summed over queries
     """Compare a student's scores with a teacher's, query by query.
 
-    A query without its first score, or without another, counts nothing. Raises `ValueError` for
-    unequal shapes.
+    A query without its first score, or without another, counts nothing.
     """
     loss = look_up(distillation, DISTILLATIONS, "distillation")
-    if student_QC.shape != teacher_QC.shape or student_QC.shape[1] < 2:
-        raise ValueError(
-            f"student and teacher scores must be (Q, C) with 2 or more candidates, got "
-            f"{tuple(student_QC.shape)} and {tuple(teacher_QC.shape)}"
-        )
     teacher_QC = teacher_QC.to(student_QC)
     exists_QC = teacher_QC != -torch.inf
     counts_Q1 = exists_QC[:, :1] & exists_QC[:, 1:].any(1, keepdim=True)
@@ -177,34 +166,20 @@ def distillation_loss(
     return loss(student_QC, teacher_QC, exists_QC | ~counts_Q1, temperature).sum()
 
 
-@dataclass(frozen=True)
-class DistillationLoss:
+def distill_batch(
+    queries: EmbeddedTexts,
+    documents: EmbeddedTexts,  # the positives, then the negatives of each query
+    batch: Mapping[str, Tensor],  # labels, teacher_scores
+    temperature: Tensor | float,
+    distillation: str,  # a key of DISTILLATIONS
+) -> Tensor:  # summed over queries
     "Compare the scores of a batch's own candidates with a teacher's."
-
-    distillation: str = "kl"  # a key of DISTILLATIONS
-
-    def __post_init__(self):
-        look_up(self.distillation, DISTILLATIONS, "distillation")
-
-    def __call__(
-        self,
-        queries: EmbeddedTexts,
-        documents: EmbeddedTexts,  # the positives, then the negatives of each query
-        batch: Mapping[str, Tensor],  # labels, teacher_scores
-        temperature: Tensor | float,
-    ) -> Tensor:  # summed over queries
-        "Return the loss of a batch. Raises `ValueError` for one without teacher_scores."
-        if "teacher_scores" not in batch:
-            raise ValueError(
-                f"distillation={self.distillation!r} needs teacher scores; give the data module a "
-                "scores_column"
-            )
-        num_pairs = len(batch["labels"])
-        q_QD, d_ND = (F.normalize(e.vectors_ND, dim=1) for e in (queries, documents))
-        negatives_QCD = d_ND[num_pairs:].unflatten(0, (num_pairs, -1))
-        candidates_QCD = torch.cat([d_ND[:num_pairs, None], negatives_QCD], 1)
-        is_padding_Q1 = (batch["labels"] == IGNORE_INDEX)[:, None]
-        teacher_QC = batch["teacher_scores"].masked_fill(is_padding_Q1, -torch.inf)
-        with torch.autocast(q_QD.device.type, enabled=False):  # as in `ContrastiveLoss`
-            student_QC = torch.einsum("qd,qcd->qc", q_QD, candidates_QCD)
-        return distillation_loss(student_QC, teacher_QC, temperature, self.distillation)
+    num_pairs = len(batch["labels"])
+    q_QD, d_ND = (F.normalize(e.vectors_ND, dim=1) for e in (queries, documents))
+    negatives_QCD = d_ND[num_pairs:].unflatten(0, (num_pairs, -1))
+    candidates_QCD = torch.cat([d_ND[:num_pairs, None], negatives_QCD], 1)
+    is_padding_Q1 = (batch["labels"] == IGNORE_INDEX)[:, None]
+    teacher_QC = batch["teacher_scores"].masked_fill(is_padding_Q1, -torch.inf)
+    with torch.autocast(q_QD.device.type, enabled=False):  # as in `ContrastiveLoss`
+        student_QC = torch.einsum("qd,qcd->qc", q_QD, candidates_QCD)
+    return distillation_loss(student_QC, teacher_QC, temperature, distillation)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from lightning.fabric.utilities.data import AttributeDict
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
@@ -25,11 +26,10 @@ from ..data.sources import check_not_inside, expand_sources
 from ..data.tokenizers import check_same_vocabulary, load_tokenizer
 from .bi_encoder import BiEncoder, read_st_config, max_text_length
 from .gradcache import all_gather, all_gather_with_grad, rank_and_world_size
-from .losses import ContrastiveLoss, DistillationLoss, EmbeddedTexts
+from .losses import DISTILLATIONS, ContrastiveLoss, EmbeddedTexts, distill_batch
 from .pairs import EmbeddingDataModule
-from .pooling import POOLINGS
 from ..model.adapters import add_adapter, freeze_weights, layer_depths
-from ..model.adapters import make_peft_config, save_adapter
+from ..model.adapters import save_adapter
 from ..model.config import BertLabConfig
 from ..model.encoder import BertLabModel
 from ..model.huggingface import has_adapter, load_model, saved_as
@@ -50,30 +50,22 @@ from ..train.steps import TrainingModule, plain_options
 # %% ../../nbs/embeddings/06_module.ipynb #84e4246a
 def ranks_of(
     queries: EmbeddedTexts,
-    documents: EmbeddedTexts,  # document i is the answer of query i
+    answers_QD: Tensor,  # the vector of each query's answer
+    documents: EmbeddedTexts,  # different texts, to rank the answer among
     block: int = 1024,  # queries compared at once
-    numbers_N: Tensor | None = None,  # number of each document's text; None: all differ
 ) -> Tensor:  # (Q,) int64: 1 is best; padding is left out
     "Rank the answer of each query among all texts outside its group; ties count against it."
     dtype = torch.promote_types(queries.vectors_ND.dtype, torch.float32)
-    q_QD, d_ND = (F.normalize(e.vectors_ND.to(dtype), dim=1) for e in (queries, documents))
-    counts_N, ranks = documents.groups_N >= 0, []
-    if numbers_N is not None:  # repeated texts count once
-        sorted_N, order_N = numbers_N.sort(stable=True)
-        is_repeated_N = torch.zeros_like(counts_N)
-        is_repeated_N[order_N[1:]] = sorted_N[1:] == sorted_N[:-1]
-        counts_N = counts_N & ~is_repeated_N
-    tolerance = 16 * torch.finfo(dtype).eps  # equal products may differ by rounding
-    for start in range(0, len(q_QD), block):
-        rows = slice(start, start + block)
-        groups_Q1 = queries.groups_N[rows][:, None]
-        cosines_QN = q_QD[rows] @ d_ND.T
-        answer_Q1 = cosines_QN.diagonal(start)[:, None]
-        is_rival_QN = counts_N[None] & (documents.groups_N[None] != groups_Q1)
-        is_below_QN = cosines_QN < answer_Q1 - tolerance  # False for NaN
-        ranks_Q = 1 + (is_rival_QN & ~is_below_QN).sum(1)
-        ranks.append(ranks_Q[queries.groups_N[rows] >= 0])
-    return torch.cat(ranks)
+    vectors = queries.vectors_ND, answers_QD, documents.vectors_ND
+    q_QD, a_QD, d_ND = (F.normalize(v.to(dtype), dim=1) for v in vectors)
+    # Equal products may differ by rounding.
+    limit_Q1 = (q_QD * a_QD).sum(1, keepdim=True) - 16 * torch.finfo(dtype).eps
+    ranks = []
+    for rows in torch.arange(len(q_QD)).split(block):
+        is_rival_QN = documents.groups_N != queries.groups_N[rows, None]
+        is_below_QN = q_QD[rows] @ d_ND.T < limit_Q1[rows]  # False for NaN
+        ranks.append(1 + (is_rival_QN & ~is_below_QN).sum(1))
+    return torch.cat(ranks)[queries.groups_N >= 0]
 
 
 class RetrievalRanks:
@@ -82,24 +74,22 @@ class RetrievalRanks:
     def __init__(self):
         self.batches: list[list[Tensor]] = []
 
-    def update(
-        self, queries: EmbeddedTexts, documents: EmbeddedTexts, numbers_N: Tensor | None
-    ) -> None:
-        "Store a batch on the CPU; document i answers query i."
-        tensors = [*queries, *documents, *([] if numbers_N is None else [numbers_N])]
-        self.batches.append(
-            [t.detach().float().cpu() if t.is_floating_point() else t.cpu() for t in tensors]
-        )
+    def update(self, queries: EmbeddedTexts, answers: EmbeddedTexts, numbers_N: Tensor) -> None:
+        "Store a batch on the CPU; answer i is of query i, and numbers tell different texts apart."
+        tensors = [queries.vectors_ND.float(), answers.vectors_ND.float(), queries.groups_N]
+        self.batches.append([tensor.detach().cpu() for tensor in (*tensors, numbers_N)])
 
     def compute(self, device: torch.device) -> dict[str, Tensor]:
         "Return ranks over the documents of all processes, and the mean cosine of two texts."
         tensors = [torch.cat(parts) for parts in zip(*self.batches)]
         if rank_and_world_size()[1] > 1:
             tensors = [all_gather(tensor.to(device)).cpu() for tensor in tensors]
-        queries, documents = EmbeddedTexts(*tensors[:2]), EmbeddedTexts(*tensors[2:4])
-        numbers_N = tensors[4] if len(tensors) > 4 else None
-        ranks_Q = ranks_of(queries, documents, numbers_N=numbers_N).double()
-        mean_D = F.normalize(documents.vectors_ND[documents.groups_N >= 0], dim=1).mean(0)
+        queries_QD, answers_QD, groups_Q, numbers_Q = tensors
+        unique, first_N = np.unique(numbers_Q.numpy(), return_index=True)
+        first_N = torch.from_numpy(first_N[unique >= 0])  # the first of equal texts; no padding
+        documents = EmbeddedTexts(answers_QD[first_N], groups_Q[first_N])
+        ranks_Q = ranks_of(EmbeddedTexts(queries_QD, groups_Q), answers_QD, documents).double()
+        mean_D = F.normalize(answers_QD[groups_Q >= 0], dim=1).mean(0)
         return {
             "mrr": (1 / ranks_Q).mean(),
             "recall_10": (ranks_Q <= 10).double().mean(),
@@ -115,22 +105,13 @@ def _check_options(options: Mapping[str, Any]) -> None:
     low, high = (0.005, 1) if options["learn_temperature"] else (0.001, 10)
     check_range("temperature", options["temperature"], low, high)
     check_range("layer_decay", options["layer_decay"], 0, 1, exclude_low=True)
-    weights = [options["contrastive_weight"]]
-    weights += [options["distillation_weight"]] * bool(options["distillation"])
-    if min(weights) < 0 or not any(weights):
-        raise ValueError(
-            f"contrastive_weight={weights[0]} and distillation_weight="
-            f"{options['distillation_weight']} must be 0 or more, and a loss that is used above 0"
-        )
-    if options["gradcache_rows"] and options["gradient_checkpointing"]:
-        raise ValueError(
-            f"gradcache_rows={options['gradcache_rows']} recomputes activations; leave out "
-            "gradient_checkpointing"
-        )
-    if options["pooling"] is not None:
-        check_choice("pooling", options["pooling"], POOLINGS)
-    if options["adapter"] is not None:
-        make_peft_config(options["adapter"])
+    is_distilled = options["distillation"] is not None
+    check_range(
+        "contrastive_weight", options["contrastive_weight"], 0, exclude_low=not is_distilled
+    )
+    check_range("distillation_weight", options["distillation_weight"], 0)
+    if is_distilled:
+        check_choice("distillation", options["distillation"], DISTILLATIONS)
     recompute = bool(options["gradcache_rows"]) or options["gradient_checkpointing"]
     check_recomputing(recompute, options["compile_model"], options["optimizer_class"])
 
@@ -203,7 +184,6 @@ class EmbeddingModule(TrainingModule):
         _check_options(self.hparams)
         dims = tuple(matryoshka_dims or ())
         self.loss = ContrastiveLoss(symmetric, false_negative_margin, dims)
-        self.distill = None if distillation is None else DistillationLoss(distillation)
         self.tokenizer = _find_tokenizer(
             pretrained_model_name_or_path, pretrained_tokenizer_name_or_path
         )
@@ -220,13 +200,7 @@ class EmbeddingModule(TrainingModule):
 
     def setup(self, stage: str) -> None:
         "Take the tokenizer and the length of texts from the data module."
-        data, h = self.trainer.datamodule, self.hparams
-        is_new = not self.trainer.ckpt_path and h.pretrained_model_name_or_path is None
-        if stage == "fit" and h.adapter is not None and is_new:
-            raise ValueError(
-                f"adapter={h.adapter!r} freezes the encoder, whose weights are random; give "
-                "pretrained_model_name_or_path"
-            )
+        data = self.trainer.datamodule
         if self.tokenizer is None:
             self.tokenizer = getattr(data, "tokenizer", None)
         check_same_vocabulary(self.tokenizer, getattr(data, "tokenizer", None))
@@ -238,7 +212,7 @@ class EmbeddingModule(TrainingModule):
 
     def check_pairs(self, datasets: Mapping[str, Any]) -> None:  # of `EmbeddingDataModule`
         "Raise `ValueError` for a split without teacher scores or negatives to distill from."
-        for split, rows in datasets.items() if self.distill else ():
+        for split, rows in datasets.items() if self.hparams.distillation else ():
             if rows.scores is None or rows.num_negatives < 1:
                 missing = "scores (scores_column)" if rows.scores is None else "negatives"
                 raise ValueError(
@@ -333,12 +307,11 @@ class EmbeddingModule(TrainingModule):
             parts.append(f"pairs are cut at {self.data_length} tokens, the model reads "
                          f"{model.max_sequence_length}")  # fmt: skip
         rank_zero_info("; ".join(parts))
-        prompts = sorted({*filter(None, (model.query_prompt, model.document_prompt))})
-        if prompts:
+        if model.query_prompt or model.document_prompt:
             rank_zero_warn(
-                f"the model puts prompts before texts in search ({', '.join(map(repr, prompts))}), "
-                "and training does not: write them into the pairs, or remove them from "
-                "config_sentence_transformers.json"
+                f"the model puts {model.query_prompt!r} and {model.document_prompt!r} before texts "
+                "in search, and training does not: write these prompts into the pairs, or remove "
+                "them from config_sentence_transformers.json"
             )
 
     @property
@@ -438,10 +411,12 @@ class EmbeddingModule(TrainingModule):
         self, queries: EmbeddedTexts, documents: EmbeddedTexts, batch: Mapping[str, Tensor]
     ) -> LossSums:
         "Compute the contrastive loss of vectors, before `contrastive_weight`."
-        temperature, targets_Q = self.temperature(), batch["labels"]
-        self._distilled = self.distill and self.distill(queries, documents, batch, temperature)
+        h, temperature, targets_Q = self.hparams, self.temperature(), batch["labels"]
+        if h.distillation is not None:
+            arguments = queries, documents, batch, temperature
+            self._distilled = distill_batch(*arguments, h.distillation)
         rank, world_size = rank_and_world_size()
-        if world_size == 1 or not self.hparams.gather_negatives:
+        if world_size == 1 or not h.gather_negatives:
             return self.loss(queries, documents, targets_Q, temperature)
         shift = rank * len(documents.vectors_ND)
         targets_Q = torch.where(targets_Q == IGNORE_INDEX, IGNORE_INDEX, targets_Q + shift)
@@ -455,7 +430,7 @@ class EmbeddingModule(TrainingModule):
         return EmbeddedTexts(all_gather_with_grad(texts.vectors_ND), all_gather(texts.groups_N))
 
     def auxiliary_losses(self) -> dict[str, tuple[float, Tensor]]:
-        if self.distill is None:
+        if self.hparams.distillation is None:
             return {}
         return {"distillation": (self.hparams.distillation_weight, self._distilled)}
 
@@ -472,10 +447,8 @@ class EmbeddingModule(TrainingModule):
         dtype = torch.float64 if self.device.type == "cpu" else torch.float32
         totals = torch.stack([value.detach().to(dtype) for value in values])
         self._sums[dataloader_idx] = self._sums.get(dataloader_idx, 0) + totals
-        positives = EmbeddedTexts(*(values[:num_pairs] for values in documents))
-        numbers = batch.get("text_numbers")
-        numbers_N = None if numbers is None else numbers[num_pairs : 2 * num_pairs]
-        self._ranks.update(queries, positives, numbers_N)
+        answers = EmbeddedTexts(*(values[:num_pairs] for values in documents))
+        self._ranks.update(queries, answers, batch["text_numbers"][num_pairs : 2 * num_pairs])
 
     def compute_metrics(self, stage: str) -> dict[str, Tensor]:
         "Return the loss over the split's batches, and ranks over all of its documents."

@@ -15,7 +15,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
+from functools import cache
 from typing import Any
 
 import lightning as L
@@ -30,6 +30,7 @@ from ..data.readers import ErrorHandler, ReadOptions, parse_json, resolve_column
 from ..data.rows import IGNORE_INDEX
 from ..data.sources import iter_rows
 from ..data.tokenizers import resolve_tokenizer
+from .bi_encoder import tokenize_texts
 from .pooling import pack_for_encoder
 
 # %% ../../nbs/embeddings/05_pairs.ipynb #48329833
@@ -55,15 +56,10 @@ class PairDataset:
 
     @classmethod
     def from_rows(cls, rows: Iterable[Pair], notes: Mapping[str, int] = {}) -> "PairDataset":
-        "Build a dataset from pairs that all have scores, or none. Raises `ValueError` otherwise."
+        "Build a dataset from pairs; without scores unless each pair has some."
         columns = [list(column) for column in zip(*rows)] or [[], [], [], []]
-        num_missing = columns[3].count(None)
-        if num_missing not in (0, len(columns[3])):
-            raise ValueError(
-                f"pair {columns[3].index(None) + 1} and {num_missing - 1} others have no scores; "
-                "give scores for all pairs, or for none"
-            )
-        return cls(*columns[:3], None if num_missing else columns[3] or None, Counter(notes))
+        scores = None if None in columns[3] else columns[3] or None
+        return cls(*columns[:3], scores, Counter(notes))
 
     def __len__(self) -> int:
         return len(self.queries)
@@ -86,7 +82,6 @@ class PairDataset:
 def find_columns(
     columns: Sequence[str],  # of a row
     requested: Mapping[str, Any],  # role: a column, several for negative, or None
-    numbered: Sequence[str] | None = None,  # the columns that numbers refer to; None: `columns`
 ) -> dict[str, list[str]]:  # role: names
     "Find the columns of pairs. Raises `ValueError` for a missing one."
     resolved = {}
@@ -97,82 +92,65 @@ def find_columns(
         names = names if isinstance(names, (list, tuple)) else [names]
         if not names and role in ("query", "positive"):
             raise ValueError(f"no column holds the {role}; {role}_column is one of {list(columns)}")
-        is_number = lambda name: re.fullmatch(r"-?\d+", str(name))
-        available = lambda name: (numbered or columns) if is_number(name) else columns
-        resolved[role] = [resolve_column(n, available(n), f"{role}_column") for n in names]
+        resolved[role] = [resolve_column(name, columns, f"{role}_column") for name in names]
     return resolved
 
 # %% ../../nbs/embeddings/05_pairs.ipynb #5pair002
 _TEXTS, _NUMBERS = r"""\s*\[\s*(["'\]]|null)""", r"\s*\["  # beginnings of lists
 
 
-def _as_list(value: Any, begin: str, where: str) -> list:
+def _as_list(value: Any, begin: str) -> list:
     if isinstance(value, str) and re.match(begin, value):
-        value = parse_json(value, f"{where}: the list {value[:40]!r}")
+        value = parse_json(value, f"the list {value[:40]!r}")
     if isinstance(value, (list, tuple, np.ndarray)):
         return list(value)
     return [] if value is None or value == "" else [value]
 
 
-def _check_text(value: Any, column: str, where: str) -> str:
+def _check_text(value: Any, column: str) -> str:
     if not isinstance(value, str) or not value.strip():
-        raise ValueError(f"{where}: the column {column!r} needs text, got {str(value)[:40]!r}")
+        raise ValueError(f"the column {column!r} needs text, got {str(value)[:40]!r}")
     return value
 
 
-def _check_score(value: Any, column: str, where: str) -> float:
-    try:
-        score = float(value)
-    except (TypeError, ValueError):
-        score = math.nan
-    if not math.isfinite(score):
-        raise ValueError(f"{where}: the column {column!r} needs finite numbers, got {value!r:.40}")
-    return score
+def _check_score(value: Any, column: str) -> float:
+    if not math.isfinite(float(value)):
+        raise ValueError(f"the column {column!r} needs finite numbers, got {value!r}")
+    return float(value)
 
 
-def _read_pair(row: Mapping, columns: Mapping[str, list[str]], where: str) -> Pair:
-    "Read the pair of a row. Raises `ValueError` with its location."
+def _read_pair(row: Mapping, columns: Mapping[str, list[str]]) -> Pair:
+    "Read the pair of a row."
     query, positive = (
-        _check_text(row.get(name), name, where)
-        for role in ("query", "positive")
-        for name in columns[role]
+        _check_text(row.get(name), name) for role in ("query", "positive") for name in columns[role]
     )
     negatives, scores = (
-        [
-            check(value, name, where)
-            for name in columns[role]
-            for value in _as_list(row.get(name), begin, where)
-        ]
+        [check(v, name) for name in columns[role] for v in _as_list(row.get(name), begin)]
         for role, check, begin in (
             ("negative", _check_text, _TEXTS),
             ("scores", _check_score, _NUMBERS),
         )
     )
-    if not columns["scores"]:
-        return query, positive, negatives, None
-    if len(scores) != 1 + len(negatives):
+    if columns["scores"] and len(scores) != 1 + len(negatives):
         raise ValueError(
-            f"{where}: {len(scores)} scores for a positive and {len(negatives)} negatives; give "
-            "one each, the positive's first"
+            f"{len(scores)} scores for a positive and {len(negatives)} negatives; give one each, "
+            "the positive's first"
         )
-    return query, positive, negatives, scores
+    return query, positive, negatives, scores or None
 
 # %% ../../nbs/embeddings/05_pairs.ipynb #a39f1d52
 def group_texts(
     pairs: PairDataset,
 ) -> dict[str, int]:  # text: number of its group
     "Group the texts that pairs connect; every other text is a group of its own."
-    parent: dict[str, str] = {}
+    from scipy.sparse import coo_matrix
+    from scipy.sparse.csgraph import connected_components
 
-    def root(text: str) -> str:
-        while parent.setdefault(text, text) != text:
-            parent[text] = text = parent[parent[text]]
-        return text
-
-    for query, positive in zip(pairs.queries, pairs.positives):
-        parent[root(query)] = root(positive)
-    numbers: dict[str, int] = {}
-    return {text: numbers.setdefault(root(text), len(numbers)) for text in pairs.texts()}
+    texts = pairs.texts()
+    numbers = {text: number for number, text in enumerate(texts)}
+    ends = [[numbers[text] for text in column] for column in (pairs.queries, pairs.positives)]
+    graph = coo_matrix((np.ones(len(pairs)), ends), shape=(len(texts), len(texts)))
+    return dict(zip(texts, connected_components(graph, directed=False)[1].tolist()))
 
 
 def _drop_negatives(
@@ -206,16 +184,6 @@ def clean_pairs(pairs: PairDataset) -> PairDataset:
     return _drop_negatives(rows.values(), is_good, note, notes)
 
 # %% ../../nbs/embeddings/05_pairs.ipynb #063b1775
-def _check_labels(values: Mapping[str, set]) -> None:
-    "Raise `ValueError` for a column of judgments: not all rows are pairs of similar texts."
-    for name, labels in values.items():
-        if len(labels) > 1:
-            raise ValueError(
-                f"the column {name!r} labels pairs as similar or not, and every pair is trained as "
-                "similar: remove the other rows, then give query_column and positive_column"
-            )
-
-
 def read_pairs(
     source: str | os.PathLike | Sequence,  # a file, directory or hub name, or several; or dicts
     query_column: str | int | None = None,  # None: by its usual name, see COLUMN_NAMES
@@ -231,34 +199,33 @@ def read_pairs(
 ) -> PairDataset:  # cleaned, see `clean_pairs`
     """Read pairs from CSV, JSON Lines, Parquet, a hub dataset or a list of dicts.
 
-    Column numbers refer to the first row of a file. Raises `ValueError` with the location of a bad
-    row, and if no pair is left.
+    Raises `ValueError` with the location of a bad row, and if no pair is left.
     """
-    requested = dict(
-        zip(COLUMN_NAMES, (query_column, positive_column, negative_column, scores_column))
-    )
-    notes, pairs, columns, first_rows, labels = Counter(), [], {}, {}, defaultdict(set)
+    names = query_column, positive_column, negative_column, scores_column
+    find = cache(lambda columns: find_columns(columns, dict(zip(COLUMN_NAMES, names))))
+    notes, pairs, labels = Counter(), [], defaultdict(set)
     handle_error = ErrorHandler(on_error, notes)
     options = ReadOptions(file_format=file_format, header=header, on_error=on_error, split=split,
                           config_name=config_name)  # fmt: skip
     if isinstance(source, (list, tuple)) and all(isinstance(row, Mapping) for row in source):
-        rows = ((None, f"row {n}", row) for n, row in enumerate(source))
+        rows = (("row", str(n), row) for n, row in enumerate(source))
     else:
-        located = iter_rows(source, options, notes, handle=handle_error)
-        rows = ((file, f"{file} {where}", row) for file, where, row in located)
+        rows = iter_rows(source, options, notes, handle=handle_error)
     for file, where, row in rows:
-        first = first_rows.setdefault(file, tuple(row))
-        if (key := (first, tuple(row))) not in columns:  # JSON rows may have different keys
-            columns[key] = find_columns(list(row), requested, first)
+        columns = find(tuple(row))  # JSON rows may have different keys
         for name in row:
-            if str(name).lower() in LABELS and name not in columns[key]["scores"]:
+            if str(name).lower() in LABELS and name not in columns["scores"]:
                 labels[name].add(str(row[name]))
         try:
-            pairs.append(_read_pair(row, columns[key], where))
-        except ValueError as error:
-            handle_error(error)
-    if query_column is None and positive_column is None:  # else the user has looked at the rows
-        _check_labels(labels)
+            pairs.append(_read_pair(row, columns))
+        except (TypeError, ValueError) as error:
+            handle_error(ValueError(f"{file} {where}: {error}"))
+    judged = [name for name, values in labels.items() if len(values) > 1]
+    if judged and query_column is None and positive_column is None:
+        raise ValueError(
+            f"the column {judged[0]!r} labels pairs as similar or not, and every pair is trained as "
+            "similar: remove the other rows, then give query_column and positive_column"
+        )
     cleaned = clean_pairs(PairDataset.from_rows(pairs, notes))
     if not len(cleaned):
         raise ValueError(
@@ -477,30 +444,17 @@ class EmbeddingDataModule(L.LightningDataModule):
     def fit_rows(self, model: Any) -> None:  # a `BiEncoder`
         "Adapt rows to a model: its positions, and whether it packs. Raises `ValueError`."
         positions = model.encoder.config.max_position_embeddings
-        lengths = {"max_sequence_length": self.max_sequence_length}
-        lengths["row_length"] = self.requested_row_length or 0
-        for name, value in lengths.items():
-            if value > positions:
-                raise ValueError(
-                    f"{name}={value} exceeds the model's max_position_embeddings {positions}"
-                )
+        check_range("max_sequence_length", self.max_sequence_length, 3, positions)
+        check_range("row_length", self.requested_row_length, self.max_sequence_length, positions)
         packing = self.packing and model.packs
         row_length = self.row_length if packing or not self.packing else self.max_sequence_length
         self.collator = replace(
             self.collator, row_length=min(row_length, positions), packing=packing
         )
 
-    def _encode(self, texts: list[str]) -> list[np.ndarray]:
-        ids = []
-        for start in range(0, len(texts), 2000):  # a call keeps much more than ids in memory
-            encoded = self.tokenizer(
-                texts[start : start + 2000],
-                truncation=True,
-                max_length=self.max_sequence_length,
-                return_token_type_ids=False,
-            )
-            ids += [np.asarray(text_ids, np.int32) for text_ids in encoded["input_ids"]]
-            self.num_cut += sum(bool(encoding.overflowing) for encoding in encoded.encodings)
+    def _encode(self, texts: list[str]) -> list[list[int]]:
+        ids, num_cut = tokenize_texts(self.tokenizer, texts, self.max_sequence_length)
+        self.num_cut += num_cut
         return ids
 
     def _rank(self) -> tuple[int, int]:

@@ -359,21 +359,6 @@ def test_an_evaluation_on_few_pairs_has_its_baselines(place, capsys, tmp_path, n
     assert rows == ["model", "BM25", "TF-IDF", "mean of word vectors"]
 
 
-def test_an_evaluation_on_texts_without_words_keeps_the_model_s_numbers(place, capsys, tmp_path):
-    (tmp_path / "signs.jsonl").write_text(
-        "\n".join(json.dumps({"query": q, "positive": p}) for q, p in ["?!", "+-", "=<"])
-    )
-    status, said, error = run(capsys, "evaluate", place / "run", "--data", tmp_path / "signs.jsonl")
-    assert status == 0, error
-    lines = said.splitlines()
-    assert (
-        lines[2].startswith("model  ")
-        and lines[3].startswith("BM25")
-        and "0.000 (0.000-0.000)" in lines[3]
-    )
-    assert lines[-1].startswith("mean of word vectors: left out") and "to learn from" in lines[-1]
-
-
 @pytest.mark.parametrize("words", [("encode", "{texts}", "--output", "v.npy"), ("search", "{texts}", "x"),
                                    ("evaluate", "--data", "{pairs}", "--baselines", "false")])  # fmt: skip
 def test_a_model_may_be_named_as_the_hub_names_it(place, capsys, monkeypatch, tmp_path, words):

@@ -191,9 +191,9 @@ def test_each_pair_is_distilled_by_its_own_number_of_candidates(kind):
     [
         ({"matryoshka_dims": (0,)}, "matryoshka_dims"),
         ({"matryoshka_dims": (4, 4)}, "matryoshka_dims"),
-        ({"false_negative_margin": 3.0}, "margin"),
+        ({"false_negative_margin": 3.0}, "margin=3.0"),
     ],
 )
-def test_a_rule_that_cannot_be_is_refused(options, word):
+def test_wrong_loss_options_are_refused(options, word):
     with pytest.raises(ValueError, match=word):
         ContrastiveLoss(**options)

@@ -44,33 +44,24 @@ def test_training_finds_the_documents_of_held_out_queries():
 
 def test_ranks_are_those_of_counting_by_hand():
     rng = np.random.default_rng(0)
-    q, d = (torch.tensor(rng.normal(size=(9, 4))) for _ in range(2))
-    groups = torch.tensor([0, 1, 2, 3, 4, 4, 6, 7, -1])
+    q, d = (torch.tensor(rng.normal(size=(8, 4))) for _ in range(2))
+    groups = torch.tensor([0, 1, 2, 3, 4, 4, 6, 7])
     expected = []
     for i in range(8):
         cos = lambda n, i=i: float(F.cosine_similarity(q[i], d[n], dim=0))  # noqa: E731
         expected.append(1 + sum(cos(n) >= cos(i) for n in range(8) if groups[n] != groups[i]))
-    assert (
-        ranks_of(EmbeddedTexts(q, groups), EmbeddedTexts(d, groups), block=4).tolist() == expected
-    )
-
-
-def test_ties_count_against_a_query():
-    same = EmbeddedTexts(torch.ones(5, 3), torch.arange(5))
-    assert ranks_of(same, same).tolist() == [5] * 5
+    ranks = ranks_of(EmbeddedTexts(q, groups), d, EmbeddedTexts(d, groups), block=4)
+    assert ranks.tolist() == expected
 
 
 @pytest.mark.parametrize("width", [64, 384, 768])
-def test_ties_are_seen_through_the_rounding_of_products(width):
+def test_ties_count_despite_rounding(width):
     torch.manual_seed(0)
     collapsed = EmbeddedTexts(torch.randn(1, width).expand(300, width), torch.arange(300))
-    assert ranks_of(collapsed, collapsed, block=128).tolist() == [300] * 300
+    assert ranks_of(collapsed, collapsed.vectors_ND, collapsed, 128).tolist() == [300] * 300
     q = torch.randn(100, width).repeat(2, 1)  # every text has a twin in another group
-    d = q + 0.3 * torch.randn(100, width).repeat(2, 1)
-    assert (
-        ranks_of(EmbeddedTexts(q, torch.arange(200)), EmbeddedTexts(d, torch.arange(200))).tolist()
-        == [2] * 200
-    )
+    d, groups = q + 0.3 * torch.randn(100, width).repeat(2, 1), torch.arange(200)
+    assert ranks_of(EmbeddedTexts(q, groups), d, EmbeddedTexts(d, groups)).tolist() == [2] * 200
 
 
 def test_ranks_of_a_split_are_those_among_its_different_answers():
@@ -141,24 +132,17 @@ def test_a_run_that_was_stopped_goes_on_bit_by_bit(tmp_path):
     assert list(later)[-5:] == list(losses)[-5:]
 
 
-def test_what_makes_the_loss_is_part_of_the_run():
-    kept = run_fingerprint(small_module(matryoshka_dims=[8, 16]), None)
-    check_same_run(
-        "run.ckpt",
-        kept,
-        run_fingerprint(
-            small_module(matryoshka_dims=[8, 16], gradcache_rows=2, learning_rate=1.0), None
-        ),
-    )
-    for changed, said in (({"temperature": 0.1}, "temperature is 0.05 there and 0.1 here"), ({"symmetric": True}, "symmetric is"),
-                          ({"matryoshka_dims": [8]}, r"matryoshka_dims is \[8, 16\] there"), ({"distillation": "kl"}, "distillation is None there"),
-                          ({"false_negative_margin": 0.1}, "false_negative_margin is")):  # fmt: skip
-        with pytest.raises(ValueError, match=said):
-            check_same_run(
-                "run.ckpt",
-                kept,
-                run_fingerprint(small_module(**{"matryoshka_dims": [8, 16], **changed}), None),
-            )
+@pytest.mark.parametrize("options", [
+    {"temperature": 0.1}, {"symmetric": True}, {"matryoshka_dims": [8]}, {"distillation": "kl"},
+    {"false_negative_margin": 0.1}, {"pooling": "cls"},
+])  # fmt: skip
+def test_what_makes_the_loss_is_part_of_the_run(options):
+    saved = run_fingerprint(small_module(matryoshka_dims=[8, 16]), None)
+    same = small_module(matryoshka_dims=[8, 16], gradcache_rows=2, learning_rate=1.0)
+    check_same_run("run.ckpt", saved, run_fingerprint(same, None))
+    changed = run_fingerprint(small_module(**{"matryoshka_dims": [8, 16], **options}), None)
+    with pytest.raises(ValueError, match=f"{[*options][0]} is .* there"):
+        check_same_run("run.ckpt", saved, changed)
 
 
 def test_layer_decay_lowers_rates_layer_by_layer():
@@ -285,28 +269,6 @@ def test_a_run_with_an_adapter_goes_on_bit_by_bit(base, tmp_path):
                      small_data(draw_pairs(64, seed=1)), 6)  # fmt: skip
 
 
-def test_layer_decay_works_with_frozen_layers(base):
-    def rates(module):
-        trainer = fit(module, small_data(), 1)
-        names = {id(p): name for name, p in module.named_parameters()}
-        return {
-            names[id(p)]: g["initial_lr"]
-            for g in trainer.optimizers[0].param_groups
-            for p in g["params"]
-        }
-
-    frozen = rates(small_module(freeze=1, layer_decay=0.5, learning_rate=0.08))
-    assert not any("blocks.0." in name or "embeddings" in name for name in frozen)
-    beside = rates(adapted(base, layer_decay=0.5, learning_rate=0.08))
-    for found, part, rate in (
-        (frozen, "blocks.1.", 0.08),
-        (beside, "blocks.1.", 0.08),
-        (beside, "blocks.0.", 0.04),
-    ):
-        chosen = [r for name, r in found.items() if part in name]
-        assert chosen and chosen == pytest.approx([rate] * len(chosen))
-
-
 def test_a_saved_module_loads_again(tmp_path):
     from bertlab.embeddings.bi_encoder import BiEncoder
 
@@ -337,7 +299,7 @@ def test_rows_fit_an_encoder_of_few_positions(built_first):
     fit(short, data, 1)
     assert next(iter(data.train_dataloader()))["input_ids"].shape[1] == 32
     assert data.resume_identity()["row_length"] == before  # a run that was stopped is the same run
-    with pytest.raises(ValueError, match="row_length=48 exceeds .* max_position_embeddings 32"):
+    with pytest.raises(ValueError, match="row_length=48"):
         fit(short, small_data(row_length=48), 1)
     long = EmbeddingDataModule(small_tokenizer(), max_sequence_length=40, train_batch_size=8)
     long.set_datasets(draw_pairs())
@@ -345,32 +307,20 @@ def test_rows_fit_an_encoder_of_few_positions(built_first):
         fit(short, long, 1)
 
 
-def test_short_pairs_do_not_shorten_the_model(tmp_path):
-    texts, first = ["alpha beta " * 15], small_module().model
-    for said, reads in ((24, 24), (10, 16)):  # pairs are cut at 16
-        place = BiEncoder(first.encoder, first.tokenizer, max_sequence_length=said).save(
-            tmp_path / str(said)
-        )
-        module = EmbeddingModule(str(place))
-        trainer = fit(module, small_data(), 1)
-        trainer.save_checkpoint(tmp_path / "x.ckpt")
-        assert (
-            BiEncoder.load(module.save(tmp_path / f"{said}-trained")).max_sequence_length == reads
-        )
-        again = EmbeddingModule(str(place))
-        make_trainer(2, "32-true", accelerator="cpu").fit(
-            again, small_data(), ckpt_path=tmp_path / "x.ckpt", weights_only=True
-        )
-        alone = EmbeddingModule.load_from_checkpoint(
-            tmp_path / "x.ckpt", pretrained_tokenizer_name_or_path=small_tokenizer()
-        )
-        assert again.model.max_sequence_length == alone.model.max_sequence_length == reads
-        assert len(alone.model.tokenize(texts)[0]) == reads
-        fit(alone, small_data(), 1)
-        assert alone.model.max_sequence_length == reads
-    fresh = small_module()  # which has learnt nothing of longer texts
-    fit(fresh, small_data(), 1)
-    assert fresh.model.max_sequence_length == 16
+@pytest.mark.parametrize("length, expected", [(24, 24), (10, 16)])  # pairs are cut at 16
+def test_short_pairs_do_not_shorten_the_model(tmp_path, length, expected):
+    first = small_module().model
+    source = BiEncoder(first.encoder, first.tokenizer, max_sequence_length=length)
+    source.save(tmp_path / "first")
+    module = EmbeddingModule(str(tmp_path / "first"))
+    fit(module, small_data(), 1).save_checkpoint(tmp_path / "x.ckpt")
+    saved = BiEncoder.load(module.save(tmp_path / "trained"))
+    alone = EmbeddingModule.load_from_checkpoint(
+        tmp_path / "x.ckpt", pretrained_tokenizer_name_or_path=small_tokenizer()
+    )
+    assert saved.max_sequence_length == alone.model.max_sequence_length == expected
+    fit(alone, small_data(), 1)
+    assert alone.model.max_sequence_length == expected
 
 
 def test_a_checkpoint_brings_prompts_and_the_comparison_back(tmp_path):
@@ -380,7 +330,7 @@ def test_a_checkpoint_brings_prompts_and_the_comparison_back(tmp_path):
     )
     BiEncoder(first.encoder, first.tokenizer, st_config=said).save(tmp_path / "first")
     module = EmbeddingModule(str(tmp_path / "first"))
-    with pytest.warns(UserWarning, match="prompts.*'alpha: '.*write them into the pairs"):
+    with pytest.warns(UserWarning, match="'alpha: '"):
         trainer = fit(module, small_data(), 1)
     trainer.save_checkpoint(tmp_path / "x.ckpt")
     load = lambda: EmbeddingModule.load_from_checkpoint(
@@ -392,47 +342,18 @@ def test_a_checkpoint_brings_prompts_and_the_comparison_back(tmp_path):
 
 @pytest.mark.parametrize(
     "name, normalize, expected",
-    [
-        ("dot", True, "dot"),
-        ("euclidean", True, "euclidean"),
-        ("dot", False, "cosine"),
-        ("euclidean", False, "cosine"),
-        ("manhattan", True, "cosine"),
-    ],
+    [("dot", True, "dot"), ("dot", False, "cosine"), ("manhattan", True, "cosine")],
 )
 def test_training_sets_the_similarity_to_cosine(tmp_path, name, normalize, expected):
     first = small_module().model
-    BiEncoder(
-        first.encoder,
-        first.tokenizer,
-        normalize=normalize,
-        st_config={"similarity_fn_name": name},
-    ).save(tmp_path / "first")
+    options = {"normalize": normalize, "st_config": {"similarity_fn_name": name}}
+    BiEncoder(first.encoder, first.tokenizer, **options).save(tmp_path / "first")
     module = EmbeddingModule(str(tmp_path / "first"))
     module.configure_model()
     assert module.model.similarity_fn_name == expected
 
 
-def test_the_pooling_is_part_of_the_run_however_it_was_asked_for(tmp_path):
-    small_module(pooling="cls").save(tmp_path / "first")
-    kept = run_fingerprint(small_module(), None)
-    check_same_run("run.ckpt", kept, run_fingerprint(small_module(pooling="mean"), None))
-    not_built = EmbeddingModule(
-        pooling="cls",
-        model_config_kwargs=small_config(),
-        pretrained_tokenizer_name_or_path=small_tokenizer(),
-    )
-    for other in (not_built, EmbeddingModule(str(tmp_path / "first"))):
-        with pytest.raises(ValueError, match="pooling is 'mean' there and 'cls' here"):
-            check_same_run("run.ckpt", kept, run_fingerprint(other, None))
-        check_same_run(
-            "run.ckpt",
-            {name: v for name, v in kept.items() if name != "pooling"},
-            run_fingerprint(other, None),
-        )
-
-
-@pytest.mark.parametrize("weight", [0.0, 0.25, 1.0])
+@pytest.mark.parametrize("weight", [0.0, 0.25])
 def test_validation_loss_ignores_contrastive_weight(weight):
     pairs = draw_pairs(64, negatives=2, scores=True)
     module = small_module(distillation="kl", contrastive_weight=weight)
@@ -445,34 +366,20 @@ def test_validation_loss_ignores_contrastive_weight(weight):
     assert found["val_loss"] == pytest.approx(usual["val_loss"]) and found["val_loss"] > 0.1
 
 
-PARTS = [
+@pytest.mark.parametrize("options, word", [
     ({"freeze": 99}, "freeze"), ({"matryoshka_dims": [64]}, "matryoshka_dims"), ({"parameter_overrides": {"*.nothing": {"lr": 1.0}}}, "nothing"),
-    ({"adapter": {"type": "lora", "target_modules": ["nothing"]}}, "nothing"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("options, word", PARTS)
-@pytest.mark.parametrize("start", ["random", "ours", "bert"])
-def test_options_must_fit_the_model(tmp_path, start, options, word):
-    if start == "random":
-        source = {
-            "model_config_kwargs": small_config(),
-            "pretrained_tokenizer_name_or_path": small_tokenizer(),
-        }
-    else:
-        ours = {"model_config_kwargs": {**small_config(), "norm": "rms"}}
-        small_module(**(ours if start == "ours" else {"kind": "bert"})).save(tmp_path / "first")
-        source = {"pretrained_model_name_or_path": str(tmp_path / "first")}
+    ({"adapter": {"type": "lora", "target_modules": ["nothing"]}}, "nothing"), ({"adapter": "lara"}, "adapter"), ({"pooling": "sum"}, "pooling"),
+])  # fmt: skip
+def test_options_must_fit_the_model(options, word):
+    source = {"pretrained_tokenizer_name_or_path": small_tokenizer()}
     with pytest.raises(ValueError, match=word):
-        EmbeddingModule(**source, **options).build_model()
-    EmbeddingModule(**source).build_model()
+        EmbeddingModule(model_config_kwargs=small_config(), **source, **options).build_model()
 
 
 @pytest.mark.parametrize("options, word", [
-    ({"temperature": 0.0}, "temperature"), ({"pooling": "sum"}, "pooling"),
+    ({"temperature": 0.0}, "temperature"),
     ({"layer_decay": 1.5}, "layer_decay"), ({"distillation": "mse"}, "distillation"), ({"contrastive_weight": 0.0}, "contrastive_weight"),
-    ({"gradcache_rows": 2, "gradient_checkpointing": True}, "gradcache_rows"), ({"matryoshka_dims": [4, 4]}, "matryoshka_dims"),
-    ({"adapter": "lara"}, "adapter"),
+    ({"matryoshka_dims": [4, 4]}, "matryoshka_dims"), ({"false_negative_margin": 3.0}, "false_negative_margin=3.0"),
 ])  # fmt: skip
 def test_wrong_options_are_refused_at_once(options, word):
     with pytest.raises(ValueError, match=word):
