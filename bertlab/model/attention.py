@@ -27,7 +27,7 @@ from .layers import apply_dropout
 # %% ../../nbs/model/03_attention.ipynb #600a9e8f
 def document_mask(
     documents_BL: Tensor,  # 0 for padding, 1, 2, ... for the document a token belongs to
-    window: int | None = None,  # also at most this many places apart; None: the whole document
+    window: int | None = None,  # also at most this many positions apart; None: the full document
     queries: slice = slice(None),  # positions of the queries
     causal: bool = False,  # do tokens attend only to themselves and earlier ones?
 ) -> Tensor:  # (B, 1, L, L) bool: may the query (row) attend to the key (column)?
@@ -55,8 +55,8 @@ class AttentionMaskSpec:
     "Which tokens attend to each other, and how distance counts; prepared once per layer type."
 
     documents_BL: Tensor  # 0 for padding, 1, 2, ... for the document a token belongs to
-    window: int | None = None  # places to each side; None: the whole document
-    slopes_H: Tensor | None = None  # ALiBi: nats that a head takes off per place of distance
+    window: int | None = None  # positions to each side; None: the full document
+    slopes_H: Tensor | None = None  # ALiBi: nats that a head subtracts per position of distance
     max_length: int | None = None  # no document is longer; None: the row's length
     queries: slice | None = None  # positions of this process's queries; None: all
     is_causal: bool = False  # do tokens attend only to themselves and earlier ones?
@@ -76,17 +76,17 @@ def alibi_bias(
 class DenseMask(NamedTuple):
     "A dense mask and bias, for kernels that compute all pairs."
 
-    mask_B1LL: Tensor  # bool, True where the query may look
+    mask_B1LL: Tensor  # bool, True where the query may attend
     bias_1HLL: Tensor | None = None  # added to the scores, nats
 
 
-def make_dense_mask(pattern: AttentionMaskSpec) -> DenseMask:
+def make_dense_mask(spec: AttentionMaskSpec) -> DenseMask:
     "Build the dense mask of a spec, and its bias for ALiBi."
-    queries = pattern.queries or slice(None)
-    mask_B1LL = document_mask(pattern.documents_BL, pattern.window, queries, pattern.is_causal)
-    if pattern.slopes_H is None:
+    queries = spec.queries or slice(None)
+    mask_B1LL = document_mask(spec.documents_BL, spec.window, queries, spec.is_causal)
+    if spec.slopes_H is None:
         return DenseMask(mask_B1LL)
-    return DenseMask(mask_B1LL, alibi_bias(pattern.slopes_H, mask_B1LL.shape[-1], queries))
+    return DenseMask(mask_B1LL, alibi_bias(spec.slopes_H, mask_B1LL.shape[-1], queries))
 
 
 def repeat_kv(
@@ -102,13 +102,13 @@ def attention_weights(
     q_BHLK: Tensor,
     k_BGLK: Tensor,
     scoring: DenseMask,
-) -> Tensor:  # (B, H, L, L) float32; without meaning where a query may look nowhere
-    "Softmax of scaled scores over what may be seen (Vaswani et al. 2017, eq. 1)."
+) -> Tensor:  # (B, H, L, L) float32; undefined for queries that attend to nothing
+    "Softmax of scaled scores over the visible keys (Vaswani et al. 2017, eq. 1)."
     k_BHLK = repeat_kv(k_BGLK, q_BHLK.shape[1])
     scores_BHLL = (q_BHLK * q_BHLK.shape[-1] ** -0.5) @ k_BHLK.mT
-    # Very low, and not -inf: a padding query may look nowhere, and exp(-inf - -inf) is NaN. Its
-    # output is set to 0 at the end instead. Added, because a sum passes gradients on as they are:
-    # those of weights that are 0 are 0 by themselves. float16 holds no number that is low enough.
+    # Very low, and not -inf: a padding query has no key, and exp(-inf - -inf) is NaN; its output
+    # is set to 0 at the end instead. Added, because a sum passes gradients on unchanged, and those
+    # of weights that are 0 are 0. float16 has no number that is low enough.
     dtype, lowest = scores_BHLL.dtype, torch.finfo(torch.float32).min / 2
     zero = scores_BHLL.new_zeros((), dtype=torch.float32 if dtype == torch.float16 else dtype)
     bias = zero if scoring.bias_1HLL is None else scoring.bias_1HLL
@@ -119,7 +119,7 @@ def attention_weights(
 def zero_empty_rows(
     y_BHLK: Tensor,
     mask_B1LL: Tensor,  # bool
-) -> Tensor:  # 0 for queries that may look nowhere
+) -> Tensor:  # 0 for queries that attend to nothing
     "Set the output of queries without a key, which are padding, to 0."
     return y_BHLK.masked_fill(~mask_B1LL.any(-1, keepdim=True), 0.0)
 
@@ -139,7 +139,7 @@ def eager_attention(
 
 # %% ../../nbs/model/03_attention.ipynb #9befaccc
 def unmask_empty_rows(
-    mask_B1LL: Tensor,  # bool, True where the query may look
+    mask_B1LL: Tensor,  # bool, True where the query may attend
 ) -> Tensor:  # (B, 1, L, L) bool
     "Let queries without a key attend everywhere; their output is set to 0 later."
     # cuDNN's kernel, which torch 2.11 takes in 16 bits on an H100, answers a row of False with
@@ -182,39 +182,39 @@ class FlexMask(NamedTuple):
     score_mod: Callable | None
 
 
-def make_flex_mask(pattern: AttentionMaskSpec) -> FlexMask:
-    "Make FlexAttention's block mask, and its change of scores where distance counts."
+def make_flex_mask(spec: AttentionMaskSpec) -> FlexMask:
+    "Make FlexAttention's block mask, and its change of scores for ALiBi."
     from torch.nn.attention.flex_attention import create_block_mask  # slow to import
 
-    documents_BL, window, slopes_H = pattern.documents_BL, pattern.window, pattern.slopes_H
+    documents_BL, window, slopes_H = spec.documents_BL, spec.window, spec.slopes_H
     B, L = documents_BL.shape
     # The kernel counts queries from 0. Torch 2.9 traces no `slice.indices`.
-    part = pattern.queries or slice(None)
-    first, end = part.start or 0, L if part.stop is None else part.stop
+    queries = spec.queries or slice(None)
+    first, end = queries.start or 0, L if queries.stop is None else queries.stop
 
-    # The kernel asks for each pair of a mixed block, in every layer: one comparison of two short
-    # numbers, where padding asks for -1, which nobody is.
-    asked_BL = documents_BL.to(torch.int32)
-    asks_BL = asked_BL.masked_fill(asked_BL == 0, -1)
+    # The kernel evaluates this for each pair of a mixed block, in every layer: one comparison of
+    # two short numbers; queries at padding have -1, which no key has.
+    keys_BL = documents_BL.to(torch.int32)
+    queries_BL = keys_BL.masked_fill(keys_BL == 0, -1)
 
-    def may_look(b, h, i, j):
+    def is_visible(b, h, i, j):
         i = i + first
-        same = asks_BL[b, i] == asked_BL[b, j]
-        same = same & (i >= j) if pattern.is_causal else same
-        return same if window is None else same & ((i - j).abs() <= window)
+        visible = queries_BL[b, i] == keys_BL[b, j]
+        visible = visible & (i >= j) if spec.is_causal else visible
+        return visible if window is None else visible & ((i - j).abs() <= window)
 
-    def take_off(score, b, h, i, j):
+    def subtract_distance(score, b, h, i, j):
         return score - slopes_H[h] * (i + first - j).abs()
 
-    blocks = create_block_mask(may_look, B, None, end - first, L, device=str(documents_BL.device))
+    blocks = create_block_mask(is_visible, B, None, end - first, L, device=str(documents_BL.device))
     # The kernel reads its tables as if they were contiguous. In a compiled graph without gradients
-    # torch 2.11 lays them out as it likes, and the kernel then reads elsewhere; where a stride is
-    # asked for, the compiler keeps to it.
+    # torch 2.11 lays them out differently, and the kernel reads wrong entries; the compiler keeps
+    # strides that are asked for.
     for name in _TABLES:
         table = getattr(blocks, name)
         strides = [math.prod(table.shape[i + 1 :]) for i in range(table.ndim)]
         setattr(blocks, name, table.as_strided(table.shape, strides))
-    return FlexMask(blocks, None if slopes_H is None else take_off)
+    return FlexMask(blocks, None if slopes_H is None else subtract_distance)
 
 # %% ../../nbs/model/03_attention.ipynb #0757476c
 def raise_recompile_limit(most: int = 64) -> None:
@@ -306,17 +306,17 @@ class VarlenMetadata(NamedTuple):
 
 
 def make_varlen_metadata(
-    pattern: AttentionMaskSpec,  # of one row without padding, as `unpad_input` makes it
+    spec: AttentionMaskSpec,  # of one row without padding, as `unpad_input` makes it
 ) -> VarlenMetadata:
     "Find where the documents of an unpadded row begin."
-    documents_N = pattern.documents_BL[0]
+    documents_N = spec.documents_BL[0]
     begins_N = torch.ones_like(documents_N, dtype=torch.bool)
     begins_N[1:] = documents_N[1:] != documents_N[:-1]
     starts = begins_N.nonzero()[:, 0]
     ends = starts.new_full((1,), len(documents_N))
-    longest = pattern.max_length or len(documents_N)
     cu_lengths = torch.cat((starts, ends)).to(torch.int32)
-    return VarlenMetadata(cu_lengths, longest, pattern.window, pattern.slopes_H, pattern.is_causal)
+    longest = spec.max_length or len(documents_N)
+    return VarlenMetadata(cu_lengths, longest, spec.window, spec.slopes_H, spec.is_causal)
 
 # %% ../../nbs/model/03_attention.ipynb #af792d44
 def _torch_has_varlen() -> bool:
@@ -335,37 +335,25 @@ def _varlen_attention(
     q_BHLK: Tensor,
     k_BGLK: Tensor,
     v_BGLK: Tensor,  # B = 1: all tokens of the batch in one row
-    stretches: VarlenMetadata,
+    metadata: VarlenMetadata,
     dropout: float = 0.0,  # share of attention weights set to 0; only flash-attn has it
 ) -> Tensor:  # (1, H, L, K)
     "Attention on unpadded tokens, document by document (Dao 2023); CUDA, 16-bit numbers."
     if q_BHLK.shape[2] == 0:  # a batch of nothing but padding
         return q_BHLK
-    c, longest = stretches.cu_lengths, stretches.max_length
-    if not _FLASH:  # torch's own learnt only in 2.12 that heads may share keys
+    if not _FLASH:  # torch's own knows shared keys only from 2.12 on
         k_BGLK, v_BGLK = (repeat_kv(t, q_BHLK.shape[1]) for t in (k_BGLK, v_BGLK))
     q, k, v = (t[0].transpose(0, 1).contiguous() for t in (q_BHLK, k_BGLK, v_BGLK))  # (N, H, K)
-    left = -1 if stretches.window is None else stretches.window
-    sides = (left, 0 if stretches.is_causal else left)
+    left = -1 if metadata.window is None else metadata.window
+    options = {"window_size": (left, 0 if metadata.is_causal else left)}
     if _FLASH:
-        from flash_attn import flash_attn_varlen_func
+        from flash_attn import flash_attn_varlen_func as attend_varlen
 
-        y = flash_attn_varlen_func(
-            q,
-            k,
-            v,
-            c,
-            c,
-            longest,
-            longest,
-            dropout,
-            window_size=sides,
-            alibi_slopes=stretches.slopes_H,
-        )
+        options |= {"dropout_p": dropout, "alibi_slopes": metadata.slopes_H}
     else:
-        from torch.nn.attention.varlen import varlen_attn
-
-        y = varlen_attn(q, k, v, c, c, longest, longest, window_size=sides)
+        from torch.nn.attention.varlen import varlen_attn as attend_varlen
+    starts, longest = metadata.cu_lengths, metadata.max_length
+    y = attend_varlen(q, k, v, starts, starts, longest, longest, **options)
     return y.transpose(0, 1)[None]
 
 # %% ../../nbs/model/03_attention.ipynb #88a32b8e
@@ -391,7 +379,7 @@ def device_capability(device: torch.device) -> tuple[int, int]:  # (8, 0) and up
     return torch.cuda.get_device_capability(device)
 
 
-def _limits_of_flex(setting: KernelRequest) -> str:  # empty: no unsupported_reason
+def _limits_of_flex(setting: KernelRequest) -> str:  # empty: it can run
     "Explain why FlexAttention cannot run."
     s = setting
     if s.dropout:
@@ -403,7 +391,7 @@ def _limits_of_flex(setting: KernelRequest) -> str:  # empty: no unsupported_rea
     return ""
 
 
-def _limits_of_varlen(setting: KernelRequest) -> str:  # empty: no unsupported_reason
+def _limits_of_varlen(setting: KernelRequest) -> str:  # empty: it can run
     "Explain why variable-length attention cannot run."
     s = setting
     if s.device != "cuda" or s.capability < (8, 0):
@@ -427,7 +415,7 @@ class AttentionKernel(NamedTuple):
     unpads: bool = False  # does it want one row without padding?
     keeps_weights: bool = False  # can the attention weights be returned?
 
-    def unsupported_reason(self, setting: KernelRequest) -> str:  # empty: no unsupported_reason
+    def unsupported_reason(self, setting: KernelRequest) -> str:  # empty: it can run
         "Explain why the kernel cannot serve a request."
         forgets = setting.weights and not self.keeps_weights
         return self.limits(setting) or (
@@ -446,7 +434,7 @@ ATTENTION_KERNELS: dict[str, AttentionKernel] = {
 
 
 def check_kernel(
-    kernel: str,  # a key of KERNELS
+    kernel: str,  # a key of ATTENTION_KERNELS
     setting: KernelRequest,
 ) -> None:
     "Raise `ValueError` for a kernel that is unknown or cannot run, naming those that can."
@@ -454,14 +442,14 @@ def check_kernel(
         raise ValueError(
             f"kernel {kernel!r} is unknown; choose one of {', '.join(ATTENTION_KERNELS)}"
         )
-    if why := ATTENTION_KERNELS[kernel].unsupported_reason(setting):
+    if reason := ATTENTION_KERNELS[kernel].unsupported_reason(setting):
         able = [
             repr(name)
             for name, candidate in ATTENTION_KERNELS.items()
             if not candidate.unsupported_reason(setting)
         ]
         raise ValueError(
-            f"the kernel {kernel!r} cannot run here: {why}. Or load the model with "
+            f"the kernel {kernel!r} cannot run here: {reason}. Or load the model with "
             f"attn_implementation={' or '.join(able)}"
         )
 
@@ -470,32 +458,19 @@ def attend(
     q_BHLK: Tensor,
     k_BGLK: Tensor,
     v_BGLK: Tensor,
-    pattern: AttentionMaskSpec,  # who sees whom
-    kernel: str = "sdpa",  # a key of KERNELS; one that unpads wants B = 1 and no padding
+    spec: AttentionMaskSpec,  # which tokens attend to each other
+    kernel: str = "sdpa",  # a key of ATTENTION_KERNELS; one that unpads needs B = 1, no padding
     dropout: float = 0.0,  # share of attention weights set to 0
-) -> Tensor:  # (B, H, L, K), 0 where a query may look nowhere
-    "Attend by a pattern with the kernel of that name: mask x distance x kernel in one call."
-    if not isinstance(pattern, AttentionMaskSpec):
-        raise ValueError(
-            f"pattern must be an AttentionMaskSpec, got {type(pattern).__name__}: give document "
-            "numbers; a float mask would be added to the scores"
-        )
+) -> Tensor:  # (B, H, L, K), 0 for queries that attend to nothing
+    "Prepare the mask of a spec and attend with the kernel of that name."
     trains = torch.is_grad_enabled() and any(t.requires_grad for t in (q_BHLK, k_BGLK, v_BGLK))
-    check_kernel(
-        kernel,
-        KernelRequest(
-            q_BHLK.device.type,
-            q_BHLK.dtype,
-            q_BHLK.shape[2],
-            q_BHLK.shape[3],
-            dropout,
-            pattern.slopes_H is not None,
-            trains,
-            capability=device_capability(q_BHLK.device),
-        ),
-    )
+    request = KernelRequest(
+        q_BHLK.device.type, q_BHLK.dtype, *q_BHLK.shape[2:], dropout, spec.slopes_H is not None,
+        trains, capability=device_capability(q_BHLK.device),
+    )  # fmt: skip
+    check_kernel(kernel, request)
     prepare, run = ATTENTION_KERNELS[kernel][:2]
-    return run(q_BHLK, k_BGLK, v_BGLK, prepare(pattern), dropout)
+    return run(q_BHLK, k_BGLK, v_BGLK, prepare(spec), dropout)
 
 # %% ../../nbs/model/03_attention.ipynb #1bca8758
 _ON_CUDA = {  # the one that skips most first
@@ -506,17 +481,16 @@ _ON_CUDA = {  # the one that skips most first
 
 def choose_kernel(
     setting: KernelRequest,
-) -> tuple[str, str]:  # a key of KERNELS, and why
+) -> tuple[str, str]:  # a key of ATTENTION_KERNELS, and why
     "Choose the fastest exact kernel."
     if setting.weights:
         return "eager", "the only one that can return attention weights"
     s = setting
     unfit = {
         "varlen": s.compiled,  # its shapes depend on the data
-        # A row of one block has nothing to skip. Nobody timed it in more bits or tried it before
-        # Ampere; torch's tiles for wider heads outgrow smaller cards (pytorch issue 133254). In a
-        # compiled graph without gradients torch misplaced its tables; `make_flex_mask` mends that, as
-        # tried with torch 2.11 alone, and a validation gains little.
+        # A row of one block has nothing to skip. It was not timed in 32 bits or tried before
+        # Ampere; torch's tiles for wider heads do not fit smaller GPUs (pytorch issue 133254). In
+        # a compiled graph without gradients torch 2.11 misplaces its tables (`make_flex_mask`).
         "flex": s.row_length <= 128 or s.dtype.itemsize != 2 or s.capability < (8, 0)
                 or s.head_dim > 64 or (s.compiled and not s.trains)}  # fmt: skip
     for name, reason in _ON_CUDA.items() if s.device == "cuda" else ():

@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import is_fake
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from ..core.names import check_range
 from ..data.rows import IGNORE_INDEX
 
 # %% ../../nbs/model/05_losses.ipynb #2cacd011
@@ -29,15 +30,12 @@ def unigram_counts(
     excluded_ids: Iterable[int] = (),  # never a label: special tokens, padding
 ) -> torch.Tensor:  # counts_V, int64; add them up over batches
     "Count how often each token occurs."
-    excluded = list(excluded_ids)
-    seen = ids[ids != IGNORE_INDEX]
-    for name, numbers in (("ids", seen), ("excluded_ids", torch.tensor(excluded))):
-        if numbers.numel() and not 0 <= numbers.min() <= numbers.max() < vocab_size:
-            raise ValueError(
-                f"{name} must lie in 0 ... {vocab_size - 1} (vocab_size={vocab_size}), "
-                f"got {numbers.min()} ... {numbers.max()}"
-            )
-    counts_V = torch.bincount(seen, minlength=vocab_size)
+    excluded, tokens = list(excluded_ids), ids[ids != IGNORE_INDEX]
+    for name, numbers in (("ids", tokens), ("excluded_ids", torch.tensor(excluded))):
+        if numbers.numel():
+            check_range(name, int(numbers.min()), 0)
+            check_range(name, int(numbers.max()), 0, vocab_size - 1)
+    counts_V = torch.bincount(tokens, minlength=vocab_size)
     counts_V[excluded] = 0
     return counts_V
 
@@ -74,10 +72,10 @@ def bits_per_byte(
     return loss_sum_nats / math.log(2) / num_bytes
 
 
-def _own_text(name: str, byte_level: bool, begin: str, end: str) -> int:
-    "Bytes of a token, from the way its tokenizer writes it, without the marks at its ends."
+def _count_text_bytes(name: str, byte_level: bool, begin: str, end: str) -> int:
+    "Return the bytes of a token's text, without the marks that its tokenizer adds."
     name = name.removeprefix(begin).removesuffix(end)
-    if byte_level:  # one sign stands for one byte; these two for a space and a line's end
+    if byte_level:  # one character stands for one byte; these two for a space and a newline
         return len(name.lstrip("\u0120\u010a"))
     if re.fullmatch(r"<0x[0-9A-F]{2}>", name):  # a byte that has no token of its own
         return 1
@@ -88,7 +86,7 @@ def token_bytes(
     tokenizer: Any,  # of transformers
     vocab_size: int,  # V, at least the tokenizer's; rows beyond it stand for nothing
 ) -> torch.Tensor:  # bytes_V, float32: UTF-8 bytes of each token's text, 0 for special tokens
-    "Weigh each token by the text that it stands for, spaces between words left out."
+    "Count the bytes of each token's text, without spaces between words."
     vocabulary = tokenizer.get_vocab()  # whose ids may leave gaps
     decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
     byte_level = decoder is not None and b"ByteLevel" in decoder.__getstate__()
@@ -97,7 +95,9 @@ def token_bytes(
     begin = "" if byte_level else getattr(model, "continuing_subword_prefix", usual) or ""
     end = getattr(model, "end_of_word_suffix", None) or ""
     bytes_V = torch.zeros(vocab_size)
-    sizes = torch.tensor([float(_own_text(name, byte_level, begin, end)) for name in vocabulary])
+    sizes = torch.tensor(
+        [float(_count_text_bytes(name, byte_level, begin, end)) for name in vocabulary]
+    )
     bytes_V[list(vocabulary.values())] = sizes
     for token_id, added in getattr(tokenizer, "added_tokens_decoder", {}).items():
         bytes_V[token_id] = len(added.content.strip().encode())  # it stands there as it is
@@ -175,18 +175,12 @@ class LossConfig:
     label_smoothing: float = 0.0  # share of the target that is spread over the vocabulary
     z_weight: float = 0.0  # of the z-loss; 1e-4 is usual
     chunk_size: int | None = None  # labels whose scores exist at once; None: all
-    loss_only: bool = False  # as a training step wants it: no scores, no `num_correct`
+    loss_only: bool = False  # as in a training step: no scores, no `num_correct`
 
     def __post_init__(self):
-        if not 0 <= self.label_smoothing < 1:
-            raise ValueError(
-                f"label_smoothing is a share: 0 or more and below 1, got {self.label_smoothing}"
-            )
-        if not 0 <= self.z_weight < float("inf"):
-            raise ValueError(f"z_weight must be finite, 0 or more, got {self.z_weight}")
-        size = self.chunk_size
-        if size is not None and (type(size) is not int or size < 1):
-            raise ValueError(f"chunk_size must be None or a whole number, 1 or more, got {size!r}")
+        check_range("label_smoothing", self.label_smoothing, 0, 1, exclude_high=True)
+        check_range("z_weight", self.z_weight, 0)
+        check_range("chunk_size", self.chunk_size, 1)
 
 
 class LossSums(NamedTuple):
@@ -195,7 +189,7 @@ class LossSums(NamedTuple):
     loss_sum: Tensor  # cross-entropy, nats
     num_labels: Tensor
     z_loss: Tensor  # weighted, nats
-    num_correct: Tensor | None  # labels that had the highest score; None: nobody asks
+    num_correct: Tensor | None  # labels that had the highest score; None: not counted
 
     def mean(self) -> Tensor:  # nats per label
         "Return the mean of cross-entropy and z-loss over the labels."

@@ -14,7 +14,7 @@ from transformers import (
 
 from bertlab.model.config import BertLabConfig, modernbert_tiny
 from bertlab.model.encoder import BertLabModel
-from bertlab.model.heads import BertLabForEnhancedMaskedLM, BertLabForMaskedLM
+from bertlab.model.heads import BertLabForEnhancedMaskedLM
 from bertlab.model.task_heads import (
     BertLabForQuestionAnswering,
     BertLabForSequenceClassification,
@@ -76,22 +76,15 @@ def scores_of(model, *args, **kwargs) -> torch.Tensor:
 
 
 def test_pooling_by_hand():
-    x = torch.arange(8.0).view(2, 4, 1)
-    mask = torch.tensor([[0, 0, 1, 1], [1, 2, 0, 2]])
+    x, mask = torch.arange(8.0).view(2, 4, 1), torch.tensor([[0, 0, 1, 1], [1, 2, 0, 2]])
+    x[0, 0] = float("nan")  # padding has no influence
     assert pool_tokens(x, mask, "mean").flatten().tolist() == pytest.approx([2.5, (4 + 5 + 7) / 3])
     assert pool_tokens(x, mask, "cls").flatten().tolist() == [2, 4]
 
 
-def test_padding_that_holds_nonsense_has_no_say():
-    x = torch.tensor([[[1.0], [float("inf")], [float("nan")]]])
-    mask = torch.tensor([[1, 0, 0]])
-    for how in ("mean", "cls"):
-        assert pool_tokens(x, mask, how).tolist() == [[1.0]]
-
-
 @pytest.mark.parametrize("cls", AUTO)
 @pytest.mark.parametrize("pooling", ["mean", "cls"])
-@pytest.mark.parametrize("sides", [(0, 5), (5, 0), (2, 3)])
+@pytest.mark.parametrize("sides", [(0, 5), (2, 3)])
 def test_padding_on_either_side_changes_nothing(cls, pooling, sides):
     model = lively(cls(small(classifier_pooling=pooling)))
     ids, ones = some_ids(2, L), torch.ones(2, L).long()
@@ -104,29 +97,19 @@ def test_padding_on_either_side_changes_nothing(cls, pooling, sides):
 # ---- the head --------------------------------------------------------------------------------
 
 
-def test_the_head_of_each_kind_by_hand():
-    x = torch.randn(4, 16)
-    for per_token in (False, True):
-        head = lively(TaskHead(small(), C, per_token))
+@pytest.mark.parametrize("per_token", [False, True])
+@pytest.mark.parametrize("classifier_head", ["prediction", "tanh"])
+def test_the_head_by_hand(classifier_head, per_token):
+    head = lively(TaskHead(small(classifier_head=classifier_head), C, per_token))
+    x = hidden = torch.randn(4, 16)
+    if classifier_head == "prediction":
         hidden = F.layer_norm(F.gelu(x @ head.dense.weight.T), (16,)) * head.norm.weight
-        torch.testing.assert_close(
-            head(x), hidden @ head.classifier.weight.T + head.classifier.bias
-        )
-    head = lively(TaskHead(small(classifier_head="tanh"), C, per_token=False))
-    hidden = torch.tanh(x @ head.dense.weight.T + head.dense.bias)
+    elif not per_token:
+        hidden = torch.tanh(x @ head.dense.weight.T + head.dense.bias)
     torch.testing.assert_close(head(x), hidden @ head.classifier.weight.T + head.classifier.bias)
-    head = lively(TaskHead(small(classifier_head="tanh"), C, per_token=True))
-    torch.testing.assert_close(head(x), x @ head.classifier.weight.T + head.classifier.bias)
 
 
-@pytest.mark.parametrize(
-    "shape",
-    [
-        dict(problem_type="regression"),
-        dict(num_labels=1),
-        dict(num_labels=1, classifier_head="tanh"),
-    ],
-)
+@pytest.mark.parametrize("shape", [dict(problem_type="regression"), dict(num_labels=1)])
 @pytest.mark.parametrize("mixed", [True, False])
 def test_amounts_are_not_rounded_to_the_eight_bits_of_bfloat16(shape, mixed):
     model = lively(BertLabForSequenceClassification(small(**shape))).bfloat16().float()
@@ -135,15 +118,14 @@ def test_amounts_are_not_rounded_to_the_eight_bits_of_bfloat16(shape, mixed):
     exact = model(ids).logits
     with torch.autocast("cpu", torch.bfloat16, enabled=mixed):
         rounded = (model if mixed else model.bfloat16())(ids).logits
-    assert rounded.dtype == torch.float32 and exact.std() > 0.1
-    assert len(rounded.unique()) > 0.9 * rounded.numel()
+    assert rounded.dtype == torch.float32 and len(rounded.unique()) > 0.9 * rounded.numel()
     torch.testing.assert_close(rounded, exact, rtol=0, atol=0.08)
 
 
 # ---- losses ------------------------------------------------------------------------------------
 
 
-def batches(kind: str, num: int):
+def batches(problem: str, num: int):
     ids, mask = some_ids(num, L), torch.ones(num, L).long()
     mask[0, 5:] = 0
     positions = torch.randint(L, (2, num))
@@ -156,19 +138,19 @@ def batches(kind: str, num: int):
         ),
         "answers": dict(start_positions=positions[0], end_positions=positions[1]),
     }
-    return dict(input_ids=ids, attention_mask=mask, **labels[kind])
+    return dict(input_ids=ids, attention_mask=mask, **labels[problem])
 
 
-def model_for(kind: str, **overrides):
-    if kind in PROBLEM:
+def model_for(problem: str, **overrides):
+    if problem in PROBLEM:
         return lively(
-            BertLabForSequenceClassification(small(problem_type=PROBLEM[kind], **overrides))
+            BertLabForSequenceClassification(small(problem_type=PROBLEM[problem], **overrides))
         )
-    cls = BertLabForTokenClassification if kind == "tokens" else BertLabForQuestionAnswering
+    cls = BertLabForTokenClassification if problem == "tokens" else BertLabForQuestionAnswering
     return lively(cls(small(**overrides)))
 
 
-KINDS = [*PROBLEM, "tokens", "answers"]
+PROBLEMS = [*PROBLEM, "tokens", "answers"]
 
 
 def mean_of_ends(logits, start_positions, end_positions):
@@ -185,12 +167,12 @@ LOSSES = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_loss_is_torchs_mean(kind):
-    model, batch = model_for(kind), batches(kind, 4)
+@pytest.mark.parametrize("problem", PROBLEMS)
+def test_the_loss_is_torchs_mean(problem):
+    model, batch = model_for(problem), batches(problem, 4)
     labels = {k: v for k, v in batch.items() if k not in ("input_ids", "attention_mask")}
     logits = scores_of(model, batch["input_ids"], batch["attention_mask"])
-    torch.testing.assert_close(model(**batch).loss, LOSSES[kind](logits, *labels.values()))
+    torch.testing.assert_close(model(**batch).loss, LOSSES[problem](logits, *labels.values()))
     assert model(batch["input_ids"]).loss is None
 
 
@@ -233,18 +215,17 @@ def test_packed_documents_are_scored_as_alone():
         alone = ids[:, a:b]
         torch.testing.assert_close(tags[:, a:b], tagger(alone).logits, **TOLERANCE)
         torch.testing.assert_close(spans[..., a:b, a:b], finder(alone).logits, **TOLERANCE)
-        outside = spans[..., a:b, :].clone()
-        outside[..., a:b] = -torch.inf
-        assert outside.max() == -torch.inf or outside.max() == torch.finfo(spans.dtype).min
+        spans[..., a:b, a:b] = torch.finfo(spans.dtype).min
+    assert (spans == torch.finfo(spans.dtype).min).all()  # no span between documents
 
 
 def test_no_span_touches_special_tokens():
     finder, ids = lively(BertLabForSpanClassification(small(cls_token_id=2))), some_ids(1, 4)
     ids[0, 0], lowest = 2, torch.finfo(torch.float32).min
+    want = torch.ones(4, 4, dtype=torch.bool).triu()
+    want[0] = False
     for logits in (finder(ids).logits, finder(ids, special_tokens_mask=(ids == 2).int()).logits):
-        assert (logits[0, 0] > lowest).nonzero().tolist() == [
-            [i, j] for i in range(1, 4) for j in range(i, 4)
-        ]
+        assert torch.equal(logits[0, 0] > lowest, want)
     assert allowed_spans(torch.tensor([[1, 1, 0]])).sum() == 3
 
 
@@ -252,30 +233,26 @@ def test_no_span_touches_special_tokens():
 
 
 @pytest.mark.parametrize("cls", AUTO)
-@pytest.mark.parametrize("source", [BertLabForMaskedLM, BertLabForEnhancedMaskedLM, BertLabModel])
+@pytest.mark.parametrize("source", [BertLabForEnhancedMaskedLM, BertLabModel])
 def test_a_pretrained_directory_gives_its_encoder_alone(cls, source, tmp_path):
     base = lively(source(small()))
     base.save_pretrained(tmp_path)
     model, info = AUTO[cls].from_pretrained(tmp_path, num_labels=5, output_loading_info=True)
-    assert type(model) is cls
-    assert all(name.startswith("task_head.") for name in info["missing_keys"])
-    assert not info["unexpected_keys"] and len(info["missing_keys"]) == len(
-        model.task_head.state_dict()
-    )
-    theirs = getattr(base, "encoder", base).state_dict()
-    for name, value in model.encoder.state_dict().items():
-        assert torch.equal(value, theirs[name]), name
+    assert type(model) is cls and not info["unexpected_keys"]
+    head = {f"task_head.{name}" for name in model.task_head.state_dict()}
+    assert {*info["missing_keys"]} == head
+    weights = getattr(base, "encoder", base).state_dict()
+    for name, weight in model.encoder.state_dict().items():
+        assert torch.equal(weight, weights[name]), name
     outputs = 2 if cls is BertLabForQuestionAnswering else 5
     assert model.task_head.classifier.weight.shape == (outputs, 16)
-    assert (model.task_head.classifier.bias == 0).all() and model.task_head.norm.weight.eq(1).all()
 
 
 @pytest.mark.parametrize("cls", AUTO)
-@pytest.mark.parametrize("kind", ["prediction", "tanh"])
-def test_a_saved_model_comes_back_whole(cls, kind, tmp_path):
-    model, ids = lively(cls(small(classifier_head=kind))), some_ids(2, L)
+@pytest.mark.parametrize("classifier_head", ["prediction", "tanh"])
+def test_a_saved_model_has_equal_scores(cls, classifier_head, tmp_path):
+    model, ids = lively(cls(small(classifier_head=classifier_head))), some_ids(2, L)
     model.save_pretrained(tmp_path)
-    assert (tmp_path / "model.safetensors").exists()
     again = AUTO[cls].from_pretrained(tmp_path)
     assert type(again) is cls and torch.equal(scores_of(again, ids), scores_of(model, ids))
 
@@ -291,20 +268,14 @@ def tokenizer() -> PreTrainedTokenizerFast:
 TEXTS = ["w1 w2 w3 w4 w5", "w7 w1"]
 
 
-@pytest.mark.parametrize("kind", PROBLEM)
-def test_text_classification_pipeline(kind, tokenizer, tmp_path):
+@pytest.mark.parametrize("problem", PROBLEM)
+def test_text_classification_pipeline(problem, tokenizer, tmp_path):
     names = {0: "red", 1: "green", 2: "blue"}
-    model = model_for(kind, id2label=names)
+    model = model_for(problem, id2label=names)
     model.save_pretrained(tmp_path), tokenizer.save_pretrained(tmp_path)
-    result = pipeline("text-classification", str(tmp_path), device="cpu")(
-        TEXTS, top_k=None, batch_size=2
-    )
-    function = dict(single=lambda z: z.softmax(-1), multi=torch.sigmoid, numbers=lambda z: z)[kind]
-    for text, answers in zip(TEXTS, result):
-        expected = function(model(torch.tensor([tokenizer(text)["input_ids"]])).logits[0]).tolist()
-        for answer in answers:
-            label = list(names.values()).index(answer["label"])
-            assert answer["score"] == pytest.approx(expected[label], abs=1e-5)
-
-
-# ---- it learns -------------------------------------------------------------------------------
+    classify = pipeline("text-classification", str(tmp_path), device="cpu")
+    scale = dict(single=lambda z: z.softmax(-1), multi=torch.sigmoid, numbers=lambda z: z)[problem]
+    for text, answers in zip(TEXTS, classify(TEXTS, top_k=None, batch_size=2)):
+        scores = scale(model(torch.tensor([tokenizer(text)["input_ids"]])).logits[0]).tolist()
+        want = {name: pytest.approx(scores[i], abs=1e-5) for i, name in names.items()}
+        assert {answer["label"]: answer["score"] for answer in answers} == want
