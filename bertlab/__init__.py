@@ -87,7 +87,7 @@ _FACE = {
     # finetuning: from a checkpoint and labels to a score with its baselines
     "finetuning.data": "FinetuningDataModule",
     "finetuning.module": "FinetuningModule",
-    "finetuning.runs": "finetune finetune_seeds",
+    "finetuning.runs": "finetune",
     "finetuning.predictions": "Predictor load_predictor",
     "finetuning.task": "Task get_task",
     "finetuning.builtin": "BuiltinDataset load_builtin_dataset",

@@ -120,7 +120,6 @@ from .train.export import OnnxModel as OnnxModel
 from .finetuning.data import FinetuningDataModule as FinetuningDataModule
 from .finetuning.module import FinetuningModule as FinetuningModule
 from .finetuning.runs import finetune as finetune
-from .finetuning.runs import finetune_seeds as finetune_seeds
 from .finetuning.predictions import Predictor as Predictor
 from .finetuning.predictions import load_predictor as load_predictor
 from .finetuning.task import Task as Task

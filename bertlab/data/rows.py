@@ -62,7 +62,6 @@ NON_MODEL_KEYS = (
     "num_dropped_labels",
     "example_index",
     "offsets",
-    "answer_spans",
     "original_ids",
     "begins_word",
 )

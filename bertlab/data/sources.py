@@ -144,15 +144,20 @@ def load_hub_dataset(
     import datasets  # here, because files do not need it, and importing it takes most of a second
 
     split, config_name = options.split, options.config_name
-    base, begin, stop = parse_split(split) if "+" not in split else (split, None, None)
+    has_slices = split is not None and "+" not in split
+    base, begin, stop = parse_split(split) if has_slices else (split, None, None)
     is_saved = is_saved_dataset(name)
     sliced_here = streaming or is_saved  # else `datasets` reads no more than the slice
     try:
         if is_saved:
             data = datasets.load_from_disk(name)
             if isinstance(data, dict):
-                data = data[base]
-            elif base not in ("train", str(data.split)):  # else it would validate on all of it
+                data = data if base is None else data[base]
+            elif base not in (
+                None,
+                "train",
+                str(data.split),
+            ):  # else it would validate on all of it
                 raise ValueError(f"it was saved without splits, and there is no {base!r}")
         else:
             with offline_if_unreachable():

@@ -60,13 +60,14 @@ def read_texts(
     text_type: type = str,  # or list: the words of a text
 ) -> list:  # a str, or a list of str, for each row
     "Return texts that are not empty. Raises `RowError` with the column."
-    texts, expected = [], {str: "a text", list: "a list of words"}[text_type]
+    texts = []
     for n, row in enumerate(rows):
         text = row.get(column)
         text = list(text) if isinstance(text, (tuple, np.ndarray)) else text
         words = text if isinstance(text, list) else [text]
-        is_text = isinstance(text, text_type) and all(isinstance(word, str) for word in words)
-        if not is_text or not any(word.strip() for word in words):
+        are_words = isinstance(text, text_type) and all(isinstance(word, str) for word in words)
+        if not are_words or not any(word.strip() for word in words):
+            expected = "a text" if text_type is str else "a list of words"
             raise RowError(
                 f"the column {column!r} must hold {expected} that is not empty, got "
                 f"{str(text)[:40]!r}; the row's columns are {list(row)}",
@@ -209,23 +210,6 @@ class SupervisedCollator(Collator):
         return [{**row, "labels": row[label]} if label in row else row for row in rows]
 
 # %% ../../nbs/data/09_supervised.ipynb #304500e6
-def _check_label_ids(
-    labels: Any,  # (B, ...) int64
-    num_labels: int | None,  # None: any number from 0 on
-    column: str | None,
-) -> None:
-    "Raise `RowError` with the column for a label that is neither an id nor -100."
-    labels, end = np.asarray(labels), np.inf if num_labels is None else num_labels
-    for row, *position in np.argwhere((labels != IGNORE_INDEX) & ((labels < 0) | (labels >= end)))[
-        :1
-    ]:
-        raise RowError(
-            f"the column {column!r} has the label {labels[(row, *position)]}; labels are 0 or more "
-            f"and below {end} (num_labels), or {IGNORE_INDEX}",
-            row,
-        )
-
-
 def _split_at_words(
     word_ids: Sequence[int],  # the word of each token
     size: int,  # tokens of a piece
@@ -259,30 +243,26 @@ class TokenClassificationCollator(SupervisedCollator):
         label_all_subwords: bool = False,  # False: only the first sub-word of a word
         # Replacements for the labels of later sub-words, then: I-type for B-type.
         continued_labels: Mapping[int, int] | None = None,
-        num_labels: int | None = None,  # to check labels by
         split: bool = False,  # cut long texts into several rows
         **options: Any,  # of `Collator`; text_column holds lists of words
     ):
         super().__init__(*ids, label_column=label_column, **options)
         self.label_all_subwords, self.continued_labels = label_all_subwords, continued_labels
-        self.num_labels, self.split = num_labels, split
+        self.split = split
 
     def encode_texts(self, rows):
         texts = read_texts(rows, self.text_column, list)
         labels = column_values(rows, self.label_column) if self.label_column else [None] * len(rows)
         for n, (words, word_labels) in enumerate(zip(texts, labels)):
             if word_labels is not None and len(word_labels) != len(words):
-                raise RowError(
-                    f"the column {self.label_column!r} has {len(word_labels)} labels for "
-                    f"{len(words)} words",
-                    n,
-                )
+                message = f"has {len(word_labels)} labels for {len(words)} words"
+                raise RowError(f"the column {self.label_column!r} {message}", n)
         encoded = encode_words(texts, self.tokenizer)
         return [self._encode_text(*text, *part) for text, part in zip(encoded, zip(labels))]
 
     def _encode_text(self, ids: list[int], word_ids: list[int], labels: Sequence | None) -> list:
         "Return the rows of one text: with `split`, first_word, and word_ids counted from it."
-        parts, shown_words = [], set()
+        rows, shown_words = [], set()
         pieces = [(0, min(self.room, len(ids)))]
         for start, stop in _split_at_words(word_ids, self.room) if self.split else pieces:
             row, words = self.template.make_row(ids[start:stop]), word_ids[start:stop]
@@ -290,14 +270,16 @@ class TokenClassificationCollator(SupervisedCollator):
                 first = words[0] if words else 0
                 counted = self.template.spread([word - first for word in words], filler=None)
                 row |= {"first_word": first, "word_ids": counted}
+            else:
+                row["num_cut_tokens"] = len(ids) - stop
             if labels is not None:
                 row |= self._align(words, labels)
-            parts.append(row)
+            rows.append(row)
             shown_words.update(words)
         if labels is not None:
             lost = set(range(len(labels))) - shown_words
-            parts[0]["num_dropped_labels"] = sum(labels[word] != IGNORE_INDEX for word in lost)
-        return parts
+            rows[0]["num_dropped_labels"] = sum(labels[word] != IGNORE_INDEX for word in lost)
+        return rows
 
     def _align(self, word_ids: list[int], labels: Sequence) -> dict[str, Any]:
         aligned = align_labels(word_ids, labels, self.label_all_subwords, self.continued_labels)
@@ -311,42 +293,14 @@ class TokenClassificationCollator(SupervisedCollator):
         return columns
 
     def compute_labels(self, batch):
-        "Check the labels; padding and special tokens have none."
+        "Return the labels; padding and special tokens have none."
         if batch["labels"] is None:
             return {}
         ignored_BL = (batch["attention_mask"] == 0) | (batch["special_tokens_mask"] == 1)
-        labels_BL = batch["labels"].masked_fill(ignored_BL, IGNORE_INDEX)
-        _check_label_ids(labels_BL, self.num_labels, self.label_column)
-        return {"labels": labels_BL}
+        return {"labels": batch["labels"].masked_fill(ignored_BL, IGNORE_INDEX)}
 
 # %% ../../nbs/data/09_supervised.ipynb #a1a4bb59
 PROBLEMS = "single_label_classification", "multi_label_classification", "regression"
-
-
-def _stack_targets(
-    targets: Sequence,  # of each row
-    problem_type: str,  # one of PROBLEMS
-    num_labels: int | None,  # to check by; None: as many as the first row has
-    column: str | None,
-) -> np.ndarray:  # ids (B,) int64; or 0 and 1 (B, C), or values (B,) or (B, C), float32
-    "Stack the labels of texts. Raises `RowError` with the column."
-    is_single, is_multi = (problem_type == name for name in PROBLEMS[:2])
-    shape = np.shape(targets[0]) if num_labels is None else (num_labels,)
-    shape = () if is_single or shape == (1,) and not is_multi else shape
-    for n, target in enumerate(targets):
-        array, dtypes = np.asarray(target), "biu" if is_single else "biuf"
-        fits = array.shape == shape and array.dtype.kind in dtypes and np.isfinite(array).all()
-        if not fits or is_multi and not ((array == 0) | (array == 1)).all():
-            expected = "an id" if is_single else "0 or 1 for each label" if is_multi else "numbers"
-            raise RowError(
-                f"the column {column!r} holds {str(target)[:60]!r}, but problem_type="
-                f"{problem_type!r} needs {expected}, of shape {shape}",
-                n,
-            )
-    stacked = np.array(targets, dtype=np.int64 if is_single else np.float32)
-    if is_single:
-        _check_label_ids(stacked, num_labels, column)
-    return stacked
 
 # %% ../../nbs/data/09_supervised.ipynb #0f6b4f86
 class SequenceClassificationCollator(SupervisedCollator):
@@ -360,36 +314,42 @@ class SequenceClassificationCollator(SupervisedCollator):
         label_column: str | None = "label",  # None: no labels
         text_pair_column: str | None = None,  # of the second text of pairs
         problem_type: str = "single_label_classification",  # one of PROBLEMS
-        num_labels: int | None = None,  # to check labels by
         **options: Any,  # of `Collator`; longer texts are cut to max_sequence_length
     ):
         check_choice("problem_type", problem_type, PROBLEMS)
         super().__init__(*ids, label_column=label_column, **options)
-        self.text_pair_column = text_pair_column
+        self.text_pair_column, self.problem_type = text_pair_column, problem_type
         self.num_texts = 1 if text_pair_column is None else 2
-        self.problem_type, self.num_labels = problem_type, num_labels
 
     def encode_texts(self, rows):
         columns = [self.text_column, self.text_pair_column][: self.num_texts]
         texts = (tokenize_bare(self.tokenizer, read_texts(rows, c))["input_ids"] for c in columns)
-        encoded = [
-            self.template.make_row(*self.template.cut(self.room, *ids)) for ids in zip(*texts)
-        ]
+        encoded = []
+        for ids in zip(*texts):
+            row = self.template.make_row(*self.template.cut(self.room, *ids))
+            encoded.append({**row, "num_cut_tokens": max(0, sum(map(len, ids)) - self.room)})
         if self.label_column is not None:
             for row, label in zip(encoded, column_values(rows, self.label_column)):
                 row["labels"] = label
         return [[row] for row in encoded]
 
     def compute_labels(self, batch):
-        "Check the labels. Raises `RowError` for a row that packs several texts."
+        "Stack the labels. Raises `RowError` for a row that packs several texts."
         if batch["labels"] is None:
             return {}
         documents_B = batch["attention_mask"].amax(1)  # 0 in a blank row
         if documents_B.max() > 1:
             message = f"{int(documents_B.max())} texts are packed: give one text a row"
             raise RowError(message, int(documents_B.argmax()))
-        options = self.problem_type, self.num_labels, self.label_column
-        targets = torch.from_numpy(_stack_targets(batch["labels"], *options))
+        targets, is_single = np.array(batch["labels"]), self.problem_type == PROBLEMS[0]
+        if targets.dtype.kind not in ("biu" if is_single else "biuf"):
+            raise ValueError(
+                f"the column {self.label_column!r} holds {str(batch['labels'])[:60]}, but "
+                f"problem_type={self.problem_type!r} needs {'ids' if is_single else 'numbers'}"
+            )
+        if not is_single and targets.shape[1:] == (1,) and self.problem_type == PROBLEMS[2]:
+            targets = targets[:, 0]
+        targets = torch.from_numpy(targets.astype(np.int64 if is_single else np.float32))
         targets[documents_B == 0] = IGNORE_INDEX
         return {"labels": targets}
 
@@ -442,15 +402,16 @@ def find_tokens(
 
 # %% ../../nbs/data/09_supervised.ipynb #64d998d1
 class QuestionAnsweringCollator(SupervisedCollator):
-    """Windows (B, L): start_positions, end_positions, example_index (B,), answer_spans (B, A, 2),
-    offsets (B, L, 2), -1 outside the context. Batches of records grow: `encode` those first."""
+    """Windows (B, L): start_positions, end_positions and example_index (B,), and offsets (B, L, 2),
+    -1 outside the context. Batches of records grow: `encode` those first."""
 
     objective = "question_answering"
     num_texts = 2
     sequences = {**SupervisedCollator.sequences, "offsets": -1}
     scalars = {
         **SupervisedCollator.scalars,
-        "answer_spans": IGNORE_INDEX,
+        "start_positions": IGNORE_INDEX,  # of the first answer, by the names of transformers
+        "end_positions": IGNORE_INDEX,
         "num_dropped_labels": 0,  # answers that no window holds
     }
 
@@ -461,15 +422,11 @@ class QuestionAnsweringCollator(SupervisedCollator):
         label_column: str | None = "answers",  # in SQuAD's form; None: no labels
         context_column: str = "context",  # the text with the answer
         doc_stride: int = 128,  # tokens of the context that a window shares with the next
-        max_answers: int = 1,  # A, for evaluation: training takes the first
         **options: Any,  # of `Collator`; max_sequence_length is that of a window with its question
     ):
         super().__init__(*ids, text_column=text_column, label_column=label_column, **options)
-        length = self.max_sequence_length
-        check_range("doc_stride", doc_stride, 0, length, exclude_high=True)
-        check_range("max_answers", max_answers, 1)
-        self.context_column = context_column
-        self.doc_stride, self.max_answers = doc_stride, max_answers
+        check_range("doc_stride", doc_stride, 0, self.max_sequence_length, exclude_high=True)
+        self.context_column, self.doc_stride = context_column, doc_stride
 
     def encode_texts(self, rows):
         questions = tokenize_bare(self.tokenizer, read_texts(rows, self.text_column))["input_ids"]
@@ -498,34 +455,27 @@ class QuestionAnsweringCollator(SupervisedCollator):
         offsets_L2: np.ndarray,  # of the context
         answers: list[tuple[int, int]] | None,  # characters
     ) -> list[dict]:
-        outside, windows = (-1, -1), []
-        spans = [find_tokens(offsets_L2, *answer) for answer in (answers or [])[: self.max_answers]]
-        shown = [False] * len(spans)
+        windows, num_held = [], 0
+        answer = find_tokens(offsets_L2, *answers[0]) if answers else None
         for start, stop in sliding_windows(len(ids), self.room - len(question), self.doc_stride):
             row = self.template.make_row(question, ids[start:stop])
-            places = [outside] * len(question), offsets_L2[start:stop].tolist()
-            row["offsets"] = np.array(self.template.spread(*places, filler=outside))
+            places = [(-1, -1)] * len(question), offsets_L2[start:stop].tolist()
+            row["offsets"] = np.array(self.template.spread(*places, filler=(-1, -1)))
             if answers is not None:
-                shift = self.template.text_start(len(question)) - start
-                cls = self.tokenizer.cls_token_id
-                missing = (row["input_ids"].index(cls),) * 2 if cls in row["input_ids"] else (0, 0)
-                held = [s is not None and start <= s[0] and s[1] < stop for s in spans]
-                shown = [*map(max, shown, held)]
-                row["answer_spans"] = np.full((self.max_answers, 2), IGNORE_INDEX)
-                row["answer_spans"][: max(1, len(spans))] = [
-                    np.add(span, shift) if is_held else missing
-                    for span, is_held in zip(spans, held)
-                ] or missing
-                row["num_dropped_labels"] = 0
+                shift, cls = self.template.text_start(len(question)) - start, 0
+                if self.tokenizer.cls_token_id in row["input_ids"]:
+                    cls = row["input_ids"].index(self.tokenizer.cls_token_id)
+                is_held = answer is not None and start <= answer[0] and answer[1] < stop
+                ends = (answer[0] + shift, answer[1] + shift) if is_held else (cls, cls)
+                row |= dict(zip(("start_positions", "end_positions"), ends), num_dropped_labels=0)
+                num_held += is_held
             windows.append(row)
-        if answers is not None:
-            windows[0]["num_dropped_labels"] = shown.count(False)
+        if answers and not num_held:
+            windows[0]["num_dropped_labels"] = 1
         return windows
 
     def compute_labels(self, batch):
-        "Return start and end of the first answer (B,), by the names that transformers gives them."
-        names, spans = ("start_positions", "end_positions"), batch.get("answer_spans")
-        return {} if spans is None else dict(zip(names, spans[:, 0].unbind(1)))
+        return {}  # the positions are columns of the rows
 
 # %% ../../nbs/data/09_supervised.ipynb #c9682833
 def read_spans(
@@ -534,21 +484,17 @@ def read_spans(
     text: str,
 ) -> list[tuple[int, int, Any]]:  # first character, one past the last, label; without duplicates
     "Read labelled spans. Raises `ValueError` for one without text or label."
-    records = _read_records(row, column, {"start": index, "end": index, "label": lambda x: x})
     spans = []
-    for start, end, label in records:
-        problem = None
-        if not 0 <= start < end <= len(text):
-            problem = f"and the text has {len(text)}: give 0 <= start < end <= {len(text)}"
-        elif not text[start:end].strip():
-            problem = f"which holds nothing but {text[start:end]!r}"
-        elif not isinstance(label, (str, int, np.integer)) or not str(label).strip():
-            problem = f"with the label {label!r}: give a name or an id"
-        if problem:
+    fields = {"start": index, "end": index, "label": lambda x: x}
+    for start, end, label in _read_records(row, column, fields):
+        inside = text[max(0, start) : end]
+        is_label = isinstance(label, (str, int, np.integer)) and str(label).strip()
+        if not 0 <= start < end <= len(text) or not inside.strip() or not is_label:
             raise ValueError(
-                f"the column {column!r} has a span from character {start} to {end}, {problem}"
+                f"the column {column!r} has a span from character {start} to {end} with the text "
+                f"{inside!r} and the label {label!r}; a span has letters, lies within the text's "
+                f"{len(text)} characters, and has a name or an id as label"
             )
-        inside = text[start:end]
         spans.append((end - len(inside.lstrip()), start + len(inside.rstrip()), label))
     return list(dict.fromkeys(spans))
 
@@ -570,11 +516,11 @@ def fit_offsets(
 def place_spans(
     offsets_L2: np.ndarray,  # of the tokens of a text, from `fit_offsets`
     spans: Sequence[tuple[int, int, int]],  # first character, one past the last, label id
-) -> tuple[np.ndarray, int]:  # (S, 3): first and last token, label; how many spans moved
+) -> np.ndarray:  # (S, 3): first and last token, label
     """Find the tokens that touch each span.
 
-    A span that begins or ends within a token is widened to whole tokens and counted as moved, and
-    so is one whose outer characters have no token. Raises `ValueError` for a span without a token.
+    A span that begins or ends within a token is widened to whole tokens. Raises `ValueError` for a
+    span without a token.
     """
     visible = np.flatnonzero(offsets_L2[:, 1] > offsets_L2[:, 0])
     start, stop, label = np.array(spans, dtype=np.int64).reshape(-1, 3).T
@@ -585,15 +531,13 @@ def place_spans(
             f"the span from character {start[n]} to {stop[n]} has no token: the tokenizer leaves "
             "its characters out"
         )
-    first, last = visible[first], visible[last]
-    moved = (offsets_L2[first, 0] != start) | (offsets_L2[last, 1] != stop)
-    return np.stack([first, last, label], axis=1), int(moved.sum())
+    return np.stack([visible[first], visible[last], label], axis=1)
 
 # %% ../../nbs/data/09_supervised.ipynb #0b7ba7c8
 class SpanClassificationCollator(SupervisedCollator):
     """Windows (B, L): labels (B, S, 3), first and last token and id of each span that is whole,
     special_tokens_mask (B, L), 1 where none begins or ends, example_index (B,), offsets (B, L, 2).
-    Batches of long texts grow: `encode` those first. Rows of ids bring labels (S, 3) in tokens."""
+    Batches of long texts grow: `encode` those first."""
 
     objective = "span_classification"
     sequences = {**SupervisedCollator.sequences, "offsets": -1}
@@ -604,14 +548,12 @@ class SpanClassificationCollator(SupervisedCollator):
         label_column: str | None = "spans",  # dicts of start, end, label id; None: no labels
         doc_stride: int | None = None,  # tokens that a window shares with the next; None: a quarter
         max_spans: int | None = None,  # S; None: as many as the fullest row has, rounded up to 8
-        num_labels: int | None = None,  # to check labels by
         **options: Any,  # of `Collator`; max_sequence_length is that of a window
     ):
         super().__init__(*ids, label_column=label_column, **options)
-        room = self.max_sequence_length if self.tokenizer is None else self.room
-        self.doc_stride = room // 4 if doc_stride is None else doc_stride
-        check_range("doc_stride", self.doc_stride, 0, room, exclude_high=True)
-        self.max_spans, self.num_labels = max_spans, num_labels
+        self.doc_stride = self.room // 4 if doc_stride is None else doc_stride
+        check_range("doc_stride", self.doc_stride, 0, self.room, exclude_high=True)
+        self.max_spans = max_spans
 
     def encode_texts(self, rows):
         texts, windows = read_texts(rows, self.text_column), []
@@ -631,11 +573,8 @@ class SpanClassificationCollator(SupervisedCollator):
         spans: list[tuple[int, int, int]] | None,  # of `read_spans`
     ) -> list[dict]:
         windows, shift = [], self.template.text_start()
-        if spans is not None:
-            if any(isinstance(label, str) for *_, label in spans):
-                raise ValueError(f"the column {self.label_column!r} has names as labels: give ids")
-            spans_S3, moved = place_spans(offsets_L2, spans)
-            is_shown_S = np.zeros(len(spans), dtype=bool)
+        spans_S3 = place_spans(offsets_L2, spans or [])
+        is_shown_S = np.zeros(len(spans_S3), dtype=bool)
         for start, stop in sliding_windows(len(ids), self.room, self.doc_stride):
             row = self.template.make_row(ids[start:stop])
             places = self.template.spread(offsets_L2[start:stop].tolist(), filler=(-1, -1))
@@ -643,43 +582,30 @@ class SpanClassificationCollator(SupervisedCollator):
             if spans is not None:
                 held_S = (spans_S3[:, 0] >= start) & (spans_S3[:, 1] < stop)
                 row["labels"] = spans_S3[held_S] + [shift - start, shift - start, 0]
-                row["num_moved_labels"] = 0 if windows else moved  # of the text: counted once
                 is_shown_S |= held_S
             windows.append(row)
-        for n in np.flatnonzero(~is_shown_S)[:1] if spans is not None else ():
+        for n in np.flatnonzero(~is_shown_S)[:1]:
             start, stop, size = *spans[n][:2], np.ptp(spans_S3[n, :2]) + 1
             raise ValueError(
-                f"the span from character {start} to {stop} has {size} tokens, and no window holds "
-                f"them all: windows of {self.room} tokens share doc_stride={self.doc_stride}; raise "
-                f"doc_stride to {size - 1}, and max_sequence_length to "
-                f"{size + self.template.num_special} or more"
+                f"the span from character {start} to {stop} has {size} tokens, and windows of "
+                f"{self.room} tokens share doc_stride={self.doc_stride}; raise doc_stride to "
+                f"{size - 1}, and max_sequence_length to {size + self.template.num_special} or more"
             )
         return windows
 
     def compute_labels(self, batch):
         "Return where spans may begin and end, and those of each row. Raises `RowError`."
-        if "offsets" in batch:
-            is_special_BL = batch["offsets"][..., 1] <= batch["offsets"][..., 0]
-        else:  # an unknown word is a word
-            is_special_V = torch.from_numpy(self.vocabulary.is_special_V.copy())
-            unknown = getattr(self.tokenizer, "unk_token_id", None)
-            if unknown is not None:
-                is_special_V[unknown] = False
-            is_special_BL = is_special_V[batch["input_ids"]] | (batch["special_tokens_mask"] == 1)
-        special = {"special_tokens_mask": is_special_BL.long()}
+        is_special_BL = batch["offsets"][..., 1] <= batch["offsets"][..., 0]
+        tensors = {"special_tokens_mask": is_special_BL.long()}
         if batch["labels"] is None:
-            return special
+            return tensors
         is_blank_B = (batch["attention_mask"] == 0).all(1).tolist()
-        spans = [
-            np.array(() if is_blank else row, dtype=np.int64).reshape(-1, 3)
-            for row, is_blank in zip(batch["labels"], is_blank_B)
-        ]
+        spans = [() if blank else row for row, blank in zip(batch["labels"], is_blank_B)]
         counts = [*map(len, spans)]
         room = self.max_spans or max(8, -(-max(counts) // 8) * 8)
         if max(counts) > room:
             raise RowError(f"{max(counts)} spans; raise max_spans={room}", int(np.argmax(counts)))
-        labels_BS3 = np.full((len(spans), room, 3), IGNORE_INDEX)
+        labels_BS3 = torch.full((len(spans), room, 3), IGNORE_INDEX)
         for row, row_spans in zip(labels_BS3, spans):
-            row[: len(row_spans)] = row_spans
-        _check_label_ids(labels_BS3[..., 2], self.num_labels, self.label_column)
-        return special | {"labels": torch.from_numpy(labels_BS3)}
+            row[: len(row_spans)] = torch.from_numpy(np.array(row_spans).reshape(-1, 3))
+        return {**tensors, "labels": labels_BS3}

@@ -12,7 +12,7 @@ import string
 import unicodedata
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import regex
@@ -23,12 +23,8 @@ from torchmetrics.utilities.data import dim_zero_cat
 
 from ..data.documents import grapheme_span, has_unspaced, split_words, word_pattern
 from ..data.rows import IGNORE_INDEX
-from bertlab.data.supervised import (
-    QuestionAnsweringCollator,
-    fit_offsets,
-    read_answers,
-)
-from .evaluation import Evaluation, plot_groups
+from ..data.supervised import QuestionAnsweringCollator, fit_offsets, read_answers
+from .evaluation import Evaluation
 from .files import read_json_cell
 from .task import Task
 from ..model.losses import masked_lm_loss
@@ -70,7 +66,7 @@ def answer_candidates(
     offsets_BL2: Sequence,  # as the collator gives them
     example_index_B: Sequence[int],  # -1 for a blank row, which is skipped
     contexts: Sequence[str],  # of the examples
-    num_best: int = 20,
+    num_best: int = 20,  # of each window
     max_answer_tokens: int = 30,
 ) -> tuple[np.ndarray, np.ndarray]:  # (N, 3) example, start, stop, 0 and 0 for none; scores (N,)
     "List the best spans of each window, and its score for no answer."
@@ -88,23 +84,18 @@ def answer_candidates(
 
 
 def _merge_candidates(
-    spans_N3: np.ndarray, scores_N: np.ndarray, contexts: Sequence[str], num_best: int = 20
+    spans_N3: np.ndarray, scores_N: np.ndarray, contexts: Sequence[str]
 ) -> dict[int, list[Answer]]:  # by example, best first; no answer is the text ""
-    "Put windows together. The empty and the best other answer are always in the list."
-    examples: dict[int, dict[tuple[int, int], float]] = {}
+    "Put windows together."
+    examples: dict[int, dict[tuple[int, int], float]] = defaultdict(dict)
     for (example, *span), score in zip(spans_N3.tolist(), scores_N.tolist()):
-        best, choose = examples.setdefault(example, {}), max if span[1] else min
+        best, choose = examples[example], max if span[1] else min
         best[tuple(span)] = choose(score, best.get(tuple(span), score))
     ranked = {}
     for example, best in examples.items():
         order = sorted(best, key=lambda span: (-best[span], span))
-        first = next((span for span in order if span[1]), None)
-        kept = [s for rank, s in enumerate(order) if rank < num_best or s in ((0, 0), first)]
-        context, answers = contexts[example], []
-        for span in kept:
-            start, stop = grapheme_span(context, *span)
-            answers.append(Answer(context[start:stop], best[span], start, stop))
-        ranked[example] = answers
+        spans = [(best[span], *grapheme_span(contexts[example], *span)) for span in order]
+        ranked[example] = [Answer(contexts[example][a:b], score, a, b) for score, a, b in spans]
     return ranked
 
 
@@ -120,7 +111,7 @@ def rank_answers(
     "Rank the answers of each example, over all of its windows."
     windows = start_logits_BL, end_logits_BL, offsets_BL2, example_index_B
     candidates = answer_candidates(*windows, contexts, num_best, max_answer_tokens)
-    return _merge_candidates(*candidates, contexts, num_best)
+    return _merge_candidates(*candidates, contexts)
 
 
 def choose_answer(
@@ -135,40 +126,30 @@ def choose_answer(
 # %% ../../nbs/finetuning/06_answers.ipynb #3a2d34cc
 def normalize_answer(text: str) -> str:
     "Remove case, punctuation of all scripts, English articles and extra spaces."
-    text = "".join(
-        letter
-        for letter in unicodedata.normalize("NFC", text).lower()
-        if not (letter in string.punctuation or unicodedata.category(letter).startswith("P"))
-    )
-    return " ".join(
-        word
-        for part in regex.sub(r"\b(a|an|the)\b", " ", text).split()  # its \b knows marks
-        for word in (split_words(part, signs=True) if has_unspaced(part) else [part])
-    )
+    is_sign = lambda x: x in string.punctuation or unicodedata.category(x).startswith("P")
+    text = "".join(x for x in unicodedata.normalize("NFC", text).lower() if not is_sign(x))
+    parts = regex.sub(r"\b(a|an|the)\b", " ", text).split()  # its \b knows marks
+    split = lambda part: split_words(part, signs=True) if has_unspaced(part) else [part]
+    return " ".join(word for part in parts for word in split(part))
 
 
-def _gold_texts(answers: Mapping | Sequence[Mapping]) -> list[str]:
-    "Return the texts of SQuAD's answers, in either of its two forms."
-    columns = isinstance(answers, Mapping)
-    return list(answers["text"]) if columns else [answer["text"] for answer in answers]
+def _gold_texts(answers: Mapping | Sequence) -> list[str]:
+    "Return the texts of right answers: of SQuAD's two forms, or of a list of texts."
+    answers = answers["text"] if isinstance(answers, Mapping) else answers
+    return [answer["text"] if isinstance(answer, Mapping) else answer for answer in answers]
 
 
 def score_answer(
     answer: str,
-    golds: Sequence[str] | Mapping,  # right answers, or SQuAD's `answers`; none: unanswerable
+    golds: Sequence | Mapping,  # right answers, or SQuAD's `answers`; none: unanswerable
     score: str = "f1",  # or exact_match
 ) -> float:  # 0 to 1
     "Return the best agreement with a right answer; one that normalizes to nothing counts as none."
-    if isinstance(golds, str):
-        raise ValueError(f"golds must be a list of right answers, got {golds!r:.40}")
-    golds = [
-        normalize_answer(text)
-        for text in (_gold_texts(golds) if isinstance(golds, Mapping) else golds)
-    ]
-    golds, words = [gold for gold in golds if gold] or [""], normalize_answer(answer)
+    golds = [gold for text in _gold_texts(golds) if (gold := normalize_answer(text))] or [""]
+    answer = normalize_answer(answer)
     if score == "exact_match":
-        return float(words in golds)
-    return max(_word_f1(words.split(), gold.split()) for gold in golds)
+        return float(answer in golds)
+    return max(_word_f1(answer.split(), gold.split()) for gold in golds)
 
 
 def _word_f1(words: list[str], gold_words: list[str]) -> float:
@@ -200,87 +181,60 @@ class AnswerScores(Metric):
     ):
         super().__init__()
         self.contexts = [row["context"] for row in rows]
-        self.golds = [_gold_texts(row["answers"]) for row in rows]
+        self.golds = [row["answers"] for row in rows]
         self.null_threshold, self.max_answer_tokens = null_threshold, max_answer_tokens
         self.add_state("spans", [], dist_reduce_fx="cat")
         self.add_state("scores", [], dist_reduce_fx="cat")
 
     def update(self, start_logits, end_logits, offsets, example_index) -> None:
-        windows = (x.float().cpu().numpy() for x in (start_logits, end_logits))
+        logits = (x.float().cpu().numpy() for x in (start_logits, end_logits))
         places = (x.cpu().numpy() for x in (offsets, example_index))
         limits = {"max_answer_tokens": self.max_answer_tokens}
-        spans, scores = answer_candidates(*windows, *places, self.contexts, **limits)
+        spans, scores = answer_candidates(*logits, *places, self.contexts, **limits)
         self.spans.append(torch.from_numpy(spans).to(self.device))
         self.scores.append(torch.from_numpy(scores).float().to(self.device))
 
     def compute(self) -> dict[str, Tensor]:
         spans, scores = (dim_zero_cat(x).cpu().numpy() for x in (self.spans, self.scores))
         ranked = _merge_candidates(spans, scores, self.contexts)
-        chosen = {n: choose_answer(answers, self.null_threshold) for n, answers in ranked.items()}
-        texts, golds = [answer.text for answer in chosen.values()], [self.golds[n] for n in chosen]
-        return {name: torch.tensor(x) for name, x in answer_scores(texts, golds).items()}
+        texts = [choose_answer(answers, self.null_threshold).text for answers in ranked.values()]
+        scores = answer_scores(texts, [self.golds[n] for n in ranked])
+        return {name: torch.tensor(value) for name, value in scores.items()}
 
 # %% ../../nbs/finetuning/06_answers.ipynb #145053e0
-def _question_cue(row: Mapping) -> str:
-    "Return the first two words of a question."
-    return " ".join(row["question"].lower().split()[:2])
-
-
 class AnswerWords:
-    "Learn which words answers are made of, by the cue of the question."
+    "Learn which words answers are made of, by the first two words of the question."
 
     def __init__(self, rows: Sequence[Mapping]):
-        contexts = {row["context"] for row in rows}
-        self.background, contexts_with = Counter(), Counter()
-        for words in (split_words(text, signs=True) for text in contexts):
-            self.background.update(words)
-            contexts_with.update(set(words))
-        self.idf = {word: np.log((1 + len(contexts)) / n) for word, n in contexts_with.items()}
-        self.words, self.lengths = defaultdict(Counter), defaultdict(Counter)
+        self.background, self.answers = Counter(), defaultdict(Counter)
         for row in rows:
-            for words in (
-                split_words(text, signs=True) for text in _gold_texts(row["answers"])[:1]
-            ):
-                self.words[_question_cue(row)].update(words)
-                self.lengths[_question_cue(row)][len(words)] += 1
+            self.background.update(split_words(row["context"], signs=True))
+            for text in _gold_texts(row["answers"])[:1]:
+                self.answers[self._cue(row)].update(split_words(text, signs=True))
+
+    def _cue(self, row: Mapping) -> str:
+        return " ".join(row["question"].lower().split()[:2])
 
     def log_odds(self, words: Sequence[str], cue: str) -> np.ndarray:  # of each word
         "Return how much more frequent a word is in answers to such questions than in contexts."
-        inside, total = self.words[cue], self.background.total()
+        inside, total = self.answers[cue], self.background.total()
         share = np.array([max(1, self.background[word]) / total for word in words])
         counts = np.array([inside[word] for word in words])
         return np.log((counts + 10 * share) / (inside.total() + 10) / share)
 
-    def length_odds(self, max_words: int, cue: str) -> np.ndarray:  # of 1, 2, ... words
-        counts = np.array([self.lengths[cue][n] for n in range(1, max_words + 1)]) + 0.1
-        return np.log(counts / counts.sum())
-
-
-def _span_features(
-    row: Mapping, learned: AnswerWords, max_words: int = 12, reach: int = 3
-) -> tuple[np.ndarray, list[tuple[int, int]]]:  # (3, S) and the characters of S spans
-    "Score each span: its own words, its neighbours in the question, its line."
-    matches = list(word_pattern(signs=True).finditer(row["context"]))
-    words, question = [m[0] for m in matches], set(split_words(row["question"], signs=True))
-    line_of = np.array([row["context"].count("\n", 0, m.start()) for m in matches])
-    weights = np.array([learned.idf.get(w, 5.0) if w in question else 0.0 for w in words])
-    lines = np.bincount(line_of, weights)
-    answer_sums = np.cumsum([0, *learned.log_odds(words, _question_cue(row))])
-    question_sums = np.cumsum([0, *weights])
-    lengths = learned.length_odds(max_words, _question_cue(row))
-    first = np.repeat(np.arange(len(words)), max_words)
-    last = first + np.tile(np.arange(1, max_words + 1), len(words))
-    first, last = first[last <= len(words)], last[last <= len(words)]
-    same_line = line_of[last - 1] == line_of[first]
-    first, last = first[same_line], last[same_line]
-    near = question_sums[first] - question_sums[np.maximum(0, first - reach)]
-    near += question_sums[np.minimum(len(words), last + reach)] - question_sums[last]
-    likely = answer_sums[last] - answer_sums[first] + lengths[last - first - 1]
-    characters = [(matches[a].start(), matches[b - 1].end()) for a, b in zip(first, last)]
-    return np.stack([likely, near, lines[line_of[first]]]), characters
-
-
-_MIXES = [(1.0, near, line) for near in (0.3, 1.0, 3.0) for line in (0.3, 1.0, 3.0)]
+    def best_span(self, row: Mapping, max_words: int = 12) -> tuple[float, str]:
+        "Return score and text of a span: its words are likely, and the question's are before it."
+        matches = list(word_pattern(signs=True).finditer(row["context"]))
+        words, question = [m[0] for m in matches], set(split_words(row["question"], signs=True))
+        sums = np.cumsum([0, *self.log_odds(words, self._cue(row))])
+        asked = np.cumsum([0] * 4 + [3 * (word in question) for word in words])  # three before
+        best = max(
+            (sums[stop] - sums[start] + asked[start + 3] - asked[start], start, stop)
+            for start in range(len(words))
+            for stop in range(start + 1, min(start + max_words, len(words)) + 1)
+        )
+        score, start, stop = best
+        return score, row["context"][matches[start].start() : matches[stop - 1].end()]
 
 
 def answer_by_words(
@@ -288,39 +242,16 @@ def answer_by_words(
 ) -> list[str]:
     "Return the best span of each row, or nothing below a threshold."
     learned = AnswerWords(train)
-
-    def best_spans(row: Mapping, mixes: Sequence) -> list[tuple[float, str]]:
-        features, spans = _span_features(row, learned)
-        totals = [np.array(mix) @ features for mix in mixes]
-        return [(total.max(), row["context"][slice(*spans[total.argmax()])]) for total in totals]
-
-    trials = []
-    none_N = np.array([score_answer("", _gold_texts(row["answers"])) for row in validation])
-    best = [best_spans(row, _MIXES) for row in validation]
-    for mix, answers in zip(_MIXES, zip(*best)):
-        scores_N = np.array([score for score, _ in answers])
-        golds = (_gold_texts(row["answers"]) for row in validation)
-        f1_N = np.array([score_answer(text, gold) for (_, text), gold in zip(answers, golds)])
-        for threshold in np.quantile(scores_N, np.linspace(0, 1, 21)):
-            trials.append((np.where(scores_N >= threshold, f1_N, none_N).mean(), mix, threshold))
-    _, mix, threshold = max(trials)
-    chosen = [best_spans(row, [mix])[0] for row in rows]
-    return [text if score >= threshold else "" for score, text in chosen]
+    f1_of = lambda texts: [score_answer(t, r["answers"]) for t, r in zip(texts, validation)]
+    scores_N, texts = zip(*map(learned.best_span, validation))
+    none_N, f1_N = np.array(f1_of([""] * len(texts))), np.array(f1_of(texts))
+    thresholds = np.quantile(scores_N, np.linspace(0, 1, 21))
+    threshold = max(
+        thresholds, key=lambda t: np.where(np.array(scores_N) >= t, f1_N, none_N).mean()
+    )
+    return [text if score >= threshold else "" for score, text in map(learned.best_span, rows)]
 
 # %% ../../nbs/finetuning/06_answers.ipynb #3bc37427
-_LENGTHS = "none", "1", "2", "3", "4 to 7", "8+"  # words of the shortest right answer
-_NUM_SHARING = 20  # answers that share the probability, however many are listed
-
-
-def _shorten_question(question: str, tokenizer: Any, room: int) -> str:
-    "Cut a question to `room` tokens, so that its context has a place."
-    encoded = tokenizer(
-        question, add_special_tokens=False, return_offsets_mapping=True, verbose=False
-    )
-    ends = [end for _, end in encoded["offset_mapping"]]
-    return question if len(ends) <= room else question[: ends[room - 1]]
-
-
 class QuestionAnswering(Task):
     "The answer to a question as a span of its context."
 
@@ -335,6 +266,7 @@ class QuestionAnswering(Task):
     per_row_metric = False
     reads_whole = trains_whole = True
     prediction_options = ("num_best", "null_threshold")
+    saved_settings = ("doc_stride", "max_answer_tokens", "always_answered")
     always_answered, max_answer_tokens, doc_stride = False, 30, None
 
     def __init__(self, labels=None, num_labels=None):
@@ -370,22 +302,11 @@ class QuestionAnswering(Task):
         self.doc_stride = collator.doc_stride
         return collator
 
-    def encode(self, rows, collator, start=0, whole=False):
-        if collator.label_column is None:  # predictions cut a question instead of refusing it
-            room = collator.room - collator.doc_stride - 1
-            shorten = lambda text: _shorten_question(text, collator.tokenizer, room)
-            rows = [{**row, "question": shorten(row["question"])} for row in rows]
-        return super().encode(rows, collator, start)
-
     def learn_lengths(self, encoded: Sequence[Mapping]) -> None:
         "Allow answers as long as the longest of training, and 30 tokens at least."
-        spans = [row["answer_spans"] for row in encoded if "answer_spans" in row]
-        lengths = (int((span[:, 1] - span[:, 0]).max()) + 1 for span in map(np.asarray, spans))
+        labelled = [row for row in encoded if "end_positions" in row]
+        lengths = (int(row["end_positions"] - row["start_positions"]) + 1 for row in labelled)
         self.max_answer_tokens = max([30, *lengths])
-
-    def count_cut(self, rows, encoded, collator):
-        windows = Counter(int(row["example_index"]) for row in encoded)
-        return sum(count > 1 for count in windows.values())
 
     def loss(self, output, batch):
         "The mean of both ends' cross-entropies; a row counts if both ends are in it."
@@ -406,7 +327,7 @@ class QuestionAnswering(Task):
 
     def score(self, rows, predictions):
         texts = [prediction["predicted_answer"] or "" for prediction in predictions]
-        return answer_scores(texts, [_gold_texts(row["answers"]) for row in rows])
+        return answer_scores(texts, [row["answers"] for row in rows])
 
     def blank(self, all_probabilities=False):
         keys = "predicted_answer", "probability", "predicted_start", "predicted_stop"
@@ -418,31 +339,24 @@ class QuestionAnswering(Task):
         limit = self.null_threshold if null_threshold is None else null_threshold
         starts, ends = ([output[name] for output in outputs] for name in self.outputs)
         places = ([row[name] for row in encoded] for name in ("offsets", "example_index"))
-        most = max(num_best, _NUM_SHARING + 1)
-        contexts = [row["context"] for row in rows]
+        contexts, most = [row["context"] for row in rows], max(num_best, 20)
         ranked = rank_answers(starts, ends, *places, contexts, most, self.max_answer_tokens)
         options = limit, num_best if all_probabilities else 0
         return [self._describe_answers(ranked[n], *options) for n in range(len(rows))]
 
     def _describe_answers(self, ranked: Sequence[Answer], limit: float, num_best: int) -> dict:
-        "Return the chosen answer; the scores of the best share the probability."
+        "Return the chosen answer; all candidates share the probability."
         best, spans = choose_answer(ranked, limit), [a for a in ranked if a.text]
         # Where "no answer" can never win, it takes no share.
-        possible = [a for a in ranked if a.text or limit < math.inf or not spans]
-        sharing = spans[:_NUM_SHARING] + [a for a in possible if not a.text]
-        total = np.logaddexp.reduce([a.score for a in sharing])
+        possible = ranked if limit < math.inf or not spans else spans
+        total = np.logaddexp.reduce([a.score for a in possible])
         share = lambda answer: math.exp(answer.score - total)
-        row = {
-            "predicted_answer": best.text,
-            "probability": share(best),
-            "predicted_start": best.start,
-            "predicted_stop": best.stop,
-        }
+        row = {"predicted_answer": best.text, "probability": share(best),
+               "predicted_start": best.start, "predicted_stop": best.stop}  # fmt: skip
         if num_best:
             row["n_best"] = [
                 {"answer": a.text, "probability": share(a), "start": a.start, "stop": a.stop}
-                for rank, a in enumerate(possible)
-                if rank < num_best or not a.text or a is spans[0]
+                for a in possible[:num_best]
             ]
         return row
 
@@ -456,33 +370,13 @@ class QuestionAnswering(Task):
         return [{"predicted_answer": text} for text in texts]
 
     def evaluate(self, rows, predictions):
-        groups = defaultdict(list)
-        for row, prediction in zip(rows, predictions):
-            golds = _gold_texts(row["answers"])
-            words = min((len(normalize_answer(text).split()) for text in golds), default=0)
-            group = _LENGTHS[min(words, 4 if words < 8 else 5)]
-            groups[group].append((prediction["predicted_answer"] or "", golds))
-        order = [name for name in _LENGTHS if name in groups]
-        table = [
-            {"words": name, **answer_scores(*zip(*groups[name])), "support": len(groups[name])}
-            for name in order
-        ]
-        label = "words of the right answer (questions)"
-        figure = plot_groups(table, "words", ("exact_match", "f1"), label)
-        return Evaluation({**self.score(rows, predictions), "table": table}, {"answers": figure})
+        return Evaluation({**self.score(rows, predictions), "num_questions": len(rows)})
 
     def describe(self, rows, encoded, collator):
         lost = sum(int(row.get("num_dropped_labels", 0)) for row in encoded)
         line = (
-            f"  {lost:,} answers are in no window as a whole, and are learned as no answer; raise "
-            f"doc_stride in collator_kwargs (now {collator.doc_stride}), or max_sequence_length "
+            f"  {lost:,} answers are in no window, and are learned as no answer; raise doc_stride in "
+            f"collator_kwargs (now {collator.doc_stride}), or max_sequence_length "
             f"(now {collator.max_sequence_length})"
         )
         return [line] * bool(lost)
-
-    def settings(self):
-        return {
-            "doc_stride": self.doc_stride,
-            "max_answer_tokens": self.max_answer_tokens,
-            "always_answered": self.always_answered,
-        }

@@ -17,9 +17,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..core.names import check_choice, check_range
 from .classification import balanced_class_weights
 from .task import Task
-from ..model.adapters import block_names, freeze_weights
+from ..model.adapters import block_names
 from ..model.adapters import layer_depths, save_adapter
 from ..model.config import BertLabConfig
 from ..model.encoder import BertLabPreTrainedModel
@@ -89,17 +90,16 @@ def load_task_model(
 ) -> LoadedTaskModel:  # in float32, on the CPU
     "Build a model for a task. Raises `ValueError` for an encoder with missing weights."
     options = {"attn_implementation": "auto", **(model_kwargs or {})}
-    if unknown := sorted(options.keys() - set(MODEL_OPTIONS)):
-        raise ValueError(f"model_kwargs has {unknown[0]!r}; it takes {', '.join(MODEL_OPTIONS)}")
+    for name in options:
+        check_choice("model_kwargs", name, MODEL_OPTIONS)
     if (source is None) == (config_kwargs is None):
         raise ValueError(
             "give either pretrained_model_name_or_path or, for random weights, "
             "model_config_kwargs, and not both"
         )
-    settings = task.config_settings()
+    settings, task_cls = task.config_settings(), TASK_MODELS[task.architecture]
     if source is None:
-        config = BertLabConfig(**{**config_kwargs, **settings, **options})
-        model = TASK_MODELS[task.architecture](config)
+        model = task_cls(BertLabConfig(**{**config_kwargs, **settings, **options}))
         return LoadedTaskModel(model, list(model.state_dict()))
     stored, head = read_config(source), task.architecture or "ForSpanClassification"
     if head == "ForSpanClassification" and stored.model_type != BertLabConfig.model_type:
@@ -107,16 +107,15 @@ def load_task_model(
     with without_reports():
         loaded = load_model(source, head, settings)
     config = copy.deepcopy(loaded.model.config)
-    if loaded.padded_because and not task.architecture:
-        raise ValueError(f"{task.name} needs bertlab's encoder: {loaded.padded_because}")
-    if loaded.padded_because is None:
+    if loaded.padded_because and (model_kwargs or not task.architecture):
+        what = "model_kwargs need" if task.architecture else f"{task.name} needs"
+        raise ValueError(f"{what} bertlab's encoder: {loaded.padded_because}")
+    if not loaded.padded_because:
         for name, value in options.items():
             setattr(config, "_attn_implementation" if name.startswith("attn") else name, value)
-    elif model_kwargs:
-        raise ValueError(f"model_kwargs need bertlab's encoder: {loaded.padded_because}")
     # Built anew: dropout is fixed when a model is built.
-    model_class = type(loaded.model) if task.architecture else TASK_MODELS[None]
-    model, state, new = model_class(config), loaded.model.state_dict(), loaded.new_weights
+    model = (type(loaded.model) if task.architecture else task_cls)(config)
+    state, new = loaded.model.state_dict(), loaded.new_weights
     if not _has_same_labels(stored, task):
         new = sorted({*new, *(name for name in state if _is_classifier(model, name))})
     model.load_state_dict({k: w for k, w in state.items() if k not in new}, strict=False)
@@ -129,8 +128,7 @@ def layerwise_rates(
     num_layers: int,  # n
 ) -> list[float]:  # of the depths 0 ... n + 1
     "Return learning rates that fall towards the tokens (Clark et al. 2020, appendix B)."
-    if not 0 < layer_decay <= 1:
-        raise ValueError(f"layer_decay must be above 0 and at most 1, got {layer_decay}")
+    check_range("layer_decay", layer_decay, 0, 1, exclude_low=True)
     return [learning_rate * layer_decay**below for below in range(num_layers + 1, -1, -1)]
 
 # %% ../../nbs/finetuning/09_models.ipynb #225e9fcc
@@ -139,21 +137,17 @@ def finetuning_groups(
     hparams: Any,  # attributes named as the parameters of `FinetuningModule`
 ) -> list[dict[str, Any]]:  # the one with the head comes first
     "Group weights by what decays, and by layer if layers have rates of their own."
-    num_layers, overrides = model.config.num_hidden_layers, {}
+    num_layers, trained = model.config.num_hidden_layers, dict(model.named_parameters())
     rates = layerwise_rates(hparams.learning_rate, hparams.layer_decay, num_layers)
-    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     depths = layer_depths(model) if hparams.layer_decay < 1 else {}
-    for name, depth in depths.items():
-        if name in trained and depth <= num_layers:  # above, the optimizer's own rate holds
-            overrides[name] = {"lr": rates[depth]}
+    overrides = {  # above the layers, the optimizer's own rate holds
+        name: {"lr": rates[depth]}
+        for name, depth in depths.items()
+        if depth <= num_layers and name in trained and trained[name].requires_grad
+    }
     # Muon and GaLore are for hidden matrices; the rest goes to AdamW, in the same optimizer.
     split = optimizer_spec(hparams.optimizer_class).split_hidden
-    groups = parameter_groups(
-        model,
-        hparams.weight_decay,
-        split_hidden=split,
-        overrides=overrides,
-    )
+    groups = parameter_groups(model, hparams.weight_decay, split_hidden=split, overrides=overrides)
     return sorted(groups, key=lambda group: "lr" in group)
 
 # %% ../../nbs/finetuning/09_models.ipynb #746182d3
@@ -163,8 +157,7 @@ def reinit_top_layers(
 ) -> list[str]:  # names of the weights that are new
     "Reinitialize the uppermost blocks and the norm above them."
     most = model.config.num_hidden_layers
-    if type(num_layers) is not int or not 0 <= num_layers <= most:
-        raise ValueError(f"reinit_layers must be a number from 0 to {most}, got {num_layers!r}")
+    check_range("reinit_layers", num_layers, 0, most)
     if not num_layers:
         return []
     parts = [model.get_submodule(name) for name in block_names(model)[most - num_layers :]]
@@ -185,21 +178,16 @@ def settle_class_weights(
     "Return the weights of classes. Raises `ValueError` if they do not fit the task."
     if weights is None:
         return None
-    if not task.has_classes:
-        raise ValueError(f"class_weights need classes, and {task.name} has none")
     several = task.problem_type == "multi_label_classification"
-    if isinstance(weights, str):
-        if weights != "balanced":
-            raise ValueError(f"class_weights must be a list or 'balanced', got {weights!r}")
-        if data is None or not data.id2label:
-            raise ValueError("class_weights='balanced' needs a data module with named labels")
+    if weights == "balanced" and task.has_classes:
         num_rows = len(data.rows["train"]) if several else None
         weights = balanced_class_weights(data.count_labels("train"), num_rows)
-    weights_C = torch.as_tensor(weights, dtype=torch.float32)
-    if weights_C.shape != (task.num_labels,) or not ((weights_C > 0) & weights_C.isfinite()).all():
+    is_list = task.has_classes and not isinstance(weights, str)
+    weights_C = torch.tensor(weights if is_list else [], dtype=torch.float32)
+    if weights_C.shape != (task.num_labels,) or not (weights_C > 0).all():
         raise ValueError(
-            f"class_weights must be {task.num_labels} numbers above 0, one for each label, got "
-            f"{weights!r}"
+            f"class_weights={weights!r}: give 'balanced', or {task.num_labels} numbers above 0, one "
+            f"for each label; {task.name} {'has' if task.has_classes else 'has no'} classes"
         )
     return weights_C if several else weights_C / weights_C.min()
 

@@ -18,11 +18,11 @@ from lightning.fabric.utilities.apply_func import apply_to_collection
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
-from ..core.names import check_range, look_up
+from ..core.names import check_choice, check_range
 from .models import finetuning_groups, load_task_model
 from .models import reinit_top_layers, settle_class_weights
 from .task import LabelNames, Task, get_task, task_name
-from ..model.adapters import add_adapter, freeze_weights, make_peft_config
+from ..model.adapters import add_adapter, freeze_weights
 from ..model.huggingface import check_tokenizer, saved_as
 from ..model.losses import LossSums
 from ..optim.optimizers import get_optimizer
@@ -35,12 +35,7 @@ from ..train.modules import optimizer_options, resolve_compile
 from ..train.steps import TrainingModule, plain_options
 
 # %% ../../nbs/finetuning/10_module.ipynb #d4f90392
-SCHEDULES = {
-    "linear": (),
-    "constant": (),
-    "cosine": ("num_cycles",),
-    "polynomial": ("lr_end", "power"),
-}  # by name, and the options that each has
+SCHEDULES = "linear", "constant", "cosine", "polynomial"
 
 
 def _is_custom(scheduler_type: str | Callable | None) -> bool:
@@ -67,7 +62,6 @@ def finetuning_schedule(
             "the trainer max_steps or max_epochs"
         )
     warmup_steps = warmup_steps or (math.ceil(warmup_ratio * total) if warmup_ratio else 0)
-    check_range("warmup_steps", warmup_steps, 0, total_steps, exclude_high=True)
     # Theirs would save the peaks, too, and a resume with another rate would use the old one.
     placeholder = torch.optim.SGD([torch.zeros(1)], lr=optimizer.defaults["lr"])
     name = "constant_with_warmup" if is_constant else scheduler_type
@@ -83,38 +77,31 @@ def on_host(values: Any) -> Any:
     return apply_to_collection(values, Tensor, move)
 
 
-def _check_same(name: str, requested: Any, of_data: Any) -> None:
-    "Raise `ValueError` if the data has something else than was requested."
-    if None not in (requested, of_data) and requested != of_data:
-        raise ValueError(f"{name}={requested!r}, but the data has {of_data!r}; leave {name} out")
-
-
 def _check_options(options: Mapping[str, Any]) -> None:
     "Raise `ValueError` for arguments of `FinetuningModule` that do not fit together."
-    schedule, ratio = options["scheduler_type"], options["warmup_ratio"]
-    steps, adapter = options["warmup_steps"], options["adapter"]
+    schedule, ratio, steps = (
+        options[name] for name in ("scheduler_type", "warmup_ratio", "warmup_steps")
+    )
     check_range("warmup_ratio", ratio, 0, 1, exclude_high=True)
-    check_range("warmup_steps", steps, 0)
-    check_range("layer_decay", options["layer_decay"], 0, 1, exclude_low=True)
     if steps and ratio or _is_custom(schedule) and (steps or ratio):
         raise ValueError(
             f"warmup_steps={steps} and warmup_ratio={ratio}: give one of them to a schedule by "
             f"name, and none to your own; scheduler_type={schedule!r}"
         )
-    if not _is_custom(schedule):
-        accepted = () if schedule is None else look_up(schedule, SCHEDULES, "scheduler_type")
-        for name in options["scheduler_kwargs"] or {}:
-            look_up(name, dict.fromkeys(accepted), f"scheduler_type={schedule!r}: scheduler_kwargs")
-    if adapter is not None:
-        make_peft_config(adapter)
-        if options["reinit_layers"]:
-            raise ValueError(
-                f"reinit_layers={options['reinit_layers']} needs blocks that are trained: leave "
-                "adapter out"
-            )
+    if schedule is not None and not _is_custom(schedule):
+        check_choice("scheduler_type", schedule, SCHEDULES)
+    if options["adapter"] is not None and options["reinit_layers"]:
+        raise ValueError(f"reinit_layers={options['reinit_layers']} and adapter: leave one out")
     check_recomputing(
         options["gradient_checkpointing"], options["compile_model"], options["optimizer_class"]
     )
+
+
+def _describe_labels(task: Task) -> dict[str, Any]:
+    "Return what module and data have to agree on, by the names of the module's parameters."
+    names = task.labels and task.labels.names
+    return {"task": task.name, "problem_type": task.problem_type, "id2label": names,
+            "num_labels": task.num_labels}  # fmt: skip
 
 # %% ../../nbs/finetuning/10_module.ipynb #854bc4bc
 _OBJECTS = "task", "optimizer_class", "optimizer_kwargs", "scheduler_type", "scheduler_kwargs"
@@ -205,17 +192,16 @@ class FinetuningModule(TrainingModule):
 
     def _take_task(self, task: Task) -> None:  # of the data
         "Take the task of the data over. Raises `ValueError` if another was requested."
-        h, ours = self.hparams, self.task
-        if task.name != ours.name:
-            raise ValueError(f"task={ours.name!r}, but the data is for {task.name!r}")
-        requested = h.problem_type, self.requested_labels, h.num_labels
-        if self.task_is_settled:
-            requested = ours.problem_type, ours.labels, ours.num_labels
-        problem, labels, count = requested
-        _check_same("problem_type", problem, task.problem_type)
-        _check_same("id2label", labels and labels.names, task.labels and task.labels.names)
-        _check_same("num_labels", count, task.num_labels)
-        self.task, task.labels = task, task.labels or labels
+        requested, of_data = _describe_labels(self.task), _describe_labels(task)
+        if not self.task_is_settled:
+            requested |= {name: self.hparams[name] for name in ("problem_type", "num_labels")}
+            requested["id2label"] = self.requested_labels and self.requested_labels.names
+        for name, value in requested.items():
+            if None not in (value, of_data[name]) and value != of_data[name]:
+                raise ValueError(
+                    f"{name}={value!r}, but the data has {of_data[name]!r}; leave {name} out"
+                )
+        self.task, task.labels = task, task.labels or self.requested_labels
 
     def _check_rows(self, config: Any) -> None:
         "Raise `ValueError` for rows that the model cannot read; limit padding to its positions."
@@ -224,11 +210,6 @@ class FinetuningModule(TrainingModule):
             return
         check_tokenizer(data.tokenizer, config.vocab_size, needs_mask=False)
         if source is not None:
-            if data.trained_tokenizer:
-                raise ValueError(
-                    f"the data module has trained a tokenizer of its own, and {source} has another: "
-                    f"give it pretrained_tokenizer_name_or_path={source!r}"
-                )
             check_tokenizer_matches(source, data.tokenizer)
         most, longest = config.max_position_embeddings, data.max_sequence_length
         if not data.fixed_shapes:
@@ -239,8 +220,8 @@ class FinetuningModule(TrainingModule):
                 f"the data has rows of {longest} tokens and the model's "
                 f"max_position_embeddings is {most}; lower max_sequence_length to that"
             )
-        longest = min(data.collator.max_sequence_length, most)
-        data.collator.max_sequence_length = longest  # batches are padded to a multiple of 8
+        # Batches are padded to a multiple of 8.
+        data.collator.max_sequence_length = min(data.collator.max_sequence_length, most)
 
     def configure_model(self) -> None:
         "Load or build, reinitialize, freeze: once."
@@ -284,12 +265,11 @@ class FinetuningModule(TrainingModule):
         "Say which weights are new, which are frozen, and as what the model will be saved."
         source = self.hparams.pretrained_model_name_or_path or "random weights"
         new, more = self.new_weights, ", ..." * (len(self.new_weights) > 4)
-        lines = [
-            f"{self.task.name} from {source}: {len(new)} new tensors ({', '.join(new[:4])}{more})"
-        ]
-        lines += [f"{len(self.frozen)} frozen"] * bool(self.frozen)
         tokenizer = getattr(self.data, "tokenizer", None)
-        return "; ".join([*lines, saved_as(self.model, tokenizer=tokenizer)])
+        return (
+            f"{self.task.name} from {source}: {len(new)} new tensors ({', '.join(new[:4])}{more}); "
+            f"{len(self.frozen)} frozen; {saved_as(self.model, tokenizer=tokenizer)}"
+        )
 
     # --- optimizer and checkpoint -----------------------------------------------------------------
 
@@ -308,14 +288,8 @@ class FinetuningModule(TrainingModule):
         has_schedule = h.scheduler_type or h.warmup_steps or h.warmup_ratio
         if self._default_rate and math.isfinite(total_steps) and not has_schedule:
             h.update(DEFAULT_SCHEDULE)
-        schedule = finetuning_schedule(
-            optimizer,
-            h.scheduler_type,
-            h.warmup_steps,
-            total_steps,
-            h.scheduler_kwargs,
-            h.warmup_ratio,
-        )
+        lengths = h.warmup_steps, total_steps, h.scheduler_kwargs, h.warmup_ratio
+        schedule = finetuning_schedule(optimizer, h.scheduler_type, *lengths)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -347,17 +321,9 @@ class FinetuningModule(TrainingModule):
     def label_loss(self, batch: dict[str, Tensor]) -> LossSums:
         "Sum the loss over the labels of a batch."
         weights = {} if self.class_weights_C is None else {"class_weights": self.class_weights_C}
-        sums = self._loss(self(**batch), batch, **weights)
+        sums = self.task.loss(self(**batch), batch, **weights)
         nothing = torch.zeros_like(sums[0])
         return LossSums(*sums, nothing, nothing)
-
-    def _loss(self, output: Any, batch: dict[str, Tensor], **weights: Tensor) -> tuple:
-        try:
-            return self.task.loss(output, batch, **weights)
-        except KeyError as error:
-            raise ValueError(
-                f"the batch has no {error}: trainer.predict is for rows without"
-            ) from error
 
     def reset_metrics(self, stage: str) -> None:  # val or test
         "Make the metric of a split."
@@ -371,7 +337,7 @@ class FinetuningModule(TrainingModule):
     def update_metrics(self, batch: dict[str, Tensor], dataloader_idx: int = 0) -> None:
         "Add a batch to the sums, and its predictions to the metric."
         output = self(**batch)
-        sums = self._loss(output, batch)  # without class weights, or runs could not be compared
+        sums = self.task.loss(output, batch)  # without class weights, or runs could not be compared
         self._loss_sums += torch.stack([part.float() for part in sums])
         if self.metric is not None:
             parts = self.task.for_metric(on_host(output), on_host(batch))

@@ -20,20 +20,17 @@ from typing import Any
 
 import numpy as np
 import torch
-from lightning.pytorch.utilities import rank_zero_warn
 
 from ..core.devices import num_devices
 from ..core.files import atomic_write
 from ..core.names import check_choice, check_range
-from ..data.documents import has_unspaced, split_words
-from ..data.readers import read_lines
 from ..data.rows import IGNORE_INDEX
 from ..data.tokenizers import load_tokenizer
 from .data import find_column, request_columns, usual_columns
 from .evaluation import Evaluation
 from .files import CONLLU, Table, guess_format, read_labelled
 from .models import without_reports
-from .task import LabelNames, Task, get_task, load_task
+from .task import LabelNames, Task, count_long, get_task, load_task
 from ..model.huggingface import check_tokenizer, load_model, read_config
 from ..model.mask_filling import max_input_length
 
@@ -73,19 +70,20 @@ class Predictor:
         self, table: Table, text_column: str | int | Sequence | None = None
     ) -> dict[str, str]:  # by role
         "Find the columns of texts: as given, as in training, or the task's. Raises `ValueError`."
-        task, available = self.task, table.columns
-        columns = usual_columns(task, table)
+        columns = usual_columns(self.task, table)
         # Of CoNLL-U, a model of other files reads the words: "# text" is one string.
-        words = CONLLU if table.file_format == "conllu" else available
+        words = CONLLU if table.file_format == "conllu" else table.columns
         if set(self.columns.values()) <= set(words):
             columns |= self.columns
-        requested = request_columns(task, text_column)
+        requested = request_columns(self.task, text_column)
         columns |= {role: name for role, name in requested.items() if name is not None}
-        columns = {role: columns[role] for role in task.text_columns if columns[role] is not None}
+        columns = {
+            role: columns[role] for role in self.task.text_columns if columns[role] is not None
+        }
         if missing := self.columns.keys() - columns.keys():
             raise ValueError(
                 f"this model was trained on the columns {self.columns}: name a text_column for "
-                f"{sorted(missing)}, too; there are {available}"
+                f"{sorted(missing)}, too; there are {table.columns}"
             )
         return {role: find_column(table, name, "text_column") for role, name in columns.items()}
 
@@ -136,7 +134,7 @@ class Predictor:
         encoded = task.encode(rows, collator, whole=True)
         outputs = self.outputs(encoded, collator, batch_size)
         decoded = task.decode(rows, encoded, outputs, all_probabilities, **options)
-        return Predictions(decoded, 0, task.count_cut(rows, encoded, collator))
+        return Predictions(decoded, 0, count_long(encoded))
 
     def predict(
         self,
@@ -147,25 +145,20 @@ class Predictor:
         **options: Any,
     ) -> Predictions:
         "Predict for every row, in its order. Raises `ValueError` that names a bad row."
-        if unknown := sorted(options.keys() - set(self.task.prediction_options)):
-            raise ValueError(f"{unknown[0]} is no option of predictions for {self.task.name}")
         check_range("batch_size", batch_size, 1)
         if not isinstance(rows, Table):
             plain = next(iter([*self.columns.values(), *self.task.text_columns.values()]))
             rows = [row if isinstance(row, Mapping) else {plain: row} for row in rows]
-        table = Table.of(rows, "input")
-        if not len(table):
+        if not len(rows):
             return Predictions([])
+        table = Table.of(rows, "input")
         columns = self.find_columns(table, text_column)
-        cells = table.map(lambda row: self.read_row(row, columns)).rows
-        full = [n for n, row in enumerate(cells) if row is not None]
-        result = self.predict_rows(
-            [cells[n] for n in full], batch_size, all_probabilities, **options
-        )
-        predictions = [self.task.blank(all_probabilities) for _ in cells]
-        for n, row in zip(full, result.rows, strict=True):
-            predictions[n] = row
-        return Predictions(predictions, len(cells) - len(full), result.num_long)
+        texts = table.map(lambda row: self.read_row(row, columns)).rows
+        full = [row for row in texts if row is not None]
+        result = self.predict_rows(full, batch_size, all_probabilities, **options)
+        predicted, blank = iter(result.rows), self.task.blank(all_probabilities)
+        predictions = [dict(blank) if row is None else next(predicted) for row in texts]
+        return Predictions(predictions, len(texts) - len(full), result.num_long)
 
     def scores(self, rows: Sequence, **options: Any) -> list[float]:
         "Return one number for each row: the predicted value, or the probability of the last label."
@@ -205,27 +198,22 @@ def load_predictor(
     learned = memory.get("max_sequence_length", longest)
     length = max_sequence_length or min(longest, learned)
     check_range("max_sequence_length", length, 8, longest)
-    task = _load_task_of(memory.get("task", _TASK_OF[head]), config)
+    names = tuple(config.id2label[i] for i in sorted(config.id2label))
+    name, problem = memory.get("task", _TASK_OF[head]), None
+    if name == "classification":
+        usual = "regression" if len(names) == 1 else "single_label_classification"
+        problem = config.problem_type or usual
+    task = get_task(name, problem)
+    task.num_labels = len(names)
+    if task.problem_type != "regression" and head != "ForQuestionAnswering":
+        task.labels = LabelNames(names, names)
     settings = memory.get("settings", {})
-    vars(task).update({name: settings[name] for name in task.settings() if name in settings})
+    vars(task).update({k: settings[k] for k in task.saved_settings if k in settings})
     if length != learned and hasattr(task, "doc_stride"):  # it belongs to a length
         task.doc_stride = length // 4 if head == "ForQuestionAnswering" else None
     device = next(name for name in ("cuda", "mps", "cpu") if num_devices(name))
     model = model.eval().to(device)
     return Predictor(model, tokenizer, task, length, memory.get("columns"), memory.get("reader"))
-
-
-def _load_task_of(name: str, config: Any) -> Task:
-    "Build the task of a model, with its labels."
-    names = tuple(config.id2label[i] for i in sorted(config.id2label))
-    problem = "regression" if len(names) == 1 else "single_label_classification"
-    problem = (config.problem_type or problem) if name == "classification" else None
-    task = get_task(name, problem)
-    if task.problem_type == "regression":
-        task.num_labels = len(names)
-    elif task.architecture != "ForQuestionAnswering":
-        task.labels, task.num_labels = LabelNames(names, names), len(names)
-    return task
 
 # %% ../../nbs/finetuning/12_predictions.ipynb #092305da
 def evaluate(
@@ -236,8 +224,6 @@ def evaluate(
     "Predict for a split that has labels, and evaluate the predictions. Raises `ValueError`."
     check_choice("split", split, data.rows)
     rows, task = data.rows[split], module.task
-    if task.label_column not in rows.columns:
-        raise ValueError(f"the split {split!r} has no labels to compare with")
     if task.labels is not None and data.task.labels != task.labels:
         raise ValueError(
             f"the model has the labels {task.labels.names}, the data {data.task.labels}"
@@ -246,7 +232,7 @@ def evaluate(
     was_training = module.training
     module.eval()
     with module.evaluation_weights():
-        predictions = predictor.predict_rows([rows[n] for n in range(len(rows))]).rows
+        predictions = predictor.predict_rows(rows.rows).rows
     module.train(was_training)
     return task.evaluate(rows, predictions)
 
@@ -260,29 +246,15 @@ def read_input(
     "Read a file into a table. Raises `ValueError`."
     if str(source) == "-":
         with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "standard input"
-            path.write_bytes(sys.stdin.buffer.read())
-            first = next((line.text for line in read_lines(path) if line.text.strip()), "")
-            guess = "jsonl" if first.startswith("{") else guess_format(path)
+            path, text = Path(folder) / "standard input", sys.stdin.buffer.read()
+            path.write_bytes(text)
+            guess = "jsonl" if text.lstrip().startswith(b"{") else None
             return read_input(path, file_format or guess, header, delimiter)
     path = Path(source).expanduser()
     if not path.is_file():
         raise ValueError(f"there is no file {source}")
-    chosen, options = file_format or guess_format(path) or "lines", {}
-    if chosen in ("csv", "tsv"):
-        options = {"header": header, "delimiter": delimiter or ("\t" if chosen == "tsv" else ",")}
-    return read_labelled([path], chosen, **options)
-
-
-def _warn_of_unspaced(table: Table) -> None:
-    "Warn if lines are to be tagged that have no spaces, in a script that writes none."
-    texts = [row["text"] for row in table]
-    count = sum(has_unspaced(t) and " " not in t.strip() and len(split_words(t)) > 1 for t in texts)
-    if count:
-        rank_zero_warn(
-            f"{count:,} lines have no space, in a script that writes none between words: each "
-            "counts as one word and gets one tag; put spaces between words, or give JSON lines"
-        )
+    file_format = file_format or guess_format(path) or "lines"
+    return read_labelled([path], file_format, header=header, delimiter=delimiter)
 
 # %% ../../nbs/finetuning/12_predictions.ipynb #c5d20dc1
 def _as_json_lines(rows: Sequence[Mapping]) -> str:
@@ -313,11 +285,22 @@ def _as_conllu(rows: Sequence[Mapping]) -> str:
     return "".join(blocks)
 
 
-WRITERS: dict[str, Callable[[Sequence[Mapping]], str]] = {
+def _write_parquet(rows: Sequence[Mapping]) -> bytes:
+    import pyarrow
+    from pyarrow import parquet
+
+    names, file = list(dict.fromkeys(name for row in rows for name in row)), io.BytesIO()
+    columns = {name: [row.get(name) for row in rows] for name in names}
+    parquet.write_table(pyarrow.table(columns), file)
+    return file.getvalue()
+
+
+WRITERS: dict[str, Callable[[Sequence[Mapping]], str | bytes]] = {
     "jsonl": _as_json_lines,
     "csv": _as_table,
     "tsv": lambda rows: _as_table(rows, "\t"),
     "conllu": _as_conllu,
+    "parquet": _write_parquet,
 }
 
 
@@ -325,12 +308,11 @@ def check_output(
     output: str | os.PathLike,
     source: str | os.PathLike = "-",  # the file that is read
     overwrite: bool = False,  # an existing file, but never the one that is read
-) -> str:  # the format: a key of WRITERS, or "parquet"
+) -> str:  # the format: a key of WRITERS
     "Raise `ValueError` for a file that cannot be written, or that exists already."
     path = Path(output).expanduser().absolute()
-    ending = path.suffix.lower().removeprefix(".").replace("ndjson", "jsonl")
-    if ending not in (*WRITERS, "parquet"):
-        raise ValueError(f"output {output} must end in .{', .'.join((*WRITERS, 'parquet'))}")
+    ending = path.suffix.lower().removeprefix(".")
+    check_choice(f"output {output}: its ending", ending, WRITERS)
     if not path.parent.is_dir():
         raise ValueError(f"output {output}: there is no directory {path.parent}")
     if str(source) != "-" and path.exists() and path.samefile(Path(source).expanduser()):
@@ -340,23 +322,6 @@ def check_output(
             f"output {output} exists; name another file, or give overwrite=True (--overwrite)"
         )
     return ending
-
-
-def _write_predictions(rows: Sequence[Mapping], path: str | os.PathLike) -> Path:
-    "Write a file whose ending says how; it has all rows, or it does not exist."
-    path = Path(path).expanduser()
-    ending = check_output(path, overwrite=True)
-    with atomic_write(path) as temporary:
-        if ending == "parquet":
-            import pyarrow
-            from pyarrow import parquet
-
-            names = list(dict.fromkeys(name for row in rows for name in row))
-            columns = {name: [row.get(name) for row in rows] for name in names}
-            parquet.write_table(pyarrow.table(columns), temporary)
-        else:
-            temporary.write_bytes(WRITERS[ending](rows).encode())
-    return path
 
 # %% ../../nbs/finetuning/12_predictions.ipynb #c5d20dc3
 def predict_file(
@@ -375,14 +340,10 @@ def predict_file(
     table = read_input(source, file_format, header, delimiter or predictor.reader.get("delimiter"))
     is_conllu = table.file_format == "conllu"
     if ending == "conllu" and not (is_conllu and task.name == "token_classification"):
-        raise ValueError(
-            f"output {output}: only tags for the words of CoNLL-U are written as CoNLL-U"
-        )
+        raise ValueError(f"output {output}: only tags for the words of CoNLL-U are written so")
     new_columns = task.blank(options.get("all_probabilities", False))
     if taken := sorted(new_columns.keys() & set(table.columns)):
         raise ValueError(f"{source} has the columns {taken} already; rename them")
-    if task.text_type is list and table.file_format == "lines":
-        _warn_of_unspaced(table)
     result = predictor.predict(table, text_column, **options)
     rows = [{**row, **prediction} for row, prediction in zip(table, result.rows, strict=True)]
     if is_conllu and ending != "conllu":
@@ -390,5 +351,7 @@ def predict_file(
             del row["lines"]  # the columns say the same
             row |= {k: ["_" if cell == IGNORE_INDEX else cell for cell in row[k]] for k in CONLLU}
     if output is not None:
-        _write_predictions(rows, output)
+        content = WRITERS[ending](rows)
+        with atomic_write(Path(output).expanduser()) as temporary:
+            temporary.write_bytes(content.encode() if isinstance(content, str) else content)
     return rows, result

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['mode_of', 'metric_rank', 'BestCheckpoint', 'Patience', 'check_monitor', 'FinetuningResult', 'prepare', 'load_best',
-           'ScoreLines', 'evaluate_run', 'epoch_options', 'finetune', 'SeedResults', 'finetune_seeds']
+           'ScoreLines', 'evaluate_run', 'epoch_options', 'finetune', 'SeedResults']
 
 # %% ../../nbs/finetuning/11_runs.ipynb #eb88e8af
 import math
@@ -134,12 +134,10 @@ def prepare(
         data.tokenizer = load_tokenizer(source)
     data.prepare_data()
     data.setup()
-    if "train" not in data.datasets:
-        raise ValueError("there is no training split to learn from: name train_split")
-    if "validation" not in data.datasets:
+    if missing := {"train", "validation"} - data.datasets.keys():
         raise ValueError(
-            "there is no validation split to choose the best weights by: name val_split, or let "
-            "the data module hold a share out (validation_fraction)"
+            f"there is no {min(missing)} split: name train_split and val_split, or let the data "
+            "module hold a share out (validation_fraction)"
         )
     module.settle(data)
     return monitor or module.monitor
@@ -230,14 +228,11 @@ def finetune(
     monitor, data.seed = prepare(module, data, monitor), seed
     best = BestCheckpoint(directory, monitor)
     history = next((c for c in callbacks if isinstance(c, History)), None) or History()
-    guarded = any(isinstance(callback, NonFiniteGuard) for callback in callbacks)
-    all_callbacks = [
-        history,
-        best,
-        *([] if patience is None else [Patience(monitor, patience)]),
-        *([] if guarded else [NonFiniteGuard()]),
-        *(callback for callback in callbacks if callback is not history),
-    ]
+    all_callbacks = [history, best, *(c for c in callbacks if c is not history)]
+    if patience is not None:
+        all_callbacks.append(Patience(monitor, patience))
+    if not any(isinstance(callback, NonFiniteGuard) for callback in callbacks):
+        all_callbacks.append(NonFiniteGuard())
     seed_everything(seed)
     options = epoch_options(data, num_epochs, validations_per_epoch) | trainer_options
     trainer = make_trainer(callbacks=all_callbacks, **options)
@@ -255,8 +250,6 @@ class SeedResults:
 
     seeds: tuple[int, ...]
     runs: tuple[dict[str, float], ...]  # the metrics of each
-    best: FinetuningResult | None = None  # the one that validates best
-    best_seed: int | None = None
 
     def mean(self) -> dict[str, float]:
         return {name: float(np.mean(self.values(name))) for name in self.runs[0]}
@@ -282,48 +275,9 @@ class SeedResults:
         columns |= dict(baselines or {})
         width = max(map(len, self.runs[0]))
         sizes = {name: max(6, len(name)) for name in columns}
-        head = "".join(f"  {name:>{size}}" for name, size in sizes.items())
-        lines = [f"{'metric':<{width}}{head}"]
+        lines = [f"{'metric':<{width}}" + "".join(f"  {n:>{size}}" for n, size in sizes.items())]
         for metric in self.runs[0]:
-            values = (column.get(metric) for column in columns.values())
-            cells = ["" if value is None else f"{value:.3f}" for value in values]
+            cells = (f"{c[metric]:.3f}" if metric in c else "" for c in columns.values())
             row = "".join(f"  {cell:>{size}}" for cell, size in zip(cells, sizes.values()))
             lines.append(f"{metric:<{width}}{row}".rstrip())
         return "\n".join(lines)
-
-
-def finetune_seeds(
-    module_options: Mapping[str, Any],  # of FinetuningModule: each seed builds its own
-    data: Any,  # a FinetuningDataModule; rows stay the same, their order depends on the seed
-    directory: str | os.PathLike,  # with a folder for each seed
-    seeds: Sequence[int] = (0, 1, 2),
-    make_callbacks: Callable[[], Sequence[Callback]] = list,  # new ones for each seed
-    after_seed: Callable[[SeedResults], None] = lambda results: None,  # to write numbers down
-    **options: Any,  # of `finetune`
-) -> SeedResults:
-    "Fine-tune once per seed (Dodge et al. 2020, sec. 3: head and order both matter)."
-    if not seeds or len(set(seeds)) < len(seeds):
-        raise ValueError(f"seeds must be one or more different numbers, got {tuple(seeds)}")
-    # Before the first seed: rows are held out by the data's own, and mistakes are found.
-    monitor = prepare(FinetuningModule(**module_options), data, options.pop("monitor", None))
-    data_seed, runs, best, best_seed = data.seed, [], None, None
-    rank = lambda metrics: metric_rank(monitor, metrics)
-    for seed in seeds:
-        try:
-            result = finetune(
-                FinetuningModule(**module_options),
-                data,
-                Path(directory) / f"seed-{seed}",
-                monitor=monitor,
-                seed=seed,
-                callbacks=make_callbacks(),
-                **options,
-            )
-        finally:
-            data.seed = data_seed
-        runs.append({name: float(value) for name, value in result.metrics.items()})
-        if best is None or rank(result.metrics) > rank(best.metrics):
-            best, best_seed = result, seed
-        results = SeedResults(tuple(seeds[: len(runs)]), tuple(runs), best, best_seed)
-        after_seed(results)
-    return results

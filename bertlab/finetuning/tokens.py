@@ -26,11 +26,6 @@ from .files import split_cell
 from .task import Task
 
 # %% ../../nbs/finetuning/05_tokens.ipynb #8c1786a8
-def _is_iob2(names: Sequence[str]) -> bool:
-    "Return whether labels are entities in IOB2: all of them fit, and one begins an entity."
-    return all(map(IOB2.fullmatch, names)) and any(name[0] == "B" for name in names)
-
-
 def iob2_spans(labels: Sequence[str]) -> list[tuple[int, int, str]]:
     "List the entities of a sentence by conlleval's rules: first word, one past the last, type."
     spans, start, entity = [], None, None
@@ -86,8 +81,8 @@ class EntityF1(Metric):
 
     def update(self, predicted: Tensor, target: Tensor) -> None:  # ids (B, L)
         spans = set(), set()
-        for n, known in enumerate(target != IGNORE_INDEX):
-            for part, ids in zip(spans, (predicted[n, known], target[n, known])):
+        for n, is_labelled in enumerate(target != IGNORE_INDEX):
+            for part, ids in zip(spans, (predicted[n, is_labelled], target[n, is_labelled])):
                 labels = [self.names[i] for i in ids.tolist()]
                 part.update((n, *span) for span in iob2_spans(labels))
         self.counts += count_spans(*spans, self.labels).to(self.counts.device)
@@ -103,20 +98,22 @@ def pack_token_rows(
 ) -> list[dict]:  # arrays of `capacity`; attention_mask numbers the rows that went in
     "Put several short rows into one of fixed length, best fit first (Johnson 1973)."
     fillers = {"input_ids": pad_token_id, "token_type_ids": 0, "labels": IGNORE_INDEX,
-               "begins_word": 0, "attention_mask": 0}  # fmt: skip
+               "begins_word": 0}  # fmt: skip
     plan, packed = pack_best_fit([len(row["input_ids"]) for row in rows], capacity), []
     for number in range(len(plan)):
-        parts = [rows[member] for member in plan[number]]
-        masks = [np.full(len(part["input_ids"]), n) for n, part in enumerate(parts, 1)]
-        parts = [{**part, "attention_mask": mask} for part, mask in zip(parts, masks)]
+        members = [rows[member] for member in plan[number]]
+        lengths = [len(row["input_ids"]) for row in members]
+        pad = lambda values, filler: np.pad(
+            values, (0, capacity - len(values)), constant_values=filler
+        )
         row = {
-            name: np.full(capacity, value) for name, value in fillers.items() if name in parts[0]
+            name: pad(np.concatenate([member[name] for member in members]), filler)
+            for name, filler in fillers.items()
+            if name in members[0]
         }
-        for name, values in row.items():
-            joined = np.concatenate([part[name] for part in parts])
-            values[: len(joined)] = joined
+        row["attention_mask"] = pad(np.repeat(np.arange(1, len(members) + 1), lengths), 0)
         row["position_ids"] = document_positions(row["attention_mask"][None])[0]
-        dropped = sum(int(part.get("num_dropped_labels", 0)) for part in parts)
+        dropped = sum(int(member.get("num_dropped_labels", 0)) for member in members)
         packed.append(row | {"num_dropped_labels": np.asarray(dropped)})
     return packed
 
@@ -141,18 +138,14 @@ def word_shape(word: str) -> str:
 def _frequent_tags(train: Sequence[Mapping], rows: Sequence[Mapping]) -> list[list[str]]:
     "Give each word its most frequent label in training, else that of its shape, else of all."
     views = [lambda word: word, word_shape, lambda word: ""]
-    tables = [defaultdict(Counter) for _ in views]
+    counts = defaultdict(Counter)  # of labels, by number of the view and what it shows
     for row in train:
         for word, label in zip(row["text"], row["label"]):
-            for view, table in zip(views, tables):
-                if label != IGNORE_INDEX:
-                    table[view(word)][label] += 1
-
-    def most_frequent(word: str) -> str:
-        counts = next(t[view(word)] for view, t in zip(views, tables) if view(word) in t)
-        return counts.most_common(1)[0][0]
-
-    return [list(map(most_frequent, row["text"])) for row in rows]
+            for n, view in enumerate(views):
+                counts[n, view(word)][label] += label != IGNORE_INDEX
+    best = {key: count.most_common(1)[0][0] for key, count in counts.items() if count.total()}
+    tag = lambda word: next(best[k] for n, v in enumerate(views) if (k := (n, v(word))) in best)
+    return [[tag(word) for word in row["text"]] for row in rows]
 
 
 class TokenClassification(Task):
@@ -192,8 +185,9 @@ class TokenClassification(Task):
         return [IGNORE_INDEX if name == IGNORE_INDEX else index(name) for name in label]
 
     @property
-    def has_entities(self) -> bool:
-        return self.labels is not None and _is_iob2(self.labels.names)
+    def has_entities(self) -> bool:  # labels are IOB2, and one begins an entity
+        names = self.labels.names if self.labels else ()
+        return all(map(IOB2.fullmatch, names)) and any(name[0] == "B" for name in names)
 
     @property
     def metric_names(self) -> list[str]:
@@ -205,13 +199,11 @@ class TokenClassification(Task):
         return "entity_f1" if self.has_entities else "accuracy"
 
     def collator_options(self):
-        continued = continue_entities(self.labels.names)
-        return {"num_labels": self.num_labels, "continued_labels": continued}
+        return {"continued_labels": continue_entities(self.labels.names)}
 
     def encode(self, rows, collator, start=0, whole=False):
-        if whole:
-            collator = copy(collator)
-            collator.split = True
+        collator = copy(collator)
+        collator.split = whole
         return super().encode(rows, collator, start)
 
     def describe(self, rows, encoded, collator):

@@ -145,7 +145,6 @@ def test_a_task_goes_from_a_file_to_predictions(tok, tmp_path, output, form):
         "model.safetensors",
         "tokenizer.json",
     }
-    assert names & {"calibration.png", "answers.png"}
     metrics, predicted = metrics_of(output), tmp_path / "predicted.jsonl"
     assert metrics["deviation"] == {} and metrics["mean"] == metrics["runs"][0]
     file = next(source.glob("test.*"))

@@ -133,7 +133,7 @@ def test_labels_say_what_they_are_for(labels, kind):
 
 
 @pytest.mark.parametrize("labels, names, message", [
-    (["a", 1], None, "int and str"), (["a", "a "], None, "spaces"), ([1, 2], ["x", "y", "z"], "3 names"),
+    (["a", 1], None, "'a'"), ([1, 2], ["x", "y", "z"], "3 names"),
     ([1, 2, 3], ["x", "y"], "2 names"), ([-100], None, "no row"),
 ])  # fmt: skip
 def test_labels_that_cannot_be_named_are_refused(labels, names, message):

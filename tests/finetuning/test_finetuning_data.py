@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from bertlab.data.tokenizers import train_tokenizer
 from bertlab.finetuning.data import (
     FinetuningDataModule,
-    connected_groups,
     hold_out_texts,
 )
 from bertlab.finetuning.answers import choose_answer, rank_answers
@@ -93,20 +92,6 @@ def test_a_file_of_any_kind_gives_the_same_batches(suffix, tmp_path):
         assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
-def test_a_directory_is_read_by_split(tmp_path):
-    for split, n in {"train": 12, "validation": 5, "test": 3}.items():
-        write(tmp_path / f"{split}.csv", rows_of(n))
-    data = module(source=str(tmp_path))
-    data.prepare_data()
-    data.setup()
-    assert {split: len(rows) for split, rows in data.datasets.items()} == {
-        "train": 12,
-        "validation": 5,
-        "test": 3,
-    }
-    assert data.note == ""
-
-
 def test_a_directory_in_hub_form_has_configs(tmp_path):
     for config, n in {"short": 6, "long": 10}.items():
         (tmp_path / config).mkdir()
@@ -169,22 +154,6 @@ def test_a_missing_validation_split_is_held_out_by_seed():
     assert "held out" in data.describe()
 
 
-@many
-@given(
-    st.lists(st.tuples(st.integers(0, 8), st.integers(0, 3)), min_size=2, max_size=40),
-    st.integers(0, 5),
-)
-def test_no_text_is_in_both_parts_and_training_has_all_labels(pairs, seed):
-    texts, labels = [(text,) for text, _ in pairs], [[label] for _, label in pairs]
-    try:
-        kept, held = hold_out_texts(texts, labels, 0.2, seed)
-    except ValueError:
-        return
-    assert sorted(kept + held) == list(range(len(pairs))) and held
-    assert not {texts[i] for i in kept} & {texts[i] for i in held}
-    assert {labels[i][0] for i in kept} == {label for _, label in pairs}
-
-
 def test_questions_on_one_context_stay_together():
     rows = [question(i, f"Context {i % 5} is good.") for i in range(30)]
     data = given_rows(
@@ -195,63 +164,56 @@ def test_questions_on_one_context_stay_together():
 
 
 @many
-@given(st.lists(st.tuples(st.integers(0, 12), st.integers(0, 12)), min_size=1, max_size=20))
-def test_groups_are_the_connected_rows(pairs):
-    groups, rows = connected_groups(pairs), range(len(pairs))
-    reached = [{j for j in rows if set(pairs[i]) & set(pairs[j])} for i in rows]
-    for _ in rows:
-        reached = [set().union(*(reached[j] for j in row)) for row in reached]
-    assert [{j for j in rows if groups[j] == groups[i]} for i in rows] == reached
-
-
-REGRESSION = {"collator_kwargs": {"problem_type": "regression"}}
-
-
-@pytest.mark.parametrize(
-    "price",
-    [lambda i: i, lambda i: [i / 8, -1 - i / 8], lambda i: i / 8],
-    ids=["whole", "lists", "fractions"],
-)
-def test_amounts_are_held_out_whatever_they_look_like(price):
-    rows = [
-        {"text": f"text number {i} is good", "label": price(i) if i < 36 else price(7)}
-        for i in range(40)
-    ]
-    data = given_rows(rows, **REGRESSION)
-    assert len(data.rows["validation"]) == 4 and data.collator.problem_type == "regression"
-    assert any(row["label"] != price(7) for row in data.rows["validation"])
+@given(st.lists(st.integers(0, 8), min_size=2, max_size=40), st.integers(0, 5))
+def test_no_text_is_in_both_parts(texts, seed):
+    try:
+        kept, held = hold_out_texts(texts, 0.2, seed)
+    except ValueError:
+        assert max(map(texts.count, texts)) > len(texts) / 2
+        return
+    assert sorted(kept + held) == list(range(len(texts))) and held and kept
+    assert not {texts[i] for i in kept} & {texts[i] for i in held}
 
 
 # --- labels ---------------------------------------------------------------------------------------
 
+STARS = ["one", "two", "three", "four", "five"]
+TAGS = [["O", "B", "I"], ["B", "I", "O"], ["O", "O", "O"]]
+# labels of the rows, options, names by id, labels of the first batch
+LABELS = [
+    ([0.5, 2.5], {}, [], [0.5, 2.5]),
+    ([["b", "a"], ["c"]], {}, ["a", "b", "c"], [[1, 1, 0], [0, 0, 1]]),
+    ([5, 4, 3, 2, 1], {"label_names": STARS}, STARS, [4, 3, 2, 1]),
+    ([1, 2, 0], {"label_names": ["x", "y", "z"]}, ["x", "y", "z"], [1, 2, 0]),
+    ([1, 4], {"label_names": {"1": "low", "4": "high"}}, ["low", "high"], [0, 1]),
+    ([[0, 0, 1], [1, 0, 0]], {"label_names": STARS[:3]}, STARS[:3], [[0, 0, 1], [1, 0, 0]]),
+    ([[0], [1, 2]], {"label_names": STARS[:3]}, STARS[:3], [[1, 0, 0], [0, 1, 1]]),
+    ([3, 1, 2], {"collator_kwargs": {"problem_type": "regression"}}, [], [3, 1, 2]),
+]
 
-def test_fractions_are_regressed_and_lists_are_several_labels():
-    amounts = given_rows(rows_of(8, (0.5, 2.5)), rows_of(2, (0.5, 2.5)))
-    batch = next(iter(amounts.val_dataloader()))
-    assert amounts.collator.problem_type == "regression" and batch["labels"][:2].tolist() == [
-        0.5,
-        2.5,
-    ]
-    several = given_rows(rows_of(8, (["b", "a"], ["c"])), rows_of(2, (["b"], [])))
-    batch = next(iter(several.val_dataloader()))
-    assert batch["labels"][:2].tolist() == [[0, 1, 0], [0, 0, 0]]
-    assert several.id2label == {0: "a", 1: "b", 2: "c"}
+
+@pytest.mark.parametrize("labels, options, names, ids", LABELS)
+def test_labels_become_ids_or_numbers(labels, options, names, ids):
+    data = given_rows(rows_of(20, labels), rows_of(len(labels), labels), **options)
+    assert [*data.id2label.values()] == names
+    assert next(iter(data.val_dataloader()))["labels"][: len(ids)].tolist() == ids
 
 
-def test_word_labels_are_numbered_and_minus_100_stays():
-    rows = [
-        {"text": ["text", "is", "good"], "label": ["O", "B", "I"]},
-        {"text": ["bad"], "label": ["O"]},
-    ] * 3
-    data = given_rows(rows, rows[:2], task="token_classification")
-    assert data.id2label == {0: "B", 1: "I", 2: "O"}
-    assert next(iter(data.val_dataloader()))["labels"][0][:5].tolist() == [-100, 2, 0, 1, -100]
-    ids = [
-        {**row, "label": [-100 if label == "O" else 7 for label in row["label"]]} for row in rows
-    ]
-    data = given_rows(ids, ids[:2], task="token_classification")
-    assert data.id2label == {0: "7"}
-    assert next(iter(data.val_dataloader()))["labels"][0][:5].tolist() == [-100, -100, 0, 0, -100]
+@pytest.mark.parametrize("labels, names, ids", [
+    (TAGS, ["B", "I", "O"], [-100, 2, 0, 1, -100]), ([[-100, 7, 7]], ["7"], [-100, -100, 0, 0, -100]),
+])  # fmt: skip
+def test_labels_of_words_become_ids_and_minus_100_stays(labels, names, ids):
+    rows = [{"text": ["text", "is", "good"], "label": tags} for tags in labels] * 3
+    data = given_rows(rows, rows, task="token_classification")
+    assert [*data.id2label.values()] == names
+    assert next(iter(data.val_dataloader()))["labels"][0][:5].tolist() == ids
+
+
+def test_columns_of_0_and_1_are_several_labels():
+    rows = [{"text": f"text {i}", "x": i % 2, "y": 1} for i in range(8)]
+    data = given_rows(rows, rows[:2], label_column=["x", "y"])
+    assert data.count_labels("train") == {"x": 4, "y": 8}
+    assert next(iter(data.val_dataloader()))["labels"][:2].tolist() == [[0, 1], [1, 1]]
 
 
 @pytest.mark.parametrize(
@@ -275,7 +237,7 @@ def test_a_test_split_may_have_no_labels(labels, test):
 WRONG = [
     ({"task": "translation"}, "'translation'"), ({"text_column": ["a", "b", "c"]}, "text_column"), ({"packing": True}, "packing"),
     ({"bad_rows": "drop"}, "bad_rows"), ({"label_names": ["x", "x"]}, "label_names"), ({"validation_fraction": 1.0}, "validation_fraction"),
-    ({"file_format": "xml"}, "xml"), ({"train_batch_size": 0}, "train_batch_size"), ({"val_split": "dev[:3]"}, "'dev'"),
+    ({"file_format": "xml"}, "xml"), ({"val_split": "dev[:3]"}, "'dev'"),
     ({"test_split": "test[:1]"}, "'test'"), ({"text_column": "txet"}, "'txet'"), ({"label_column": 5}, "label_column=5"),
     ({"source": "no/such/path"}, "no/such/path"), ({"source": None}, "dataset_name_or_path"), ({"max_sequence_length": 2}, "max_sequence_length"),
 ]  # fmt: skip
@@ -313,13 +275,6 @@ def test_an_epoch_reads_each_row_once_and_the_next_in_another_order():
     )
     assert first == again != second
     assert sorted(first) == sorted(second) and len(set(first)) == 40
-
-
-def test_without_shuffling_rows_come_as_they_are():
-    data = given_rows(rows_of(8), rows_of(2), shuffle_train=False)
-    assert [text for batch in epoch_of(data, 3) for text in texts(batch)] == [
-        row["text"].strip() for row in rows_of(8)
-    ]
 
 
 def test_batches_of_similar_length_have_less_padding():
@@ -382,56 +337,6 @@ def question(i: int, context: str) -> dict:
     return {"question": f"text number {i} ?", "context": context, "answers": answers}
 
 
-def test_questions_become_windows_at_setup():
-    rows = [question(i, "bad " * 3 * i + "good " + "is " * 20) for i in range(9)]
-    data = given_rows(
-        rows,
-        rows,
-        task="question_answering",
-        max_sequence_length=32,
-        collator_kwargs={"doc_stride": 6},
-    )
-    assert len(data.datasets["train"]) > 12
-    seen = []
-    for batch in data.val_dataloader():
-        assert len(batch["input_ids"]) == 4 and batch["offsets"].shape[-1] == 2
-        for i, number in enumerate(batch["example_index"].tolist()):
-            first, last = batch["start_positions"][i], batch["end_positions"][i]
-            if number >= 0 and first > 0:
-                a, b = batch["offsets"][i, first, 0], batch["offsets"][i, last, 1]
-                assert rows[number]["context"][a:b] == "good"
-                seen.append(number)
-            if number < 0:
-                assert (
-                    first == -100
-                    and (batch["offsets"][i] == -1).all()
-                    and batch["attention_mask"][i].sum() == 0
-                )
-    assert sorted(set(seen)) == list(range(9))
-
-
-def test_pairs_reach_the_tokenizer_as_pairs():
-    rows = [{"text": "text is good", "other": "number bad", "label": i % 2} for i in range(4)]
-    data = given_rows(rows, rows, collator_kwargs={"text_pair_column": "other"})
-    expected = tokenizer()("text is good", "number bad")["input_ids"]
-    assert next(iter(data.val_dataloader()))["input_ids"][0, : len(expected)].tolist() == expected
-
-
-# --- describe -------------------------------------------------------------------------------------
-
-
-def test_describe_counts_rows_labels_and_tokens():
-    text = given_rows(rows_of(12, ("bad", "bad", "good")), rows_of(3)).describe(num_rows=1)
-    for part in (
-        "train: 12 examples, 12 rows",
-        "validation: 3 examples",
-        "bad: 8 (67%)",
-        "good: 4 (33%)",
-        "| [CLS] text",
-    ):
-        assert part in text
-
-
 # --- formats --------------------------------------------------------------------------------------
 
 
@@ -461,23 +366,20 @@ def tagger(source, **options):
     return data
 
 
-def test_conllu_files_are_read_by_split_and_tagged_by_upos(tmp_path):
-    for name, sentences in {"train": TAGGED, "dev": TAGGED[:2], "test": TAGGED[:1]}.items():
+@pytest.mark.parametrize("column", [None, "XPOS", "xpos", 5, "5", -6])
+def test_columns_of_conllu_are_named_or_counted(column, tmp_path):
+    for name, sentences in {"train": TAGGED, "dev": TAGGED[:2]}.items():
         save(tmp_path / f"x-ud-{name}.conllu", conllu(*sentences))
-    data = tagger(tmp_path)
+    data = tagger(tmp_path, label_column=column)
     assert {split: len(rows) for split, rows in data.datasets.items()} == {
         "train": 12,
         "validation": 2,
-        "test": 1,
     }
-    assert data.id2label == {0: "ADJ", 1: "AUX", 2: "NOUN", 3: "NUM"} and data.note == ""
+    names = [*data.id2label.values()]
+    assert names == (
+        ["ADJ", "AUX", "NOUN", "NUM"] if column is None else ["adj", "aux", "noun", "num"]
+    )
     assert next(iter(data.val_dataloader()))["labels"][0][:6].tolist() == [-100, 2, 1, 0, 3, -100]
-
-
-@pytest.mark.parametrize("column", ["XPOS", "xpos", 5, "5", -6])
-def test_a_column_is_named_or_counted_from_1(column, tmp_path):
-    data = tagger(save(tmp_path / "train.conllu", conllu(*TAGGED)), label_column=column)
-    assert data.id2label == {0: "adj", 1: "aux", 2: "noun", 3: "num"}
 
 
 def test_files_by_split_and_a_format_by_name(tmp_path):
@@ -490,77 +392,9 @@ def test_files_by_split_and_a_format_by_name(tmp_path):
     )
     data.setup()
     assert data.label2id == {"0": 0, "1": 1} and data.rows["validation"][0]["text"] == "two is good"
-    with pytest.raises(ValueError, match="file_format.*conllu"):
-        module(source=train, file_format="xml")
-
-
-STARS = ["one", "two", "three", "four", "five"]
-
-
-def test_names_go_from_the_smallest_number_to_the_largest():
-    data = given_rows(
-        rows_of(20, (1, 2, 3, 4, 5)),
-        rows_of(5, (1, 2, 3, 4, 5)),
-        label_names=STARS,
-        bad_rows="skip",
-    )
-    assert (
-        data.count_labels("train") == dict.fromkeys(STARS, 4) and "left out" not in data.describe()
-    )
-    assert next(iter(data.val_dataloader()))["labels"].tolist() == [0, 1, 2, 3]
-    tags = [{"text": ["text", "is", "good"], "label": [7, -100, 3]}] * 3
-    data = given_rows(tags, tags[:1], task="token_classification", label_names=["three", "seven"])
-    assert next(iter(data.val_dataloader()))["labels"][0][:5].tolist() == [-100, 1, -100, 0, -100]
-
-
-def test_ids_of_a_dataset_with_names_count_from_0():
-    import datasets
-
-    features = datasets.Features(
-        {"text": datasets.Value("string"), "label": datasets.ClassLabel(names=["a", "b", "c"])}
-    )
-    rows = datasets.Dataset.from_dict(
-        {"text": [f"text {i}" for i in range(8)], "label": [1, 2] * 4}, features
-    )
-    assert given_rows(rows, rows, label_names=["x", "y", "z"]).count_labels("train") == {
-        "x": 0,
-        "y": 4,
-        "z": 4,
-    }
-
-
-def test_multi_hot_lists_and_lists_of_ids_get_names():
-    names = ["low", "middle", "high"]
-    marks = ([0, 0, 1], [1, 0, 0], [0, 1, 1])
-    data = given_rows(rows_of(12, marks), rows_of(3, marks), label_names=names)
-    assert next(iter(data.val_dataloader()))["labels"][:3].tolist() == [*map(list, marks)]
-    assert data.id2label == dict(enumerate(names)) and data.count_labels("train") == {
-        "low": 4,
-        "middle": 4,
-        "high": 8,
-    }
-    data = given_rows(rows_of(12, ([0], [1, 2])), rows_of(2, ([0], [1, 2])), label_names=names)
-    assert next(iter(data.val_dataloader()))["labels"][:2].tolist() == [[1, 0, 0], [0, 1, 1]]
-
-
-# --- lists in tables --------------------------------------------------------------------------------
 
 
 # --- bad rows -------------------------------------------------------------------------------------
-
-
-FINE = {
-    "classification": [{"text": f"text {i} is good", "label": "ab"[i % 2]} for i in range(8)],
-    "token_classification": [{"text": ["text", str(i)], "label": ["A", "B"]} for i in range(8)],
-    "question_answering": [
-        {
-            "question": f"number {i}",
-            "context": f"text {i} is good",
-            "answers": {"text": ["good"], "answer_start": [10]},
-        }
-        for i in range(8)
-    ],
-}
 
 
 def test_a_bad_line_is_named_even_if_it_is_held_out(tmp_path):
@@ -666,6 +500,22 @@ def test_perfect_scores_give_the_answer_to_the_character(parts, data):
 # --- what a user is told --------------------------------------------------------------------------
 
 
+def test_describe_counts_rows_labels_and_shared_texts():
+    data = FinetuningDataModule("classification", max_sequence_length=64, vocab_size=60)
+    data.set_datasets(rows_of(12, ("bad", "bad", "good")), rows_of(3))
+    data.setup()  # trains a tokenizer
+    assert len(data.tokenizer) <= 60 and data.texts()[0] == rows_of(1)[0]["text"]
+    text = data.describe(num_rows=1)
+    parts = (
+        "train: 12 examples, 12 rows",
+        "bad: 8 (67%)",
+        "good: 4 (33%)",
+        "3 rows have a text",
+        "| [CLS]",
+    )
+    assert all(part in text for part in parts), text
+
+
 def test_texts_that_are_cut_are_counted_and_said():
     rows = [
         {"text": "good " * n, "label": "ab"[n % 2]} for n in (3, 4, 61, 62, 63, 90)
@@ -675,17 +525,6 @@ def test_texts_that_are_cut_are_counted_and_said():
     assert "2 texts have more than max_sequence_length=64 tokens" in data.describe()
     tags = [{"text": ["good"] * n, "label": ["A"] * n} for n in (3, 62, 63)]
     assert given_rows(tags, tags[:1], task="token_classification").num_cut["train"] == 1
-
-
-def test_without_a_tokenizer_one_is_trained_on_the_training_texts():
-    data = FinetuningDataModule("classification", max_sequence_length=64, vocab_size=60)
-    data.set_datasets(train=rows_of(20), val=[{"text": "zebra", "label": "bad"}])
-    data.setup()
-    assert (
-        len(data.tokenizer) <= 60
-        and data.tokenizer("zebra")["input_ids"] != data.tokenizer("good")["input_ids"]
-    )
-    assert data.texts() == [row["text"] for row in rows_of(20)]
 
 
 def test_scored_rows_are_part_of_the_resume_identity():
@@ -717,17 +556,6 @@ def test_a_bad_row_is_named_or_counted(row, message):
         given_rows(rows_of(8), rows)
     data = given_rows(rows_of(8), rows, bad_rows="skip")
     assert len(data.rows["validation"]) == 4 and "validation: 1 rows left out" in data.describe()
-
-
-def test_columns_and_lists_of_0_and_1_are_several_labels():
-    rows = [{"text": f"text {i}", "x": i % 2, "y": 1, "marks": [i % 2, 1]} for i in range(8)]
-    for options in (
-        {"label_column": ["x", "y"]},
-        {"label_column": "marks", "label_names": ["x", "y"]},
-    ):
-        data = given_rows(rows, rows[:2], **options)
-        assert data.count_labels("train") == {"x": 4, "y": 8}
-        assert next(iter(data.val_dataloader()))["labels"][:2].tolist() == [[0, 1], [1, 1]]
 
 
 def test_long_tagged_texts_are_read_whole_in_validation():

@@ -17,7 +17,6 @@ from bertlab.finetuning.runs import (
     SeedResults,
     prepare,
     finetune,
-    finetune_seeds,
 )
 from bertlab.finetuning.models import load_task_model
 from bertlab.train.checkpoints import TrainingCheckpoint, TrainingInterrupted
@@ -101,26 +100,6 @@ def test_a_finished_run_is_saved_for_pipelines(tmp_path):
         assert torch.equal(loaded.state_dict()[key], weight), key
 
 
-def test_seeds_differ_in_head_and_order_but_not_in_what_is_held_out(tmp_path):
-    data = data_for()
-    data.in_memory.pop("validation")
-    options = {"task": "classification", "model_config_kwargs": CONFIG, "learning_rate": 1e-3}
-    seen = []
-    results = finetune_seeds(
-        options, data, tmp_path, seeds=(1, 2), after_seed=seen.append, num_epochs=1, **PLAIN
-    )
-    assert [one.seeds for one in seen] == [(1,), (1, 2)] and results.best_seed in (1, 2)
-    assert float(results.best.metrics["val_loss"]) in results.values("val_loss")
-    held = [row["text"] for row in data.rows["validation"].rows]
-    assert data.seed == 0 and len(results.runs) == 2
-    assert results.values("val_loss")[0] != results.values("val_loss")[1]
-    again = data_for()
-    again.in_memory.pop("validation")
-    alone = finetune_seeds(options, again, tmp_path / "again", seeds=(2,), num_epochs=1, **PLAIN)
-    assert [row["text"] for row in again.rows["validation"].rows] == held
-    assert alone.runs[0] == results.runs[1], "a seed is the same run in any company"
-
-
 def test_mean_and_deviation_are_those_of_the_sample():
     results = SeedResults((0, 1, 2), ({"f1": 0.5}, {"f1": 0.7}, {"f1": 0.9}))
     assert results.mean() == {"f1": pytest.approx(0.7)}
@@ -189,12 +168,6 @@ def test_a_ruined_model_has_no_score_and_is_not_the_best(tmp_path):
     )
 
 
-@pytest.mark.parametrize("seeds", [(), (1, 1)])
-def test_seeds_must_differ(tmp_path, seeds):
-    with pytest.raises(ValueError, match="seeds"):
-        finetune_seeds({"task": "classification"}, data_for(), tmp_path, seeds)
-
-
 def test_the_best_weights_of_a_run_that_was_moved_stay_the_best(tmp_path):
     def made(place):
         return runs.BestCheckpoint(place, "val_loss")
@@ -240,9 +213,7 @@ def test_a_pretrained_model_brings_its_tokenizer_in_python_too(tmp_path):
     own = FinetuningDataModule("classification", max_sequence_length=16, vocab_size=60)
     own.set_datasets(**rows)
     own.setup()
-    with pytest.raises(
-        ValueError, match="trained a tokenizer of its own.*pretrained_tokenizer_name_or_path"
-    ):
+    with pytest.raises(ValueError, match="tokenizer"):
         finetune(
             FinetuningModule("classification", str(tmp_path / "model")),
             own,

@@ -21,14 +21,11 @@ from bertlab.finetuning.module import FinetuningModule
 from bertlab.finetuning.predictions import evaluate, load_predictor
 from bertlab.finetuning.runs import finetune
 from bertlab.finetuning.spans import (
-    find_known,
-    find_overlaps,
     find_spans,
     global_pointer_loss,
     merge_spans,
     span_tuples,
 )
-from bertlab.finetuning.tokens import count_spans, span_scores
 from bertlab.model.config import modernbert_tiny
 from bertlab.model.task_heads import BertLabForSpanClassification, allowed_spans
 from bertlab.train.trainer import make_trainer, seed_everything
@@ -130,41 +127,6 @@ def trained(tmp_path_factory):
 # --- rows and windows -----------------------------------------------------------------------------
 
 
-def test_spans_that_nest_cross_and_share_borders_come_back_to_the_letter():
-    text = "The bank of Rome, and Lima."
-    given = [
-        (4, 16, "ORG"),
-        (12, 16, "LOC"),
-        (12, 16, "CITY"),
-        (4, 26, "LIST"),
-        (9, 21, "ODD"),
-        (22, 26, "LOC"),
-    ]
-    row = {"text": text, "spans": [dict(zip(("start", "end", "label"), one)) for one in given]}
-    names = sorted({label for *_, label in given})
-    assert read_spans(row, "spans", text) == given
-    numbered = {
-        "text": text,
-        "spans": [{**one, "label": names.index(one["label"])} for one in row["spans"]],
-    }
-    collator = SpanClassificationCollator.from_tokenizer(tokenizer(), max_sequence_length=64)
-    batch, found = collator([numbered]), set()
-    for first, last, label in batch["labels"][0].tolist():
-        if label >= 0:
-            found.add(
-                (
-                    batch["offsets"][0, first, 0].item(),
-                    batch["offsets"][0, last, 1].item(),
-                    names[label],
-                )
-            )
-    assert found == set(given)
-    assert batch["labels"].shape == (1, 8, 3) and batch["labels"].dtype == torch.int64
-    assert find_overlaps(given).tolist() == [True] * 6 and find_overlaps(
-        [(0, 2), (2, 4)]
-    ).tolist() == [False, False]
-
-
 def test_a_span_is_a_label_of_the_windows_that_hold_it():
     rng, words = np.random.default_rng(0), ["rome", "bank", "the"]
     for _ in range(60):
@@ -191,32 +153,6 @@ def test_a_span_is_a_label_of_the_windows_that_hold_it():
                 assert span == (start, end, 7)
 
 
-def test_windows_hold_the_whole_text_and_remember_their_row():
-    collator = SpanClassificationCollator.from_tokenizer(
-        tokenizer(), max_sequence_length=10, doc_stride=3, label_column=None
-    )
-    texts = ["the bank of rome " * 6, "rome"]
-    windows = collator.encode([{"text": text} for text in texts])
-    assert [one["example_index"] for one in windows].count(1) == 1 and len(windows) > 3
-    for number, text in enumerate(texts):
-        seen = {
-            tuple(o)
-            for w in windows
-            if w["example_index"] == number
-            for o in w["offsets"].tolist()
-            if o[0] >= 0
-        }
-        whole = tokenizer()(text, add_special_tokens=False, return_offsets_mapping=True)[
-            "offset_mapping"
-        ]
-        assert seen == set(whole)
-    batch = collator(windows)
-    assert (
-        torch.equal(batch["special_tokens_mask"] == 0, batch["offsets"][..., 0] >= 0)
-        and "labels" not in batch
-    )
-
-
 @pytest.mark.parametrize("text, marked", [
     ("يقع متحف روما في روما", ["متحف روما", "روما"]),  # right to left
     ("东京大学在东京。", ["东京大学", "东京", "大学"]),
@@ -231,27 +167,7 @@ def test_offsets_are_exact_in_every_script(text, marked):
     back = {
         (encoded["offsets"][a, 0], encoded["offsets"][b, 1], c) for a, b, c in encoded["labels"]
     }
-    whole_words = {one for one in spans if one in back}
-    assert len(back) == len(spans) and len(spans) - len(whole_words) == encoded["num_moved_labels"]
-    assert encoded["num_moved_labels"] == 0, [text[a:b] for a, b, _ in back]
-
-
-def test_a_span_within_a_token_is_widened_and_counted():
-    collator = SpanClassificationCollator.from_tokenizer(tokenizer(), max_sequence_length=32)
-    one = collator.encode([{"text": "the museum", "spans": [{"start": 5, "end": 9, "label": 0}]}])[
-        0
-    ]
-    first, last, _ = one["labels"][0]
-    assert (one["offsets"][first, 0], one["offsets"][last, 1]) == (4, 10) and one[
-        "num_moved_labels"
-    ] == 1
-    rows = [
-        text_of("the", ("A", "museum")),
-        {"text": "the museum", "spans": [{"start": 5, "end": 9, "label": "A"}]},
-    ]
-    data = data_for(rows, rows, rows, train_batch_size=1)
-    data.setup()
-    assert "1 spans begin or end within" in data.describe()
+    assert back == set(spans), [text[a:b] for a, b, _ in back]
 
 
 SPAN = {"start": 4, "end": 8, "label": "LOC"}
@@ -260,10 +176,8 @@ SPAN = {"start": 4, "end": 8, "label": "LOC"}
 @pytest.mark.parametrize("spans, words", [
     ([{**SPAN, "end": 99}], "4 to 99.* 13"), ([{**SPAN, "start": -1}], "-1 to 8.*13"),
     ([{**SPAN, "end": 4}], "4 to 4"), ([{**SPAN, "start": 3, "end": 4}], "3 to 4.*' '"),
-    ([{**SPAN, "label": None}], "None"), ([{**SPAN, "label": ""}], "''"),
-    ([{**SPAN, "label": ["LOC"]}], "LOC"), ([{"start": 4, "label": "LOC"}], "start, end, label"),
-    ([{**SPAN, "start": 4.5}], "4.5"), ([{**SPAN, "start": "4"}], "'4'"), ("LOC", "LOC"),
-    ([[4, 8, "LOC"]], "LOC"), (None, "None"),
+    ([{**SPAN, "label": None}], "None"), ([{"start": 4, "label": "LOC"}], "start, end, label"),
+    ([{**SPAN, "start": 4.5}], "4.5"), ("LOC", "LOC"), (None, "None"),
 ])  # fmt: skip
 def test_a_bad_span_is_refused_by_its_row(spans, words):
     bad = {"text": "the rome bank", "spans": spans}
@@ -279,7 +193,7 @@ def test_a_span_that_no_window_holds_is_refused_with_what_to_raise():
     ids = len(tokenizer()("rome " * 16, add_special_tokens=False)["input_ids"])
     with pytest.raises(
         ValueError,
-        match=f"train row 2: .*{ids} tokens.*raise doc_stride to {ids - 1}, and max_sequence_length to {ids + 2}",
+        match=f"train row 2: .*{ids} tokens.*doc_stride to {ids - 1}.*max_sequence_length to {ids + 2}",
     ):
         data_for([*rows_of(2), long]).setup()
     skipping = data_for([*rows_of(2), long], bad_rows="skip")
@@ -328,6 +242,22 @@ def test_a_column_that_datasets_keeps_is_read_with_its_names(tmp_path):
     assert names[0] == names[1] == {"LOC", "ORG"}
 
 
+def test_spans_that_nest_and_cross_come_back_to_the_letter():
+    text = "The bank of Rome, and Lima."
+    spans = [(4, 16, 0), (12, 16, 1), (12, 16, 2), (4, 26, 3), (9, 21, 4), (22, 26, 1)]
+    row = {"text": text, "spans": [dict(zip(("start", "end", "label"), span)) for span in spans]}
+    assert read_spans(row, "spans", text) == spans
+    collator = SpanClassificationCollator.from_tokenizer(tokenizer(), max_sequence_length=64)
+    batch = collator([row])
+    offsets, labels = batch["offsets"][0].tolist(), batch["labels"][0].tolist()
+    assert {(offsets[a][0], offsets[b][1], c) for a, b, c in labels if c >= 0} == {*spans}
+    assert batch["labels"].shape == (1, 8, 3) and batch["labels"].dtype == torch.int64
+    row["spans"] = [{"start": 5, "end": 7, "label": 0}]  # within "bank": widened to its tokens
+    [window] = collator.encode([row])
+    first, last, _ = window["labels"][0]
+    assert window["offsets"][first, 0] <= 5 and window["offsets"][last, 1] >= 7
+
+
 # --- the model and its loss -----------------------------------------------------------------------
 
 
@@ -367,20 +297,6 @@ def test_the_loss_is_that_of_a_plain_loop_and_so_is_its_gradient():
     )
 
 
-def test_scores_far_from_zero_neither_overflow_nor_vanish():
-    documents, labels = torch.tensor([[1, 1, 0, 0]]), torch.tensor([[[0, 0, 0]]])
-    scores = torch.full((1, 1, 4, 4), -5000.0)
-    scores[..., 0, 1] = 5000.0
-    scores.requires_grad_()
-    total, _ = global_pointer_loss(scores, labels, allowed_spans(documents))
-    total.backward()
-    assert total.item() == pytest.approx(10000.0) and scores.grad[0, 0, 0, :2].tolist() == [
-        -1.0,
-        1.0,
-    ]
-    assert scores.grad.isfinite().all() and not scores.grad[0, 0, 2:].any()
-
-
 # --- windows are merged ---------------------------------------------------------------------------
 
 
@@ -408,25 +324,7 @@ def test_windows_merged_equal_one_window():
     assert merge_spans([(0, 3, 5, 1), (0, 3, 5, 1)], [0.5, 2.0]) == {(0, 3, 5, 1): 2.0}
 
 
-def test_counts_are_those_of_sets():
-    rng = np.random.default_rng(1)
-    predicted, true = (set(map(tuple, rng.integers(0, 4, (30, 4)).tolist())) for _ in range(2))
-    counts = count_spans(predicted, true, range(4))
-    for c in range(4):
-        sets = predicted & true, predicted, true
-        assert counts[:, c].tolist() == [sum(span[3] == c for span in part) for part in sets]
-    f1 = span_scores(counts)["f1"].item()
-    assert f1 == pytest.approx(2 * len(predicted & true) / (len(predicted) + len(true)))
-
-
-# --- trained, saved, asked ------------------------------------------------------------------------
-
-
-def test_a_dozen_rows_with_nested_spans_are_learned_by_heart():
-    module, data = module_for(), data_for()
-    values = logged(fit(module, data, 80))
-    assert module.monitor == "val_span_f1"
-    assert values["val_span_f1"] == values["val_span_recall"] == values["val_span_f1_macro"] == 1.0
+# --- trained, saved, predicted ------------------------------------------------------------------------
 
 
 def process(folder):
@@ -453,6 +351,46 @@ def test_two_processes_train_and_score_as_one(tmp_path):
             assert scores[name] == pytest.approx(values[name], abs=0.02), name
 
 
+def test_the_evaluation_agrees_with_the_metrics(trained):
+    run, data, _ = trained
+    numbers = evaluate(run.module, data, "test").numbers
+    assert run.metrics["test_span_f1"] > 0.9 and run.module.monitor == "val_span_f1"
+    for name in ("precision", "recall", "f1"):
+        assert numbers[name] == pytest.approx(run.metrics[f"test_span_{name}"], abs=1e-6)
+    assert [row["label"] for row in numbers["table"]] == ["LOC", "ORG", "all spans"]
+    assert "72 spans in" in data.describe() and "LOC: 48 (67%)" in data.describe()
+
+
+def test_a_dictionary_knows_what_is_always_the_same():
+    rows = [
+        text_of("the", ("ORG", "bank of", ("LOC", "rome")), "and rome"),
+        text_of(("LOC", "rome")),
+        text_of("it is here"),
+    ]
+    data = data_for(rows * 2, rows, rows)
+    data.setup()
+    scores = compute_baselines(data)
+    # Twice in three rome is a place, so the third is wrong: four of four found, three of them right.
+    assert scores["bag of words"]["test_span_recall"] == 1.0
+    assert scores["bag of words"]["test_span_precision"] == pytest.approx(3 / 4)
+    assert scores["majority"]["test_span_f1"] == 0.0
+
+
+def test_a_saved_head_is_kept_for_the_same_labels(trained, tmp_path):
+    classifier = ["task_head.classifier.bias", "task_head.classifier.weight"]
+    for names, new in ((["LOC", "ORG"], []), (["LOC", "PER"], classifier)):
+        module = FinetuningModule("span_classification", str(trained[2]), id2label=names)
+        module.configure_model()
+        assert module.new_weights == new
+    BertForMaskedLM(BertConfig(vocab_size=120, hidden_size=32, num_hidden_layers=1, num_attention_heads=2,
+                               intermediate_size=48, max_position_embeddings=64)).save_pretrained(tmp_path / "bert")  # fmt: skip
+    tokenizer().save_pretrained(tmp_path / "bert")
+    module = FinetuningModule("span_classification", str(tmp_path / "bert"), num_labels=2)
+    module.configure_model()
+    assert module.new_weights == classifier
+    assert isinstance(module.model, BertLabForSpanClassification)
+
+
 def test_a_directory_predicts_as_its_module(trained):
     run, data, folder = trained
     predictor = load_predictor(folder)
@@ -470,53 +408,6 @@ def test_a_directory_predicts_as_its_module(trained):
         assert all(
             row["text"][s["start"] : s["end"]] == s["text"] and s["score"] > 0 for s in spans
         )
-
-
-def test_the_evaluation_agrees_with_the_metrics(trained, tmp_path):
-    run, data, _ = trained
-    numbers = evaluate(run.module, data, "test").numbers
-    for name in ("precision", "recall", "f1"):
-        assert numbers[name] == pytest.approx(run.metrics[f"test_span_{name}"], abs=1e-6)
-    assert [row["label"] for row in numbers["table"]] == ["LOC", "ORG", "all spans"]
-    assert numbers["num_overlapping"] == 18 and numbers["num_alone"] == 9
-    assert "72 spans in" in data.describe() and "LOC: 48 (67%)" in data.describe()
-
-
-def test_a_dictionary_knows_what_is_always_the_same():
-    rows = [
-        text_of("the", ("ORG", "bank of", ("LOC", "rome")), "and rome"),
-        text_of(("LOC", "rome")),
-        text_of("it is here"),
-    ]
-    data = data_for(rows * 2, rows, rows)
-    data.setup()
-    found = compute_baselines(data)
-    # Twice in three rome is a place, so the third is wrong: four of four found, three of them right.
-    assert found["bag of words"]["test_span_recall"] == 1.0
-    assert found["bag of words"]["test_span_precision"] == pytest.approx(3 / 4)
-    assert found["majority"]["test_span_f1"] == 0.0
-    assert [*find_known("東京 a ab", {"a": 1, "東京": 1}, 2)] == [(0, 2), (3, 4)]
-
-
-def test_an_encoder_of_transformers_takes_the_head(tmp_path):
-    BertForMaskedLM(BertConfig(vocab_size=120, hidden_size=32, num_hidden_layers=1, num_attention_heads=2,
-                               intermediate_size=48, max_position_embeddings=64)).save_pretrained(tmp_path / "bert")  # fmt: skip
-    tokenizer().save_pretrained(tmp_path / "bert")
-    module = FinetuningModule("span_classification", str(tmp_path / "bert"), num_labels=2)
-    module.configure_model()
-    assert module.new_weights == ["task_head.classifier.bias", "task_head.classifier.weight"]
-    assert isinstance(module.model, BertLabForSpanClassification)
-
-
-def test_a_directory_is_fine_tuned_further_with_its_head(trained):
-    module = FinetuningModule("span_classification", str(trained[2]), id2label=["LOC", "ORG"])
-    module.configure_model()
-    assert module.new_weights == []
-    for key, weight in weights(trained[0].module).items():
-        assert torch.equal(module.model.state_dict()[key], weight), key
-    other = FinetuningModule("span_classification", str(trained[2]), id2label=["LOC", "PER"])
-    other.configure_model()
-    assert other.new_weights == ["task_head.classifier.bias", "task_head.classifier.weight"]
 
 
 def test_the_commands_go_from_a_file_to_spans_and_a_stopped_run_goes_on_to_the_same_result(
@@ -545,11 +436,7 @@ def test_the_commands_go_from_a_file_to_spans_and_a_stopped_run_goes_on_to_the_s
              "--run.num_epochs", "8", "--run.checkpoint_every_steps", "20", "--run.progress", "none", "--run.output", str(run)]  # fmt: skip
     assert main(words) == 0
     said = capsys.readouterr().out
-    assert (
-        "written as BertLabForSpanClassification" in said
-        and "overlap another" in said
-        and "bag of words" in said
-    )
+    assert "written as BertLabForSpanClassification" in said and "bag of words" in said
     metrics = json.loads((run / "metrics.json").read_text())
     assert (
         metrics["monitor"] == "val_span_f1"
