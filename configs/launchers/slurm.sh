@@ -1,8 +1,8 @@
 #!/bin/bash
-# A run on two machines of eight GPUs, by SLURM. From the folder with the text or the configuration:
+# A run on two machines of eight GPUs with SLURM. From the folder with the text or the configuration:
 #     OUTPUT=/shared/my-run sbatch configs/launchers/slurm.sh --config configs/several-nodes.yaml
-# What stands after the file's name are words of `bertlab pretrain`. Submit the same line again, and the run goes
-# on; so it does where SLURM itself starts the job again after a machine was taken away.
+# The arguments after the file's name are passed to `bertlab pretrain`. Submit the same line again to resume the run;
+# it also resumes when SLURM requeues the job after a machine was preempted.
 
 #SBATCH --job-name=bertlab
 #SBATCH --nodes=2
@@ -13,10 +13,10 @@
 #SBATCH --signal=TERM@120
 #SBATCH --requeue
 #SBATCH --open-mode=append
-# --ntasks-per-node is a process for each GPU; --signal asks the run to save and stop two minutes before the time is over.
+# --ntasks-per-node starts a process for each GPU; --signal asks the run to save and stop two minutes before the limit.
 
 set -euo pipefail
-OUTPUT=${OUTPUT:-/shared/my-run}  # on a disk that all machines see
+OUTPUT=${OUTPUT:-/shared/my-run}  # on a file system that all machines share
 RESUME=""
 if [ -e "$OUTPUT/run.yaml" ]; then RESUME="--resume"; fi
 srun --kill-on-bad-exit=1 bertlab pretrain "$@" --run.output "$OUTPUT" $RESUME
