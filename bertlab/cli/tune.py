@@ -56,7 +56,7 @@ def _distribution(name: str, choices: Any) -> Any:  # of optuna
 
 
 # What validation asks for and counts: with another value, losses do not compare.
-_JUDGED_BY = r"data\.(collator_kwargs|val_dataset\w+)\b|model\.(objective|plain_mean)$"
+_JUDGED_BY = r"data\.(collator_kwargs|val_dataset\w+)\b|model\.objective$"
 
 
 @dataclass(frozen=True)

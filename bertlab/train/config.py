@@ -46,7 +46,6 @@ class PretrainingConfig:
     load_key_mapping: dict[str, str] | None = None  # our names: those in the checkpoint
     model_kwargs: dict[str, Any] | None = None  # attn_implementation and the like
     loss_kwargs: dict[str, Any] | None = None  # of LossConfig: z_weight, label_smoothing, ...
-    plain_mean: bool = False  # diffusion: each label counts 1, not 1 / t
     schedule: Any = None  # your own for the phases: f(step), a class, its name; time_budget
     parameter_overrides: dict[str, dict[str, Any]] | None = None  # glob: lr, weight_decay
     save_directories: bool = True  # one for transformers beside each of ModelCheckpoint's
@@ -70,10 +69,6 @@ class PretrainingConfig:
         self._check_combinations()
 
     def _check_combinations(self) -> None:
-        if self.plain_mean and self.objective != "diffusion":
-            raise ValueError(
-                f"plain_mean=True is for objective='diffusion', got {self.objective!r}: remove it"
-            )
         if self.float8 and self.adapter:
             raise ValueError(
                 f"float8={self.float8!r} casts the layers that adapter={self.adapter!r} leaves "

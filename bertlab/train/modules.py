@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['DEFAULT_LEARNING_RATES', 'WARMUP_SHARE', 'OPEN_WARMUP_STEPS', 'default_learning_rate', 'optimizer_options',
            'clock_budget', 'build_param_groups', 'build_optimizer', 'compile_model', 'resolve_compile',
-           'check_recomputing', 'apply_activation_checkpointing', 'HuggingFaceCheckpointIO', 'PretrainingModule',
-           'CausalModule']
+           'check_recomputing', 'apply_activation_checkpointing', 'check_parts', 'HuggingFaceCheckpointIO',
+           'PretrainingModule']
 
 # %% ../../nbs/train/05_modules.ipynb #4f3f6a4e
 import math
@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
 from ..core.names import import_object, resolve
-from ..data.rows import IGNORE_INDEX, NON_MODEL_KEYS
+from ..data.rows import NON_MODEL_KEYS
 from ..data.tokenizers import check_same_vocabulary, load_tokenizer
 from ..model.activation_checkpointing import checkpoint_activations, parse_checkpointing
 from ..model.adapters import add_adapter, freeze_weights, make_peft_config
@@ -37,8 +37,7 @@ from ..model.config import matmul_parameters, training_flops_per_token
 from ..model.encoder import BertLabModel, BertLabPreTrainedModel, EncoderInputs, layer_rope
 from ..model.encoder import run_blocks
 from ..model.float8 import convert_to_float8
-from ..model.heads import BertLabForCausalLM, BertLabForEnhancedMaskedLM
-from ..model.heads import TokenPredictionModel, head_and_loss
+from ..model.heads import BertLabForEnhancedMaskedLM, TokenPredictionModel, head_and_loss
 from ..model.huggingface import merged_copy, save_model
 from ..model.layers import resolve_layers
 from ..model.losses import LossConfig, LossSums, token_bytes
@@ -127,22 +126,21 @@ def build_optimizer(
 ) -> dict[str, Any]:  # what Lightning's `configure_optimizers` returns
     "Build the optimizer on its parameter groups, and the schedule that Lightning steps."
     total = total_steps if math.isfinite(total_steps) else None
+    groups, kwargs = build_param_groups(model, options), options.scheduler_kwargs or {}
     optimizer = get_optimizer(
-        options.optimizer_class, build_param_groups(model, options), optimizer_options(options),
-        options.optimizer_quantized,
-    )  # fmt: skip
-    kwargs, phases = options.scheduler_kwargs or {}, {"total_steps": total}
+        options.optimizer_class, groups, optimizer_options(options), options.optimizer_quantized
+    )
     if options.schedule is None:
-        for phase in SCHEDULE_KINDS:
-            for part in ("kind", "steps", "decay"):
-                phases[f"{phase}_{part}"] = getattr(options, f"scheduler_{phase}_{part}")
+        phases = {
+            f"{phase}_{part}": getattr(options, f"scheduler_{phase}_{part}")
+            for phase in SCHEDULE_KINDS
+            for part in ("kind", "steps", "decay")
+        }
         if phases["warmup_steps"] is None:
             phases["warmup_steps"] = WARMUP_SHARE if total else OPEN_WARMUP_STEPS
-    for name in phases.keys() & kwargs.keys():
-        source = "max_steps" if name == "total_steps" else f"scheduler_{name}"
-        raise ValueError(f"scheduler_kwargs has {name}={kwargs[name]!r}: set {source} instead")
-    if options.schedule is None:
-        scheduler = get_scheduler(optimizer, **phases, **kwargs)
+        for name in phases.keys() & kwargs.keys():
+            raise ValueError(f"scheduler_kwargs has {name}={kwargs[name]!r}: set scheduler_{name}")
+        scheduler = get_scheduler(optimizer, total_steps=total, **phases, **kwargs)
     else:
         scheduler = custom_scheduler(optimizer, options.schedule, total, kwargs)
     return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
@@ -216,8 +214,9 @@ def apply_activation_checkpointing(
         checkpoint_activations(model, mode, **options)
 
 
-def _check_parts(config: PretrainingConfig) -> None:
+def check_parts(config: PretrainingConfig) -> None:
     "Raise `ValueError` for names and combinations that cannot be built."
+    find_objective(config.objective)
     check_recomputing(config.gradient_checkpointing, config.compile_model, config.optimizer_class)
     resolve(config.optimizer_class, OPTIMIZERS, "optimizer_class", (torch.optim.Optimizer,))
     if config.schedule is not None:
@@ -225,26 +224,33 @@ def _check_parts(config: PretrainingConfig) -> None:
     if config.adapter is not None:
         make_peft_config(config.adapter)
 
+
+def _model_settings(config: PretrainingConfig) -> dict[str, Any]:  # of BertLabConfig
+    # Kernels that skip masked blocks pay in compiled layers, and have no second derivative.
+    needs_graph = optimizer_spec(config.optimizer_class).needs_create_graph
+    kernel = "sdpa" if config.compile_model is False or needs_graph else "auto"
+    settings = {**(config.model_config_kwargs or {}), **(config.model_kwargs or {})}
+    return resolve_layers({"attn_implementation": kernel, **settings})
+
 # %% ../../nbs/train/05_modules.ipynb #a90a63a0
 class HuggingFaceCheckpointIO(CheckpointIO):
     "Write a directory for transformers beside each checkpoint, and remove both together."
 
     def __init__(self, inner: CheckpointIO, module: "PretrainingModule"):
-        self.inner, self._module = inner, module
+        self.inner, self.module = inner, module
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path, storage_options=None) -> None:
         self.inner.save_checkpoint(checkpoint, path, storage_options)
-        module = self._module
-        # Building a model draws its first weights, which must not move the run's generator. The
-        # weights in the checkpoint are the model's own, so that averages are written if there are any.
-        with torch.random.fork_rng(devices=[]), module.evaluation_weights():
+        # The weights in the checkpoint are the model's own, so that averages are written if there
+        # are any. A subclass may have parts beside its model.
+        with self.module.evaluation_weights():
             weights = {
                 name.removeprefix("model."): weight.clone()
                 for name, weight in checkpoint["state_dict"].items()
                 if name.startswith("model.")
-            }  # a subclass may have parts beside its model
-            model = merged_copy(module.model, weights)
-            save_model(model, module.tokenizer, Path(path).with_suffix(""))
+            }
+            model = merged_copy(self.module.model, weights)
+            save_model(model, self.module.tokenizer, Path(path).with_suffix(""))
 
     def load_checkpoint(self, path, *args: Any, **kwargs: Any) -> dict[str, Any]:
         return self.inner.load_checkpoint(path, *args, **kwargs)
@@ -252,8 +258,7 @@ class HuggingFaceCheckpointIO(CheckpointIO):
     def remove_checkpoint(self, path) -> None:
         self.inner.remove_checkpoint(path)
         directory = Path(path).with_suffix("")
-        is_ours = (directory / "config.json").is_file() and not directory.is_symlink()
-        if Path(path).suffix and is_ours:
+        if Path(path).suffix and (directory / "config.json").is_file():  # ours
             shutil.rmtree(directory, ignore_errors=True)
 
     def teardown(self) -> None:
@@ -267,65 +272,48 @@ class PretrainingModule(TrainingModule):
         super().__init__()
         is_config = args and isinstance(args[0], PretrainingConfig)
         config = args[0] if is_config else PretrainingConfig(*args, **options)
-        self.options = config = replace(config, objective=find_objective(config.objective))
-        _check_parts(config)
-        self.save_hyperparameters(ignore="pretrained_tokenizer_name_or_path")
+        config = replace(config, objective=find_objective(config.objective))
+        check_parts(config)
         self.loss_config = LossConfig(**(config.loss_kwargs or {}))
-        self.bounds_text = not config.plain_mean
         self.reports_z_loss = self.loss_config.z_weight > 0
-        source = config.pretrained_model_name_or_path
-        tokenizer = config.pretrained_tokenizer_name_or_path
-        self._has_source_tokenizer = tokenizer is None or str(tokenizer) == str(source)
-        tokenizer = source if self._has_source_tokenizer else tokenizer
-        if isinstance(tokenizer, (str, os.PathLike)):
-            tokenizer = load_tokenizer(tokenizer)
-        self.tokenizer = tokenizer
+        source, tokenizer = config.pretrained_model_name_or_path, config.pretrained_tokenizer_name_or_path
+        is_of_source = tokenizer is None or str(tokenizer) == str(source)
+        self.tokenizer = source if is_of_source else tokenizer
+        if isinstance(self.tokenizer, (str, os.PathLike)):
+            self.tokenizer = load_tokenizer(self.tokenizer)
         self.missing_keys: list[str] = []  # weights that the continued model lacks
-        self._initialize()
-        if tokenizer is not None:
+        if source is None:
+            settings = config_from_tokenizer(self.tokenizer, _model_settings(config))
+            self.config = BertLabConfig(**settings)
+        else:
+            check_tokenizer_matches(source, self.tokenizer, self.tokenizer if is_of_source else None)
+            self._load(config)
+        if config.learning_rate is None:
+            start = "adapter" if config.adapter else "new" if source is None else "continued"
+            rate = default_learning_rate(self.config.hidden_size, start, config.optimizer_class)
+            config = replace(config, learning_rate=rate)
+        self.options = config
+        name = getattr(self.tokenizer, "name_or_path", None) or None
+        self.save_hyperparameters(config.to_dict() | {"pretrained_tokenizer_name_or_path": name})
+        if self.tokenizer is not None:
             with torch.device("cpu"):
-                self.bytes_per_token_V = token_bytes(tokenizer, self.config.vocab_size)
+                self.bytes_per_token_V = token_bytes(self.tokenizer, self.config.vocab_size)
         self._configured = self._checked = False
         self._shares: list[float] | None = None  # of the weights, that are trained
 
-    def _initialize(self) -> None:
-        "Make the configuration, the model if its weights are another's, and the default rate."
-        options, source = self.options, self.options.pretrained_model_name_or_path
-        # Kernels that skip masked blocks pay in compiled layers, and have no second derivative.
-        needs_graph = optimizer_spec(options.optimizer_class).needs_create_graph
-        kernel = "sdpa" if options.compile_model is False or needs_graph else "auto"
-        settings = {**(options.model_config_kwargs or {}), **(options.model_kwargs or {})}
-        settings = resolve_layers({"attn_implementation": kernel, **settings})
-        if source is None:
-            self.config = BertLabConfig(**config_from_tokenizer(self.tokenizer, settings))
-        else:
-            self._load(source, settings)
-        if options.learning_rate is None:
-            start = "adapter" if options.adapter else "new" if source is None else "continued"
-            rate = default_learning_rate(self.config.hidden_size, start, options.optimizer_class)
-            self.options = options = replace(options, learning_rate=rate)
-        name = getattr(self.tokenizer, "name_or_path", None) or None
-        self.hparams.update(options.to_dict() | {"pretrained_tokenizer_name_or_path": name})
-
-    def _load(self, source: str, settings: dict[str, Any]) -> None:
-        options = self.options
-        source_tokenizer = self.tokenizer if self._has_source_tokenizer else None
-        check_tokenizer_matches(source, self.tokenizer, source_tokenizer)
+    def _load(self, config: PretrainingConfig) -> None:
+        settings = _model_settings(config)
         with torch.device("cpu"):
             self.model, self.missing_keys = initialize_model(
-                source, options.objective, settings, options.load_key_mapping
-            )
+                config.pretrained_model_name_or_path, config.objective, settings,
+                config.load_key_mapping,
+            )  # fmt: skip
         self.config = self.model.config
         # BERT's configuration has no ids of [CLS] and [SEP], and labels are counted by these ids.
         for name in SPECIAL_TOKEN_IDS:
             token_id = getattr(self.tokenizer, name, None)
             if token_id is not None and name not in settings:
                 setattr(self.config, name, token_id)
-
-    @property
-    def rebuilds(self) -> bool:
-        "Whether the model has the block by which enhanced masked language modelling rebuilds."
-        return issubclass(OBJECTIVES[self.hparams.objective], BertLabForEnhancedMaskedLM)
 
     def describe_missing_keys(self) -> str:
         "Describe in a line which weights of a continued model are new; empty if none is."
@@ -335,16 +323,10 @@ class PretrainingModule(TrainingModule):
 
     def model_inputs(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         "Select what the model takes. Raises `ValueError` for a batch of another objective."
-        h = self.options
         if not self._checked:  # the collator makes all batches alike
-            check_batch(batch, self.model, h.objective, h.plain_mean)
+            check_batch(batch, self.model, self.options.objective)
             self._checked = True
-        left_out = {*NON_MODEL_KEYS, "loss_weights" if h.plain_mean else None}
-        inputs = {name: value for name, value in batch.items() if name not in left_out}
-        if h.plain_mean and "token_shares" in batch:  # a mean of words; ends count for one together
-            shares_BL = batch["token_shares"].masked_fill(batch["labels"] == IGNORE_INDEX, 0.0)
-            inputs |= {"loss_weights": shares_BL, "token_shares": shares_BL}
-        return inputs
+        return {name: value for name, value in batch.items() if name not in NON_MODEL_KEYS}
 
     def current_rule(self) -> LossConfig:
         "The rule of the loss in training; elsewhere it smooths nothing, so that losses compare."
@@ -370,7 +352,8 @@ class PretrainingModule(TrainingModule):
         Once the model is built, what an adapter or `freeze` spares is left out.
         """
         parts = training_flops_per_token(self.config, mean_context, label_rate, self._shares)
-        if self.rebuilds:  # one block more, where half of all is seen
+        if issubclass(OBJECTIVES[self.options.objective], BertLabForEnhancedMaskedLM):
+            # One block more rebuilds each token, and sees half of all.
             matrices = matmul_parameters(self.config)
             parts["rebuilding"] = (
                 6.0 * (matrices["attention"] + matrices["MLP"])
@@ -412,38 +395,35 @@ class PretrainingModule(TrainingModule):
         if not any(isinstance(c, ModelCheckpoint) for c in trainer.checkpoint_callbacks):
             return
         if getattr(strategy, "_save_distributed_checkpoint", False):  # it uses no checkpoint_io
-            if not any(getattr(c, "models", None) for c in trainer.callbacks):
-                rank_zero_warn(
-                    "checkpoints in shards have no directories for transformers beside them: use "
-                    "TrainingCheckpoint(..., models=DIRECTORY), or strategy='fsdp'"
-                )
+            rank_zero_warn(
+                "ModelCheckpoint's files in shards have no directories for transformers beside "
+                "them: use TrainingCheckpoint(..., models=DIRECTORY), or strategy='fsdp'"
+            )
         elif not isinstance(strategy.checkpoint_io, HuggingFaceCheckpointIO):
             strategy.checkpoint_io = HuggingFaceCheckpointIO(strategy.checkpoint_io, self)
 
     def build_fresh(self) -> BertLabPreTrainedModel:
         "A model of this objective and shape; under torch's `meta` device without its numbers."
-        return OBJECTIVES[self.hparams.objective](self.config)
+        return OBJECTIVES[self.options.objective](self.config)
 
     def configure_model(self) -> None:
         "Build the model, once; Lightning calls this when device and processes are known."
         if self._configured:
             return
         options, trainer = self.options, self._trainer
-        strategy = None if trainer is None else trainer.strategy
         model = self.model or self.build_fresh()
         if options.adapter is not None:
             add_adapter(model, options.adapter)
         freeze_weights(model, options.freeze)
         self._shares = trained_fractions(model)
-        device = torch.device("cpu") if strategy is None else strategy.root_device
+        device = torch.device("cpu") if trainer is None else trainer.strategy.root_device
         if options.float8:
             convert_to_float8(model, options.float8, device)
         apply_activation_checkpointing(model, options.gradient_checkpointing, device)
-        shares_rows = trainer is not None and data_parallel_size(trainer) < trainer.world_size
-        compile_setting = options.compile_model
-        if compile_setting is None and shares_rows:  # layers or rows are split
-            compile_setting = False
-        compile_options = resolve_compile(compile_setting, device, options.optimizer_class)
+        setting = options.compile_model
+        if setting is None and trainer and data_parallel_size(trainer) < trainer.world_size:
+            setting = False  # layers or rows are split
+        compile_options = resolve_compile(setting, device, options.optimizer_class)
         if compile_options is not None:
             compile_model(model, **compile_options)
         self.model, self._configured = model, True
@@ -464,29 +444,3 @@ class PretrainingModule(TrainingModule):
 
 
 PretrainingModule.__signature__ = signature(PretrainingConfig)
-
-# %% ../../nbs/train/05_modules.ipynb #28bffdab
-class CausalModule(PretrainingModule):
-    "Train the causal twin of an encoder: a control, on batches in which nothing is hidden."
-
-    rebuilds = False  # it has the objective's batches, and an encoder of its own size
-
-    def __init__(
-        self,
-        model_config_kwargs: dict[str, Any] | None = None,  # of BertLabConfig
-        **kwargs: Any,  # of `PretrainingModule`, without an objective and without old weights
-    ):
-        for name in ("objective", "pretrained_model_name_or_path"):
-            if kwargs.get(name) is not None:
-                raise ValueError(
-                    f"{name}={kwargs[name]!r} is not for a causal twin, which begins "
-                    "fresh and predicts the next token; leave it out"
-                )
-        super().__init__(
-            model_config_kwargs,
-            **{"save_directories": False, **kwargs, "objective": "enhanced_mlm"},
-        )
-
-    def build_fresh(self) -> BertLabForCausalLM:
-        "The twin, in place of the objective's own model."
-        return BertLabForCausalLM(self.config)

@@ -14,14 +14,15 @@ from torch import Tensor
 from ..core.names import resolve
 from ..data.collators import COLLATORS
 from ..data.rows import NON_MODEL_KEYS
-from ..model.heads import BertLabForEnhancedMaskedLM, BertLabForMaskedDiffusion
-from ..model.heads import BertLabForMaskedLM, TokenPredictionModel
+from ..model.heads import BertLabForCausalLM, BertLabForEnhancedMaskedLM
+from ..model.heads import BertLabForMaskedDiffusion, BertLabForMaskedLM, TokenPredictionModel
 
 # %% ../../nbs/train/03_objectives.ipynb #2181ac42
 OBJECTIVES: dict[str, type[TokenPredictionModel]] = {
     "mlm": BertLabForMaskedLM,
     "enhanced_mlm": BertLabForEnhancedMaskedLM,
     "diffusion": BertLabForMaskedDiffusion,
+    "causal": BertLabForCausalLM,  # the encoder's twin, a control: reads from left to right
 }
 BATCH_KEYS = (
     "input_ids",
@@ -55,13 +56,12 @@ def find_objective(
 def collator_objective(
     objective: Any,  # of a module, as `find_objective` takes it
 ) -> str:  # of the data
-    "Return the objective whose batches a model takes: its own, or that of its base class."
+    "Return the objective whose batches a model takes: the one with the same required input."
     name = find_objective(objective)
-    if name in COLLATORS:
-        return name
-    bases = [key for key, model in OBJECTIVES.items() if key in COLLATORS
-             and issubclass(OBJECTIVES[name], model)]  # fmt: skip
-    return bases[-1] if bases else name
+    required = OBJECTIVES[name].required_input
+    names = [key for key, model in OBJECTIVES.items() if key in COLLATORS
+             and model.required_input == required]  # fmt: skip
+    return name if name in COLLATORS or not names else names[0]
 
 # %% ../../nbs/train/03_objectives.ipynb #a8c8160f
 def _model_inputs(model: TokenPredictionModel) -> set[str]:
@@ -80,7 +80,6 @@ def check_batch(
     batch: dict[str, Tensor],
     model: TokenPredictionModel,
     objective: str,  # of the module
-    plain_mean: bool = False,  # whether the module leaves diffusion's weights out
 ) -> None:
     "Raise `ValueError` for a batch of another objective, or with keys that the model ignores."
     key = model.required_input
@@ -89,7 +88,7 @@ def check_batch(
         for name, other in OBJECTIVES.items()
         if other.required_input not in (None, key) and other.required_input in batch
     ]
-    is_missing = key is not None and key not in batch and not plain_mean
+    is_missing = key is not None and key not in batch
     if others or is_missing:
         made_for = others[0] if others else "mlm"
         detail = f" (it has no {key})" if is_missing and not others else ""

@@ -26,7 +26,6 @@ from lightning.pytorch.plugins import LayerSync
 from lightning.pytorch.profilers import Profiler
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities import rank_zero_only
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.seed import isolate_rng
 
 import bertlab
@@ -34,7 +33,7 @@ from ..core.devices import check_device, describe_device, find_accelerator
 from ..core.durations import parse_amount
 from ..core.files import RUN_FILE, atomic_write, check_run_directory, prepare_run_directory
 from ..core.names import check_choice, check_range, did_you_mean, import_object, look_up
-from ..core.serialization import dump_yaml, load_json, one_line
+from ..core.serialization import dump_yaml, load_json
 from ..data.module import PretrainingDataConfig, PretrainingDataModule
 from ..data.sources import check_not_inside
 from ..data.tokenizers import TOKENIZER_TRAINERS, load_tokenizer, num_token_ids
@@ -43,22 +42,20 @@ from ..model.adapters import add_adapter, freeze_weights
 from ..model.config import SPECIAL_TOKEN_IDS, BertLabConfig, bert_base, bert_large, bert_tiny
 from ..model.config import modernbert_base, modernbert_large, modernbert_tiny, neobert
 from ..model.config import roberta_base
-from ..model.float8 import convert_to_float8
 from ..model.losses import unigram_counts, unigram_entropy
-from ..optim.optimizers import optimizer_spec
 from .averages import EMA
 from .checkpoints import TrainingCheckpoint, TrainingInterrupted
 from .resume import check_resume, latest_checkpoint
 from .config import PretrainingConfig, PretrainRunConfig, RunConfig
 from .history import History
-from .modules import PretrainingModule, build_optimizer, clock_budget
-from .modules import collator_objective
+from .initialization import build_without_weights
+from .modules import PretrainingModule, build_optimizer, check_parts, clock_budget
+from .objectives import collator_objective
 from .monitors import MemoryMonitor, Throughput, build_loggers, get_progress
 from .parallel import LaunchInfo, apply_launcher, check_precision, detect_launcher
 from .parallel import get_strategy, num_processes, split_batch_tokens
 from .parallel import started_by_first
 from .reports import RunReport, is_finished
-from .steps import check_scaler
 from .stopping import NonFiniteGuard, SpikeGuard, TimeLimit
 from .trainer import make_trainer
 
@@ -202,16 +199,11 @@ def trainer_options(
 ) -> dict[str, Any]:  # of `make_trainer`; `callbacks` is a list
     "Build the objects that options name, and leave out what is not given."
     # None leaves an option to `make_trainer`, except that no clipping is a choice.
-    given = {k: v for k, v in options.items() if v is not None or k == "gradient_clip_val"}
-    if isinstance(given.get("logger"), str):
-        raise ValueError(
-            f"trainer.logger={given['logger']!r} is not a logger: name it in run.loggers, as "
-            f"--run.loggers [{given['logger']}]"
-        )
-    callbacks = given.get("callbacks") or []
+    options = {k: v for k, v in options.items() if v is not None or k == "gradient_clip_val"}
+    callbacks = options.get("callbacks") or []
     callbacks = callbacks if isinstance(callbacks, list) else [callbacks]
-    given["callbacks"] = [{"class_path": c} if isinstance(c, str) else c for c in callbacks]
-    return {name: build_objects(value) for name, value in given.items()}
+    options["callbacks"] = [{"class_path": c} if isinstance(c, str) else c for c in callbacks]
+    return {name: build_objects(value) for name, value in options.items()}
 
 # %% ../../nbs/train/21_run.ipynb #39dbf032
 def check_beginning(
@@ -221,18 +213,18 @@ def check_beginning(
 ) -> None:
     "Raise `ValueError` if overwriting a run would move the model that the new run begins with."
     directory = Path(output).resolve()
-    for name in names:
-        if not isinstance(name, (str, os.PathLike)):
-            continue
-        path = Path(name).expanduser().resolve()
-        is_moved = path.is_relative_to(directory) and not str(
-            path.relative_to(directory)
-        ).startswith("previous-")
-        if path.exists() and is_moved:
+    for name in filter(None, names):
+        path = Path(str(name)).expanduser().resolve()
+        earlier = any(part.startswith("previous-") for part in path.parts)
+        if path.exists() and path.is_relative_to(directory) and not earlier:
             raise ValueError(
                 f"the run begins with {name}, and --overwrite would move it aside: choose another "
                 f"{option}, or copy it first"
             )
+
+
+def _processes(trainer: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: trainer[name] for name in ("devices", "num_nodes", "accelerator", "strategy") if name in trainer}
 
 
 def check_one_process(
@@ -240,21 +232,14 @@ def check_one_process(
     trainer: Mapping[str, Any],  # that section of its configuration
     instead: str,  # advice for several processes
 ) -> None:
-    "Raise `ValueError` for more than one process, and for limits and devices that cannot work."
-    for name in ("accumulate_grad_batches", "limit_train_batches", "limit_val_batches"):
-        check_range(f"trainer.{name}", trainer[name], 0, exclude_low=True)
+    "Raise `ValueError` for more than one process, and for a device that is not there."
     check_device(trainer["accelerator"], trainer["precision"] or "auto")
     launch = detect_launcher()
-    launch = None if launch and launch.world_size == 1 else launch  # it may start more itself
-    processes = {name: trainer[name] for name in ("devices", "num_nodes", "accelerator")}
-    try:
-        count = launch.world_size if launch else num_processes(processes)
-    except (MisconfigurationException, TypeError) as error:  # Lightning's, of devices
-        raise ValueError(f"trainer: {one_line(error)}") from None
+    if launch is not None and launch.world_size > 1:
+        count, reason = launch.world_size, f"{launch.launcher} has started"
+    else:
+        count, reason = num_processes(_processes(trainer)), "trainer.devices and num_nodes make"
     if count > 1:
-        reason = (
-            f"{launch.launcher} has started" if launch else "trainer.devices and num_nodes make"
-        )
         raise ValueError(
             f"bertlab {command} trains in one process, and {reason} {count}: use one, or {instead}"
         )
@@ -310,10 +295,6 @@ class Run:
 
     def _check_parts(self) -> None:
         "Raise `ValueError` for parts that would fail once files are written."
-        if optimizer := self.module.hparams.get("optimizer_class"):
-            check_scaler(
-                self.trainer.precision_plugin, optimizer_spec(optimizer).needs_create_graph
-            )
         if not getattr(self.data, "streaming", False):
             self.data.trainer = self.trainer  # which knows the number of processes
             self.data.train_dataloader()  # refuses a batch that is larger than the data
@@ -457,11 +438,17 @@ def _num_readers(trainer: Mapping[str, Any]) -> int:
 def _resolve_batch(config: dict[str, Any]) -> None:
     "Set rows and accumulation from run.batch_tokens."
     data, trainer, run = config["data"], config["trainer"], config["run"]
+<<<<<<< HEAD
     rows, micro_batches = split_batch_tokens(
         run["batch_tokens"],
         run["microbatch_tokens"],
         data["max_sequence_length"],
         _num_readers(trainer),
+=======
+    length = {"max_sequence_length": data["max_sequence_length"]}
+    rows, window = resolve_batch_tokens(
+        run["batch_tokens"], run["microbatch_tokens"], length, _processes(trainer)
+>>>>>>> 4a444437 (Make causal an objective, check runs without toy models, name edited stages)
     )
     defaults = {option.name: option.default for option in fields(PretrainingDataConfig)} | _TRAINER
     for section, name, resolved in (("data", "train_batch_size", rows),
@@ -491,7 +478,12 @@ def _resolve_steps(config: dict[str, Any]) -> None:
             f"run.max_tokens={tokens} and trainer.max_steps={trainer['max_steps']} both end the "
             "run: set one of them to null"
         )
+<<<<<<< HEAD
     readers = _num_readers(trainer)
+=======
+    processes = num_processes(_processes(trainer))
+    readers = processes // ranks_per_batch(trainer["strategy"], processes)
+>>>>>>> 4a444437 (Make causal an objective, check runs without toy models, name edited stages)
     rows = data["train_batch_size"] * trainer["accumulate_grad_batches"] * readers
     per_step = rows * data["max_sequence_length"]
     trainer["max_steps"] = parse_amount(tokens, "tokens", "run.max_tokens") // per_step
@@ -527,51 +519,34 @@ def check_model(
     max_steps: int,
 ) -> None:
     "Raise `ValueError` for an adapter, frozen weights or an optimizer that do not fit the model."
+    options = module.options
 
-    def build(device: str) -> torch.nn.Module:
-        with torch.device(device):
-            model = module.build_fresh()
-            if options.adapter is not None:
-                add_adapter(model, options.adapter)
-            return model
+    def build() -> torch.nn.Module:
+        model = module.build_fresh()
+        if options.adapter is not None:
+            add_adapter(model, options.adapter)
+        return model
 
-    options = module.hparams
-    with isolate_rng():
-        try:
-            model = build("meta")  # without numbers
-        except ValueError:
-            raise
-        except Exception:  # a user's own layer may need numbers
-            model = build("cpu")
-        freeze_weights(model, options.freeze)
-        build_optimizer(model, options, max_steps)
+    model = build_without_weights(build)
+    freeze_weights(model, options.freeze)
+    build_optimizer(model, options, max_steps)
 
 
 def check_options(config: Mapping[str, Any]) -> None:  # of `resolve_config`
     "Raise `ValueError` for what cannot work on this device, before the text is read."
     model, trainer = config["model"], config["trainer"]
-    device_type = check_device(trainer["accelerator"], trainer["precision"] or "auto")
-    if device_type == "tpu" and config["run"]["compile_ahead"]:
-        raise ValueError("run.compile_ahead does nothing on a TPU, where XLA compiles: remove it")
-    options = {**model, TOKENIZER: None, "reference_model_name_or_path": None}
-    if model[MODEL] is not None:  # its shape is known when it is loaded
-        options |= {MODEL: None, "model_config_kwargs": None, "load_key_mapping": None}
-    with isolate_rng(), reporting_unknown_options():
-        module = PretrainingModule(**options)
-        if model[MODEL] is None:
-            check_model(module, trainer["max_steps"])
-        if model["float8"]:
-            small = BertLabConfig(vocab_size=32, hidden_size=16, intermediate_size=16,
-                                  num_hidden_layers=1, num_attention_heads=1)  # fmt: skip
-            device = torch.device("xla" if device_type == "tpu" else device_type)
-            convert_to_float8(type(module.build_fresh())(small), model["float8"], device)
+    check_device(trainer["accelerator"], trainer["precision"] or "auto")
+    check_parts(PretrainingConfig(**model))
+    shape = None
+    if model[MODEL] is None:
+        with reporting_unknown_options():
+            shape = BertLabConfig(**(model["model_config_kwargs"] or {}))
     strategy = get_strategy(build_objects(trainer["strategy"]) or "auto")
     check_precision(strategy, trainer["precision"])
     if hasattr(strategy, "check"):  # whether the processes can share this run
-        processes = {name: trainer[name] for name in ("devices", "num_nodes", "accelerator")}
-        shape = None if model[MODEL] is not None else module.config
         length = config["data"]["max_sequence_length"]
-        strategy.check(num_processes(processes), shape, model["optimizer_class"], length)
+        processes = num_processes(_processes(trainer))
+        strategy.check(processes, shape, model["optimizer_class"], length)
 
 # %% ../../nbs/train/21_run.ipynb #92c795ab
 def _make_tokenizer(data: PretrainingDataModule, run: PretrainRunConfig, settings: Any) -> Any:
@@ -586,23 +561,8 @@ def _make_tokenizer(data: PretrainingDataModule, run: PretrainRunConfig, setting
     return train_tokenizer(data.training_texts(), size, kind=run.tokenizer_kind)
 
 
-@contextmanager
-def _reporting_moved_model(name: str | None, is_resumed: bool) -> Iterator[None]:
-    "Say how a resumed run finds the model that it began with."
-    try:
-        yield
-    except (ValueError, OSError) as error:
-        if not is_resumed or name is None or Path(name).expanduser().exists():
-            raise
-        raise ValueError(
-            f"{one_line(error)}. The run began with {name}; if that has moved, name it as "
-            f"--model.{MODEL} DIRECTORY"
-        ) from None
-
-
 def build_data(
     config: Mapping[str, Any],  # of `resolve_config`
-    is_resumed: bool = False,
 ) -> PretrainingDataModule:
     "Make the data module, and check its directories. Nothing is read."
     output, objective = config["run"]["output"], config["model"]["objective"]
@@ -613,12 +573,6 @@ def build_data(
     }
     data = PretrainingDataModule(**{**config["data"], **options})
     check_not_inside(output, data.input_paths(), "run.output")
-    if data.cache_dir is not None and not is_resumed:
-        if Path(data.cache_dir).expanduser().resolve().is_relative_to(Path(output).resolve()):
-            raise ValueError(
-                f"data.cache_dir {data.cache_dir} is inside of run.output {output}, which must "
-                "be empty: choose another directory for the tokens"
-            )
     return data
 
 
@@ -645,18 +599,16 @@ def build_pretraining(
     trainer = trainer_options(resolved["trainer"])
     check_options(resolved)
     with reporting_unknown_options():
-        data = build_data(resolved, saved is not None)
-        with _reporting_moved_model(model[MODEL], saved is not None):
-            tokenizer = resolve_tokenizer(
-                [resolved["data"][TOKENIZER], model[TOKENIZER]],
-                model[MODEL],
-                None if saved is None else saved / "tokenizer",
-                lambda: _make_tokenizer(data, run, model["model_config_kwargs"]),
-            )
-            data.tokenizer = tokenizer
-            module = _build_module(resolved, tokenizer)
-        if model[MODEL] is not None:
-            check_model(module, trainer["max_steps"])
+        data = build_data(resolved)
+        tokenizer = resolve_tokenizer(
+            [resolved["data"][TOKENIZER], model[TOKENIZER]],
+            model[MODEL],
+            None if saved is None else saved / "tokenizer",
+            lambda: _make_tokenizer(data, run, model["model_config_kwargs"]),
+        )
+        data.tokenizer = tokenizer
+        module = _build_module(resolved, tokenizer)
+        check_model(module, trainer["max_steps"])
         positions = getattr(module.config, "max_position_embeddings", None)
         if positions is not None and data.max_sequence_length > positions:
             raise ValueError(

@@ -18,7 +18,8 @@ from lightning.pytorch.utilities import rank_zero_only
 
 from ..core.files import RUN_FILE, atomic_write, check_run_directory, lock_directory
 from ..core.files import prepare_run_directory
-from ..core.serialization import dump_yaml, load_json, load_yaml
+from ..core.names import check_choice
+from ..core.serialization import dump_yaml, load_json, load_yaml, parse_yaml
 from ..data.sources import expand_sources, is_local
 from .resume import latest_checkpoint, read_checkpoint
 from .history import print_line
@@ -45,11 +46,8 @@ def load_stage_configs(
     for number, stage in enumerate(stages, 1):
         if not isinstance(stage, Mapping):
             raise ValueError(f"{path}: stage {number} must be a mapping, got {stage!r}")
-        if unknown := {*shared, *stage} - {*_SECTIONS}:
-            names = ", ".join(sorted(map(str, unknown)))
-            raise ValueError(
-                f"{path}: stage {number} has {names}; choose from {', '.join(_SECTIONS)}"
-            )
+        for section in {**shared, **stage}:
+            check_choice(f"{path}: stage {number}: section", section, _SECTIONS)
         merged = {**shared, **stage}
         for section in ("model", "data", "trainer", "run"):
             merged[section] = {**(shared.get(section) or {}), **(stage.get(section) or {})}
@@ -77,25 +75,15 @@ def stage_config(
                 "it begins with"
             )
     seed = config.get("seed_everything", 0) + number - 1
-    try:
-        sections = {"model": model, "run": run, "seed_everything": seed}
-        return complete_config({**config, **sections})
-    except ValueError as error:
-        raise ValueError(f"stage {number}: {error}") from None
+    return complete_config({**config, "model": model, "run": run, "seed_everything": seed})
 
 
 def _check_stages(configs: Sequence[Mapping[str, Any]], output: Path, overwrite: bool) -> None:
     "Check the configurations of all stages, and that none begins with what would be moved."
     for number, config in enumerate(configs, 1):
         previous = output / "previous" if number > 1 else None
-        config = stage_config(config, number, previous, output)
-        model, data = config["model"], config["data"]
-        names = [model[TOKENIZER], data[TOKENIZER]]
-        names += [name for name in (model[MODEL], model[REFERENCE]) if name != str(previous)]
-        if overwrite:
-            check_beginning(output, names, "--output")
         try:
-            resolved = resolve_config(config)
+            resolved = resolve_config(stage_config(config, number, previous, output))
             check_options(resolved)
             with reporting_unknown_options():
                 sources = build_data(resolved).input_paths()
@@ -103,6 +91,10 @@ def _check_stages(configs: Sequence[Mapping[str, Any]], output: Path, overwrite:
                 is_local(name)  # refuses a path that does not exist
         except ValueError as error:
             raise ValueError(f"stage {number}: {error}") from None
+        if overwrite:
+            model = config.get("model", {})
+            names = {model.get(name) for name in (MODEL, REFERENCE, TOKENIZER)} - {"previous"}
+            check_beginning(output, [*names], "--output")
 
 # %% ../../nbs/train/22_stages.ipynb #c60b15dc
 class PreviousOptimizer(Callback):
@@ -143,6 +135,17 @@ def _is_finished(directory: Path, config: Mapping[str, Any]) -> bool:
         return False
     metrics = load_json(path)
     return is_finished(metrics, steps, metrics.get("validated_step") is not None)
+
+
+def _edited_options(directory: Path, config: Mapping[str, Any]) -> list[str]:
+    "Name the options of a finished stage that are not those in its run.yaml."
+    recorded, current = load_yaml(directory / RUN_FILE), parse_yaml(dump_yaml(config), RUN_FILE)
+    return [
+        f"{section}.{name}"
+        for section in ("model", "data", "trainer", "run")
+        for name, value in current[section].items()
+        if name != "shape" and recorded[section].get(name) != value
+    ]
 
 
 def _run_stage(number: int, config: Mapping[str, Any], optimizer: Path | None) -> None:
@@ -187,6 +190,8 @@ def run_stages(
         if not _is_finished(directory, complete):
             with lock_directory(output):
                 _run_stage(number, complete, optimizer)
+        elif (edited := _edited_options(directory, complete)) and rank_zero_only.rank == 0:
+            print_line(f"stage {number} is finished: the new {', '.join(edited)} has no effect")
         metrics.append(load_json(directory / "metrics.json"))
         previous = newest_model(directory)
     return metrics

@@ -279,7 +279,6 @@ class TrainingModule(L.LightningModule):
     """
 
     reports_z_loss = False  # whether `train_z_loss` is logged
-    bounds_text = True  # whether weighted labels bound the likelihood of the whole text
 
     def __init__(self):
         super().__init__()
@@ -302,11 +301,6 @@ class TrainingModule(L.LightningModule):
     def forward(self, **batch: Tensor) -> Any:
         "Run the model on a batch."
         return self.model(**batch)
-
-    def scored(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        "Return the batch as the loss uses it, for `validation_sums`."
-        left_out = () if self.bounds_text else ("loss_weights",)
-        return {name: value for name, value in batch.items() if name not in left_out}
 
     def auxiliary_losses(self) -> dict[str, tuple[float, Tensor]]:  # weight, sum over the labels
         "Return further losses of the batch that `label_loss` has just seen, by name."
@@ -436,7 +430,7 @@ class TrainingModule(L.LightningModule):
     def update_metrics(self, batch: dict[str, Tensor], dataloader_idx: int = 0) -> LossSums:
         "Add a batch to the sums of its set."
         parts = self.label_loss(batch)
-        sums = validation_sums(self.scored(batch), parts, self.bytes_per_token_V)
+        sums = validation_sums(batch, parts, self.bytes_per_token_V)
         auxiliary = [value.detach().to(sums) for _, value in self.auxiliary_losses().values()]
         sums = torch.stack([*sums, *auxiliary])
         self._sums[dataloader_idx] = self._sums.get(dataloader_idx, 0) + sums

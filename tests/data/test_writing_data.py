@@ -80,8 +80,7 @@ def test_pairs_are_prompts_texts_and_ends():
     assert end not in encode_pairs(tokenizer, ["the [SEP] cat"], ["a"], max_ends=0)[0][0][2:]
 
 
-@pytest.mark.parametrize("plain", [False, True])
-def test_the_loss_divides_by_the_words_that_count(plain):
+def test_the_loss_divides_by_the_words_that_count():
     torch.manual_seed(0)
     config = dict(
         vocab_size=12,
@@ -90,7 +89,7 @@ def test_the_loss_divides_by_the_words_that_count(plain):
         num_hidden_layers=1,
         num_attention_heads=1,
     )
-    module = PretrainingModule(config, objective="diffusion", plain_mean=plain)
+    module = PretrainingModule(config, objective="diffusion")
     module.configure_model()
     collate = MaskedDiffusionCollator(PAD, MASK, 12, special_token_ids=[CLS, SEP], writing=True, end_token_id=SEP,
                                       max_sequence_length=16, seed=1)  # fmt: skip
@@ -103,14 +102,11 @@ def test_the_loss_divides_by_the_words_that_count(plain):
     nats = torch.nn.functional.cross_entropy(
         logits.transpose(1, 2), batch["labels"], reduction="none"
     )
-    labelled, shares = batch["labels"] >= 0, batch["token_shares"]
-    weights = shares if plain else batch["loss_weights"]
+    labelled = batch["labels"] >= 0
     assert parts.loss_sum.item() == pytest.approx(
-        (nats * weights * labelled).sum().item(), rel=1e-4
+        (nats * batch["loss_weights"] * labelled).sum().item(), rel=1e-4
     )
-    assert parts.num_labels.item() == pytest.approx(
-        (shares * labelled).sum().item() if plain else 6 + 6
-    )
+    assert parts.num_labels.item() == pytest.approx(6 + 6)
 
 
 def test_accumulating_two_rows_is_the_batch_of_both():

@@ -9,7 +9,7 @@ from bertlab.model.causal import generate_causal
 from bertlab.model.config import bert_tiny, modernbert_tiny
 from bertlab.model.heads import BertLabForCausalLM
 from bertlab.model.sampling import SamplingConfig
-from bertlab.train.modules import CausalModule, PretrainingModule
+from bertlab.train.modules import PretrainingModule
 
 torch.set_num_threads(1)
 V = 40
@@ -84,18 +84,15 @@ def test_writing_is_the_same_alone_and_in_company():
 
 def test_the_module_trains_it_on_the_rows_of_the_encoder():
     shape = {k: v for k, v in modernbert_tiny(**SHAPE).to_diff_dict().items() if k != "model_type"}
-    module = CausalModule(shape)
+    module = PretrainingModule(shape, objective="causal")
     module.configure_model()
     collate = EnhancedMaskedLanguageModelingCollator(
         0, 4, V, special_token_ids=[0, 1, 2, 3, 4], max_sequence_length=12
     )
     batch = collate([[1, *range(5, 14), 2]] * 8)  # each word follows from the one before it
-    assert (
-        module.model.num_parameters()
-        == module.config.num_params()
-        == CausalModule(shape).num_params()
-    )
-    flops = [cls(shape).num_flops_per_token(8.0, 0.5) for cls in (CausalModule, PretrainingModule)]
+    assert module.model.num_parameters() == module.config.num_params() == module.num_params()
+    flops = [PretrainingModule(shape, objective=name).num_flops_per_token(8.0, 0.5)
+             for name in ("causal", "mlm")]  # fmt: skip
     assert flops[0] == flops[1], "the block that rebuilds is none of the twin's"
     optimizer, losses = torch.optim.Adam(module.model.parameters(), 1e-2), []
     for _ in range(60):

@@ -85,6 +85,14 @@ def test_a_finished_stage_is_not_run_again_and_stages_can_be_added(finished, tex
     assert times == {path: path.stat().st_mtime_ns for path in files}
 
 
+def test_an_edited_stage_that_is_finished_is_named(finished, text, capsys):
+    stages = plan(text)
+    stages[0]["model"] = {**stages[0]["model"], "learning_rate": 1e-2}
+    assert run_stages(stages, finished[0], resume=True) == finished[1]
+    lines = [line for line in capsys.readouterr().out.splitlines() if "stage" in line]
+    assert len(lines) == 1 and "stage 1" in lines[0] and "model.learning_rate" in lines[0]
+
+
 def test_a_stage_can_begin_with_the_moments_of_the_last_one(finished, text, tmp_path):
     changes = {}
     for optimizer in (None, "previous"):
