@@ -138,8 +138,9 @@ def build_optimizer(
         }
         if phases["warmup_steps"] is None:
             phases["warmup_steps"] = WARMUP_SHARE if total else OPEN_WARMUP_STEPS
-        for name in phases.keys() & kwargs.keys():
-            raise ValueError(f"scheduler_kwargs has {name}={kwargs[name]!r}: set scheduler_{name}")
+        for name in (phases.keys() | {"total_steps"}) & kwargs.keys():
+            instead = "max_steps" if name == "total_steps" else f"scheduler_{name}"
+            raise ValueError(f"scheduler_kwargs has {name}={kwargs[name]!r}: set {instead}")
         scheduler = get_scheduler(optimizer, total_steps=total, **phases, **kwargs)
     else:
         scheduler = custom_scheduler(optimizer, options.schedule, total, kwargs)

@@ -42,7 +42,9 @@ from ..model.adapters import add_adapter, freeze_weights
 from ..model.config import SPECIAL_TOKEN_IDS, BertLabConfig, bert_base, bert_large, bert_tiny
 from ..model.config import modernbert_base, modernbert_large, modernbert_tiny, neobert
 from ..model.config import roberta_base
+from ..model.float8 import check_float8_device
 from ..model.losses import unigram_counts, unigram_entropy
+from ..optim.optimizers import optimizer_spec
 from .averages import EMA
 from .checkpoints import TrainingCheckpoint, TrainingInterrupted
 from .resume import check_resume, latest_checkpoint
@@ -56,6 +58,7 @@ from .parallel import LaunchInfo, apply_launcher, check_precision, detect_launch
 from .parallel import get_strategy, num_processes, split_batch_tokens
 from .parallel import started_by_first
 from .reports import RunReport, is_finished
+from .steps import check_scaler
 from .stopping import NonFiniteGuard, SpikeGuard, TimeLimit
 from .trainer import make_trainer
 
@@ -200,6 +203,8 @@ def trainer_options(
     "Build the objects that options name, and leave out what is not given."
     # None leaves an option to `make_trainer`, except that no clipping is a choice.
     options = {k: v for k, v in options.items() if v is not None or k == "gradient_clip_val"}
+    if isinstance(name := options.get("logger"), str):
+        raise ValueError(f"trainer.logger={name!r} is not a logger: use --run.loggers [{name}]")
     callbacks = options.get("callbacks") or []
     callbacks = callbacks if isinstance(callbacks, list) else [callbacks]
     options["callbacks"] = [{"class_path": c} if isinstance(c, str) else c for c in callbacks]
@@ -232,7 +237,8 @@ def check_one_process(
     trainer: Mapping[str, Any],  # that section of its configuration
     instead: str,  # advice for several processes
 ) -> None:
-    "Raise `ValueError` for more than one process, and for a device that is not there."
+    "Raise `ValueError` for more than one process, no validation, or a device that is not there."
+    check_range("trainer.limit_val_batches", trainer["limit_val_batches"], 0, exclude_low=True)
     check_device(trainer["accelerator"], trainer["precision"] or "auto")
     launch = detect_launcher()
     if launch is not None and launch.world_size > 1:
@@ -295,6 +301,10 @@ class Run:
 
     def _check_parts(self) -> None:
         "Raise `ValueError` for parts that would fail once files are written."
+        if optimizer := self.module.hparams.get("optimizer_class"):
+            check_scaler(
+                self.trainer.precision_plugin, optimizer_spec(optimizer).needs_create_graph
+            )
         if not getattr(self.data, "streaming", False):
             self.data.trainer = self.trainer  # which knows the number of processes
             self.data.train_dataloader()  # refuses a batch that is larger than the data
@@ -535,12 +545,16 @@ def check_model(
 def check_options(config: Mapping[str, Any]) -> None:  # of `resolve_config`
     "Raise `ValueError` for what cannot work on this device, before the text is read."
     model, trainer = config["model"], config["trainer"]
-    check_device(trainer["accelerator"], trainer["precision"] or "auto")
+    device_type = check_device(trainer["accelerator"], trainer["precision"] or "auto")
+    if model["float8"]:
+        check_float8_device("xla" if device_type == "tpu" else device_type)
     check_parts(PretrainingConfig(**model))
     shape = None
-    if model[MODEL] is None:
-        with reporting_unknown_options():
-            shape = BertLabConfig(**(model["model_config_kwargs"] or {}))
+    if model[MODEL] is None:  # else it is known when it is loaded
+        with isolate_rng(), reporting_unknown_options():
+            module = PretrainingModule(**{**model, TOKENIZER: None})
+            check_model(module, trainer["max_steps"])
+        shape = module.config
     strategy = get_strategy(build_objects(trainer["strategy"]) or "auto")
     check_precision(strategy, trainer["precision"])
     if hasattr(strategy, "check"):  # whether the processes can share this run
@@ -608,7 +622,8 @@ def build_pretraining(
         )
         data.tokenizer = tokenizer
         module = _build_module(resolved, tokenizer)
-        check_model(module, trainer["max_steps"])
+        if model[MODEL] is not None:
+            check_model(module, trainer["max_steps"])
         positions = getattr(module.config, "max_position_embeddings", None)
         if positions is not None and data.max_sequence_length > positions:
             raise ValueError(
