@@ -277,7 +277,10 @@ class PretrainingModule(TrainingModule):
         check_parts(config)
         self.loss_config = LossConfig(**(config.loss_kwargs or {}))
         self.reports_z_loss = self.loss_config.z_weight > 0
-        source, tokenizer = config.pretrained_model_name_or_path, config.pretrained_tokenizer_name_or_path
+        source, tokenizer = (
+            config.pretrained_model_name_or_path,
+            config.pretrained_tokenizer_name_or_path,
+        )
         is_of_source = tokenizer is None or str(tokenizer) == str(source)
         self.tokenizer = source if is_of_source else tokenizer
         if isinstance(self.tokenizer, (str, os.PathLike)):
@@ -287,7 +290,9 @@ class PretrainingModule(TrainingModule):
             settings = config_from_tokenizer(self.tokenizer, _model_settings(config))
             self.config = BertLabConfig(**settings)
         else:
-            check_tokenizer_matches(source, self.tokenizer, self.tokenizer if is_of_source else None)
+            check_tokenizer_matches(
+                source, self.tokenizer, self.tokenizer if is_of_source else None
+            )
             self._load(config)
         if config.learning_rate is None:
             start = "adapter" if config.adapter else "new" if source is None else "continued"

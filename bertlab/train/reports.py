@@ -252,12 +252,6 @@ class RunReport(Callback):
             return
         history, metrics = self.history, final_metrics(self.history, validation)
         last = history.validation[-1]["step"] if history.validation else None
-<<<<<<< HEAD
-=======
-        options = getattr(pl_module, "hparams", {})
-        weighted = options.get("objective") == "diffusion"
-        unit = f"nats per {'token that may be masked' if weighted else 'masked token'}"
->>>>>>> 4a444437 (Make causal an objective, check runs without toy models, name edited stages)
         with atomic_write(self.directory / "loss.png") as temporary:
             plot_loss_curves(history).savefig(temporary, format="png")
         history.write_csv(self.directory / "history.csv")

@@ -228,10 +228,6 @@ def check_beginning(
             )
 
 
-def _processes(trainer: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: trainer[name] for name in ("devices", "num_nodes", "accelerator", "strategy") if name in trainer}
-
-
 def check_one_process(
     command: str,  # of which several processes would overwrite each other's files
     trainer: Mapping[str, Any],  # that section of its configuration
@@ -244,7 +240,7 @@ def check_one_process(
     if launch is not None and launch.world_size > 1:
         count, reason = launch.world_size, f"{launch.launcher} has started"
     else:
-        count, reason = num_processes(_processes(trainer)), "trainer.devices and num_nodes make"
+        count, reason = num_processes(trainer), "trainer.devices and num_nodes make"
     if count > 1:
         raise ValueError(
             f"bertlab {command} trains in one process, and {reason} {count}: use one, or {instead}"
@@ -448,17 +444,11 @@ def _num_readers(trainer: Mapping[str, Any]) -> int:
 def _resolve_batch(config: dict[str, Any]) -> None:
     "Set rows and accumulation from run.batch_tokens."
     data, trainer, run = config["data"], config["trainer"], config["run"]
-<<<<<<< HEAD
     rows, micro_batches = split_batch_tokens(
         run["batch_tokens"],
         run["microbatch_tokens"],
         data["max_sequence_length"],
         _num_readers(trainer),
-=======
-    length = {"max_sequence_length": data["max_sequence_length"]}
-    rows, window = resolve_batch_tokens(
-        run["batch_tokens"], run["microbatch_tokens"], length, _processes(trainer)
->>>>>>> 4a444437 (Make causal an objective, check runs without toy models, name edited stages)
     )
     defaults = {option.name: option.default for option in fields(PretrainingDataConfig)} | _TRAINER
     for section, name, resolved in (("data", "train_batch_size", rows),
@@ -488,12 +478,7 @@ def _resolve_steps(config: dict[str, Any]) -> None:
             f"run.max_tokens={tokens} and trainer.max_steps={trainer['max_steps']} both end the "
             "run: set one of them to null"
         )
-<<<<<<< HEAD
     readers = _num_readers(trainer)
-=======
-    processes = num_processes(_processes(trainer))
-    readers = processes // ranks_per_batch(trainer["strategy"], processes)
->>>>>>> 4a444437 (Make causal an objective, check runs without toy models, name edited stages)
     rows = data["train_batch_size"] * trainer["accumulate_grad_batches"] * readers
     per_step = rows * data["max_sequence_length"]
     trainer["max_steps"] = parse_amount(tokens, "tokens", "run.max_tokens") // per_step
@@ -559,7 +544,7 @@ def check_options(config: Mapping[str, Any]) -> None:  # of `resolve_config`
     check_precision(strategy, trainer["precision"])
     if hasattr(strategy, "check"):  # whether the processes can share this run
         length = config["data"]["max_sequence_length"]
-        processes = num_processes(_processes(trainer))
+        processes = num_processes(trainer)
         strategy.check(processes, shape, model["optimizer_class"], length)
 
 # %% ../../nbs/train/21_run.ipynb #92c795ab
