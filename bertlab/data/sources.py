@@ -246,15 +246,13 @@ def expand_sources(
 def check_file_options(
     source: str,
     options: ReadOptions,
-    streaming: bool = False,
     can_slice: bool = False,  # whether split may be a slice
 ) -> None:
     "Raise `ValueError` for options of hub datasets, given for something else."
     split = parse_split(options.split)[0] if can_slice else options.split
-    values = {"split": split, "config_name": options.config_name, "streaming": streaming}
-    defaults = {"split": "train", "config_name": None, "streaming": False}
+    values = {"split": split, "config_name": options.config_name}
     for name, value in values.items():
-        if value != defaults[name]:
+        if value not in ("train", None):
             raise ValueError(
                 f"{source} is no hub dataset and has only the split 'train': leave out "
                 f"{name}={value!r}"
@@ -265,7 +263,6 @@ def source_parts(
     source: str | Sequence[str],
     options: ReadOptions,
     notes: Counter,
-    streaming: bool = False,
     can_slice: bool = False,  # whether split may be a slice of files
 ) -> list[tuple[str, list[Path]]]:  # each source, and its files; no files: of `datasets`
     "Find what is read. Raises `ValueError` for what is not there."
@@ -273,7 +270,7 @@ def source_parts(
     for name in expand_sources(source):
         path, files = Path(name).expanduser(), []
         if is_local(name):
-            check_file_options(name, options, streaming, can_slice)
+            check_file_options(name, options, can_slice)
             is_folder = path.is_dir()
             files = directory_files(path, notes, options.file_format) if is_folder else [path]
         parts.append((str(path), files))
@@ -284,13 +281,12 @@ def _read_part(
     options: ReadOptions,
     notes: Counter,
     columns: Sequence | None,
-    streaming: bool,
     handle: OnError,
     name: str,
     files: list[Path],  # none: of `datasets`
 ) -> Iterator[tuple[str, str, dict]]:
     if not files:
-        data = load_hub_dataset(name, options, streaming)
+        data = load_hub_dataset(name, options)
         yield from ((name, *row) for row in dataset_rows(data, name, columns))
     for file in files:
         position = Position()
@@ -304,24 +300,21 @@ def iter_rows(
     source: str | Sequence[str],  # path, pattern or name of a hub dataset; or several
     options: ReadOptions = ReadOptions(),
     notes: Counter | None = None,  # gets what reading met
-    columns: Sequence[str | int] | None = None,  # by name or number; None: all
-    streaming: bool = False,  # read a hub dataset without storing it
     handle: OnError | None = None,  # gets malformed rows
 ) -> Iterator[tuple[str, str, dict]]:  # source or file, address ("line 3"), row
     "Read all rows of sources. Raises `ValueError` for what cannot be read."
     notes = Counter() if notes is None else notes
     handle = handle or ErrorHandler(options.on_error, notes)
-    parts = source_parts(source, options, notes, streaming)
-    read = partial(_read_part, options, notes, columns, streaming, handle)
-    return chain.from_iterable(read(*part) for part in parts)
+    parts = source_parts(source, options, notes)
+    return chain.from_iterable(_read_part(options, notes, None, handle, *part) for part in parts)
 
 
 def _part_documents(
-    options: ReadOptions, streaming: bool, name: str, files: list[Path], notes: Counter
+    options: ReadOptions, name: str, files: list[Path], notes: Counter
 ) -> Iterator[Document]:
     "The documents of one source."
     handle, is_folder = ErrorHandler(options.on_error, notes), os.path.isdir(name)
-    rows = _read_part(options, notes, options.columns, streaming, handle, name, files)
+    rows = _read_part(options, notes, options.columns, handle, name, files)
     for path, where, row in rows:
         try:
             texts = [text_of(row, column, f"{path} {where}") for column in options.columns]
@@ -339,15 +332,14 @@ def iter_documents(
     source: str | Sequence[str],  # path, pattern or name of a hub dataset; or several
     options: ReadOptions = ReadOptions(),
     notes: Counter | None = None,  # gets what reading met
-    streaming: bool = False,  # read a hub dataset without storing it
 ) -> Iterator[Document]:
     "Read the documents of sources; of files, a slice of all of them if split is one."
     notes, bounds = Counter() if notes is None else notes, (None, None)
-    parts = source_parts(source, options, notes, streaming, can_slice=True)
+    parts = source_parts(source, options, notes, can_slice=True)
     if any(files for _, files in parts):
         bounds = parse_split(options.split)[1:]
     for part in parts:
-        read = partial(_part_documents, options, streaming, *part)
+        read = partial(_part_documents, options, *part)
         yield from sliced(read, notes, *bounds) if part[1] else read(notes)
 
 # %% ../../nbs/data/03_sources.ipynb #01f40d44

@@ -100,7 +100,7 @@ def documents_of(rows, vocabulary):
 
 @many
 @given(packed_batches(), rules)
-def test_labels_are_the_original_ids_where_chosen_and_ignored_elsewhere(case, rule):
+def test_labels_are_the_original_ids_of_chosen_tokens(case, rule):
     rows, vocabulary = case
     batch = MaskedLanguageModelingCollator(**vocabulary, **rule)(rows)
     before, chosen = stack(rows, "input_ids"), batch["labels"] != IGNORE_INDEX
@@ -113,7 +113,7 @@ def test_labels_are_the_original_ids_where_chosen_and_ignored_elsewhere(case, ru
 
 @many
 @given(packed_batches(), rules)
-def test_label_positions_list_every_label_in_order_and_then_positions_without_one(case, rule):
+def test_label_positions_list_labels_first_and_in_order(case, rule):
     rows, vocabulary = case
     batch = MaskedLanguageModelingCollator(**vocabulary, **rule)(rows)
     assert batch["label_positions"].shape[0] == len(rows)
@@ -141,7 +141,7 @@ def test_a_row_is_masked_alike_in_any_company(case, seed, way):
 
 @many
 @given(packed_batches(), rules)
-def test_exact_selection_takes_the_floor_or_the_ceiling_of_each_document(case, rule):
+def test_exact_selection_rounds_each_document_up_or_down(case, rule):
     rows, vocabulary = case
     rule = {**rule, "selection": "exact", "max_predictions": 100, "min_labels_per_document": 0}
     vocabulary = {**vocabulary, "continues_word": [False] * vocabulary["vocab_size"]}
@@ -153,7 +153,7 @@ def test_exact_selection_takes_the_floor_or_the_ceiling_of_each_document(case, r
 
 @many
 @given(packed_batches(), rules, st.integers(1, 6))
-def test_labels_beyond_the_bound_are_dropped_unmasked_and_counted(case, rule, bound):
+def test_excess_labels_are_dropped_unmasked_and_counted(case, rule, bound):
     rows, vocabulary = case
     wide, narrow = (
         MaskedLanguageModelingCollator(**vocabulary, **{**rule, "max_predictions": m})
@@ -225,7 +225,7 @@ def test_the_share_of_chosen_words_is_the_one_asked_for(selection, probability):
 @pytest.mark.parametrize(
     "mask, random", [(0.8, 0.1), (1.0, 0.0), (0.0, 1.0), (0.0, 0.0), (0.5, 0.5)]
 )
-def test_the_chosen_are_masked_replaced_and_kept_in_the_shares_asked_for(mask, random):
+def test_chosen_tokens_are_masked_replaced_and_kept_by_share(mask, random):
     batch, before, _ = big_batch(mask_replace_prob=mask, random_replace_prob=random)
     chosen = batch["labels"] != IGNORE_INDEX
     now, then = batch["input_ids"][chosen], before[chosen]
@@ -271,7 +271,7 @@ def test_rows_without_an_index_are_keyed_by_their_tokens():
     assert torch.equal(wide["labels"][:, :32], together["labels"])
 
 
-def test_lists_arrays_and_tensors_of_unequal_length_are_padded_alike():
+def test_lists_arrays_and_tensors_are_padded_alike():
     ids = [[2, 5, 6, 3], [2, 7, 3]]
     forms = [
         ids,
@@ -289,13 +289,13 @@ def test_lists_arrays_and_tensors_of_unequal_length_are_padded_alike():
 
 
 @pytest.mark.parametrize("longest, width", [(1, 8), (8, 8), (9, 16), (20, 20)])
-def test_padding_to_a_multiple_rounds_up_and_stops_at_the_maximum(longest, width):
+def test_padding_rounds_up_and_stops_at_the_maximum(longest, width):
     collate = plain(max_sequence_length=20, pad_to_multiple_of=8)
     batch = collate([[5] * longest, [5]])
     assert batch["input_ids"].shape == (2, width)
 
 
-def test_with_dynamic_shapes_no_label_is_dropped_and_positions_are_as_many_as_needed():
+def test_dynamic_shapes_drop_no_label():
     collate = plain(mlm_probability=0.5, max_sequence_length=512, pad_to_multiple_of=8)
     batch = collate([[5] * n for n in (100, 60, 3)])
     most = int((batch["labels"] != IGNORE_INDEX).sum(1).max())
@@ -327,7 +327,7 @@ def test_special_tokens_mask_of_a_row_protects_its_tokens():
     assert labels.tolist() == [[IGNORE_INDEX, 9, 9, IGNORE_INDEX, IGNORE_INDEX]]
 
 
-def test_the_default_bound_is_rarely_exceeded_and_never_longer_than_the_row():
+def test_the_default_bound_is_rarely_exceeded():
     assert label_bound(0.3, 512) == 200  # 153.6 + 4 x 10.37, rounded up to eights
     assert label_bound(0.3, 512, "exact") == 168  # 153.6 + 4 x 2.83
     assert label_bound(1.0, 512) == 512 and label_bound(0.3, 4) == 4
@@ -360,7 +360,7 @@ def word_tokenizer(mask_token="[MASK]"):
     )
 
 
-def test_text_is_tokenized_truncated_and_masked_without_its_special_tokens():
+def test_text_is_tokenized_truncated_and_masked():
     collate = MaskedLanguageModelingCollator.from_tokenizer(
         word_tokenizer(),
         max_sequence_length=6,
@@ -397,7 +397,7 @@ class Lengths(Collator):
         return {"labels": torch.tensor(batch["labels"])}
 
 
-def test_another_objective_reads_its_labels_from_the_label_column():
+def test_another_objective_reads_the_label_column():
     collate = Lengths(0, 1, 30, label_column="stars", max_sequence_length=4, special_token_ids=[2])
     rows = [{"input_ids": [5, 6], "stars": 4}, {"input_ids": [7], "stars": 1}]
     assert collate(rows)["labels"].tolist() == [4, 1]
@@ -446,7 +446,7 @@ def test_a_tokenizer_without_a_mask_token_is_refused():
         MaskedLanguageModelingCollator.from_tokenizer(word_tokenizer(mask_token=None))
 
 
-def test_collators_are_found_by_name_and_unknown_names_list_the_known():
+def test_collators_are_found_by_name():
     assert get_collator_cls("mlm") is MaskedLanguageModelingCollator
     with pytest.raises(ValueError, match="objective='clm' is unknown.*choose one of mlm"):
         get_collator_cls("clm")

@@ -96,7 +96,7 @@ def test_only_ordinary_tokens_are_hidden_labelled_and_weighed(case, rule):
 
 @many
 @given(packed_batches(), rules)
-def test_a_document_has_one_time_and_stays_within_its_least_and_most(case, rule):
+def test_a_document_has_one_time_within_its_limits(case, rule):
     rows, vocabulary = case
     rule = {**rule, "max_predictions": None}
     batch, may = MaskedDiffusionCollator(**vocabulary, **rule)(rows), ordinary(rows, vocabulary)
@@ -140,7 +140,7 @@ def test_any_run_of_rows_spreads_its_times(first, size):
     assert gaps.max() < 2.62 / size and gaps.min() > 0.3 / size
 
 
-def test_the_times_of_one_document_are_uniform_over_epochs_and_seeds():
+def test_times_are_uniform_over_epochs_and_seeds():
     rule = DiffusionConfig(num_steps=2**40)
     times = [sample_times(([epoch], [3]), np.array([[2]]), rule)[0, 0] for epoch in range(4000)]
     counts = np.histogram(times, 20, (0.1, 1.0))[0]
@@ -230,7 +230,7 @@ def test_a_limit_on_labels_leaves_the_bound_where_it_is(limit, options):
     assert apart.std() > 0 and abs(apart.mean()) < 5 * apart.std() / math.sqrt(len(apart))
 
 
-def test_bits_per_byte_count_the_bytes_of_hidden_tokens_without_a_label():
+def test_bits_per_byte_count_hidden_tokens_without_a_label():
     bytes_V = torch.arange(20.0).masked_fill(torch.arange(20) < 4, 0)  # special tokens have no text
     counts = []
     for most in (None, 3):

@@ -127,7 +127,7 @@ def simulate(rows, row, key, p, unit):
 @given(
     rows_of_documents(), st.sampled_from(["word", "span"]), st.sampled_from([0.1, 0.3, 0.7, 1.0])
 )
-def test_words_and_spans_are_chosen_in_random_order_until_the_budget_is_spent(rows, unit, p):
+def test_words_and_spans_are_chosen_until_the_budget_is_spent(rows, unit, p):
     rule = MaskingConfig(p, selection="exact", unit=unit, seed=3, max_predictions=1000)
     labels = mask_tokens(rows, addresses_of(rows), V, rule, True, CONTINUES)["labels"]
     keys = row_rng_keys(3, *addresses_of(rows))
@@ -160,7 +160,7 @@ def test_a_word_is_hidden_whole_or_not_at_all(rows, way, bound, promise):
 @given(
     rows_of_documents(), st.sampled_from(WAYS), st.sampled_from([0.15, 0.5, 1.0]), st.integers(0, 9)
 )
-def test_special_tokens_and_padding_are_left_alone_and_replacements_are_words(rows, way, p, seed):
+def test_special_tokens_and_padding_are_never_masked(rows, way, p, seed):
     rule = MaskingConfig(p, 0.2, 0.8, way[0], unit=way[1], seed=seed)
     out = mask_tokens(rows, addresses_of(rows), V, rule, True, CONTINUES)
     for (row, column), now in np.ndenumerate(out["input_ids"]):
@@ -179,7 +179,7 @@ def test_special_tokens_and_padding_are_left_alone_and_replacements_are_words(ro
     st.integers(1, 5),
     st.booleans(),
 )
-def test_a_promise_is_kept_at_the_default_bound_which_is_one_number(sizes, way, promise, cut):
+def test_guaranteed_labels_fit_the_default_bound(sizes, way, promise, cut):
     "Documents of a few words, each between two special tokens, one after the other in a row of 96."
     ids, documents = [], []
     for number, size in enumerate(sizes, start=1):
@@ -204,7 +204,7 @@ def one_document(length, ids=None):
 
 @pytest.mark.parametrize("selection, unit", WAYS)
 @pytest.mark.parametrize("p", [0.1, 0.3])
-def test_the_share_of_tokens_is_the_one_asked_for_whatever_is_hidden_together(selection, unit, p):
+def test_the_masked_share_does_not_depend_on_the_unit(selection, unit, p):
     # Words of 1, 2 and 4 tokens: 9 begins a word, 10 goes on.
     rows = one_document(14, np.array([9, 9, 10, 9, 10, 10, 10] * 2))
     rule = MaskingConfig(p, selection=selection, unit=unit, max_predictions=14)
@@ -261,7 +261,7 @@ def test_draws_depend_on_their_address_alone():
     assert len(np.unique(others)) == 9 * len(others)
 
 
-def test_draws_are_uniform_and_independent_across_positions_rows_and_purposes():
+def test_draws_are_uniform_and_independent():
     draws = np.stack(
         [
             counter_uniform(

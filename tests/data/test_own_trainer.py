@@ -73,7 +73,7 @@ def total_loss(logits, labels):
 
 
 @pytest.mark.parametrize("family, kernel", EXACT)
-def test_logits_and_gradients_of_a_packed_row_are_those_of_its_documents_alone(family, kernel):
+def test_packed_logits_and_gradients_equal_those_alone(family, kernel):
     model = build_model(family, kernel)
     rows, batch = packed_batch(model)
     assert (batch["labels"] != -100).sum() > 20
@@ -93,27 +93,7 @@ def test_logits_and_gradients_of_a_packed_row_are_those_of_its_documents_alone(f
         )
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("family", ["bert", "roberta", "modernbert"])
-def test_a_mask_that_is_added_follows_the_model_into_16_bits(family, dtype):
-    model = build_model(family, "eager")
-    rows = [PackedDataset(documents(), 32, **SPECIAL)[0]]
-    collator = PlainModelCollator(build_collator(), model)
-    model.to(dtype)  # after the collator was made
-    batch = collator(rows)
-    masks = batch["attention_mask"]
-    assert all(
-        mask.dtype == dtype for mask in (masks.values() if family == "modernbert" else [masks])
-    )
-    labels = batch.pop("labels")
-    with torch.no_grad():
-        logits = model(**batch).logits
-        for place, ids, _ in alone(rows, {**batch, "labels": labels}):
-            own = model(input_ids=ids).logits
-            assert (logits[place][None] - own).abs().max() < 0.05 * own.std()
-
-
-def test_under_autocast_the_mask_stays_in_the_type_of_the_weights():
+def test_the_mask_keeps_its_dtype_under_autocast():
     model = build_model("bert", "eager")
     _, batch = packed_batch(model)
     with torch.autocast("cpu", torch.bfloat16):
@@ -152,7 +132,7 @@ def test_the_window_of_modernbert_is_inside_the_document():
 
 
 @pytest.mark.parametrize("family", ["roberta", "xlm-roberta", "camembert"])
-def test_positions_of_the_roberta_family_begin_after_the_padding_id(family):
+def test_roberta_positions_begin_after_the_padding_id(family):
     assert FAMILIES[family] == "after padding"
     model = build_model(family)
     row = {"input_ids": [CLS, 9, SEP, CLS, SEP, PAD], "attention_mask": [1, 1, 1, 2, 2, 0],
@@ -236,9 +216,7 @@ def test_transformers_trainer_trains_on_packed_rows(family, tmp_path):
 
 
 @pytest.mark.parametrize("processes, seedable", [(1, True), (2, False)])
-def test_the_loader_of_one_or_several_processes_tells_the_epoch_as_our_page_says(
-    processes, seedable
-):
+def test_loaders_of_several_processes_set_the_epoch(processes, seedable):
     accelerate = pytest.importorskip(
         "accelerate.data_loader", reason="transformers' Trainer needs accelerate"
     )
@@ -262,9 +240,7 @@ def test_transformers_trainer_takes_a_stream(tmp_path):
     (("input_ids", "attention_mask", "labels"), True, True),  # as transformers' collators
     (("input_ids", "attention_mask", "labels"), False, False),
 ])  # fmt: skip
-def test_trainer_evaluates_a_model_of_our_own_class_where_its_labels_are_named(
-    kept, named, told, tmp_path
-):
+def test_trainer_evaluates_our_models_with_named_labels(kept, named, told, tmp_path):
     pytest.importorskip("accelerate", reason="transformers' Trainer needs accelerate")
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
@@ -300,7 +276,7 @@ def test_trainer_evaluates_a_model_of_our_own_class_where_its_labels_are_named(
     assert ("eval_loss" in trainer.evaluate()) == told
 
 
-def test_packing_streaming_and_this_need_neither_lightning_nor_our_encoder():
+def test_packing_and_streaming_need_no_lightning():
     code = (
         "import sys, bertlab.data.packing, bertlab.data.streaming, bertlab.data.plain_models;"
         "heavy = {'lightning', 'transformers', 'datasets', 'bertlab.model.encoder', 'bertlab.train.modules'};"

@@ -103,7 +103,7 @@ def test_impossible_lengths_are_refused(lengths, capacity):
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("mean, capacity", [(134, 512), (560, 1024)])
-def test_log_normal_documents_fill_rows_to_more_than_99_5_percent(mean, capacity, seed):
+def test_log_normal_documents_fill_rows_to_99_5_percent(mean, capacity, seed):
     rng = np.random.default_rng(seed)
     lengths = rng.lognormal(np.log(mean) - 0.5, 1.0, 20_000).astype(int) + 1
     documents = TokenizedDocuments(np.zeros(lengths.sum(), np.int32), np.cumsum([0, *lengths]))
@@ -112,7 +112,7 @@ def test_log_normal_documents_fill_rows_to_more_than_99_5_percent(mean, capacity
 
 @many
 @given(corpora())
-def test_rows_number_documents_restart_positions_and_pad_the_rest(case):
+def test_rows_number_documents_and_restart_positions(case):
     documents, capacity = case
     dataset = PackedDataset(documents, capacity, **SPECIAL)
     for index in range(len(dataset)):
@@ -164,7 +164,7 @@ def test_marks_of_many_rows_are_those_of_each_document_by_itself(rows, spare, be
     assert "special_tokens_mask" not in block
 
 
-def test_a_collator_makes_each_token_a_label_once_where_windows_overlap():
+def test_overlapping_windows_label_each_token_once():
     from bertlab.data.collators import MaskedLanguageModelingCollator
 
     documents = [list(range(10, 60)), list(range(60, 70))]
@@ -189,7 +189,7 @@ def test_an_epoch_keeps_every_row_as_full_as_it_was_planned(case, epoch):
 
 
 @pytest.mark.parametrize("num_documents", [400, 4000])
-def test_documents_rarely_meet_the_same_neighbours_in_the_next_epoch(num_documents):
+def test_documents_rarely_meet_the_same_neighbours_again(num_documents):
     rng = np.random.default_rng(0)
     lengths = np.minimum(rng.lognormal(np.log(134) - 0.5, 1.0, num_documents).astype(int) + 1, 512)
     order = EpochShuffle(pack_best_fit(lengths, 512), lengths)
@@ -305,23 +305,6 @@ def test_no_documents_give_no_rows():
         assert "0 rows" in dataset.report()
 
 
-@pytest.mark.parametrize("stride", [0, 3])
-def test_a_batch_of_rows_is_the_rows_one_by_one_in_any_epoch(stride):
-    dataset = PackedDataset(
-        [range(n, n + 3 + n % 30) for n in range(5, 90)], 16, **SPECIAL, stride=stride
-    )
-    dataset.set_epoch(2)
-    keys = [(0, 3), (1, 0), (0, 3), 5, -1, (4, -2)]
-    for key, row in zip(keys, dataset.__getitems__(keys), strict=True):
-        alone = dataset[key]
-        assert row.keys() == alone.keys() and all(
-            np.array_equal(row[name], alone[name]) for name in row
-        )
-    assert dataset[-1]["epoch"] == 2 and dataset[-1]["index"] == len(dataset) - 1
-    with pytest.raises(IndexError, match=f"row {len(dataset)} of"):
-        dataset.__getitems__([0, len(dataset)])
-
-
 def test_a_row_that_is_given_too_much_is_named():
     with pytest.raises(ValueError, match="row 1 has 4 positions, its documents need 5"):
         lay([[[5]], [[6, 7], [8]]], 4, pad_token_id=0, sep_token_id=2)
@@ -339,7 +322,7 @@ def test_options_that_cannot_be_are_named(make, words):
     assert all(word in str(error.value) for word in words)
 
 
-def test_the_end_of_a_long_document_is_kept_where_that_is_asked_for():
+def test_truncate_left_keeps_the_end_of_a_document():
     kept = split_into_windows([0, 10, 13, 13], room=4, overflow="truncate_left")
     assert list(zip(kept.starts.tolist(), kept.stops.tolist())) == [(6, 10), (10, 13)]
     assert (kept.num_cut_tokens, kept.num_long, kept.num_empty) == (6, 1, 1)

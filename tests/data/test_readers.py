@@ -170,7 +170,7 @@ def test_many_open_quotes_do_not_exhaust_the_stack(tmp_path):
     assert len(left_out) == 3000
 
 
-def test_lines_end_at_three_kinds_of_line_end_and_know_their_bytes(tmp_path):
+def test_lines_know_their_line_ends_and_bytes(tmp_path):
     path = tmp_path / "a.txt"
     path.write_bytes("\ufeffä\r\nb\rc\n\nd".encode())
     lines = list(read_lines(path))

@@ -110,7 +110,7 @@ def test_a_directory_of_all_kinds_is_one_source(shelf):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("suffix", ["", ".xz"])
-def test_a_stream_goes_on_at_the_very_next_document_wherever_it_stopped(shelf, kind, suffix):
+def test_a_stream_resumes_at_the_very_next_document(shelf, kind, suffix):
     path = [str(shelf / f"a{kind}{suffix}"), str(shelf / "a.jsonl")]
     for stop in range(2 * len(TEXTS) + 1):
         stream, resumed = TextStream(path), TextStream(path)
@@ -154,7 +154,7 @@ def test_a_column_of_a_dataset_is_named_in_any_case_or_by_number(tmp_path, colum
         texts_of(name, "3")
 
 
-def test_a_directory_in_hub_form_is_streamed_by_its_card_and_its_slices_count_from_the_beginning(
+def test_a_directory_in_hub_form_is_streamed_by_its_card(
     tmp_path,
 ):
     (tmp_path / "data").mkdir()
@@ -244,7 +244,7 @@ MALFORMED = {
 
 @pytest.mark.parametrize("name", MALFORMED)
 @pytest.mark.parametrize("suffix", ["", ".bz2"])
-def test_a_malformed_line_is_named_and_by_choice_left_out_and_counted(tmp_path, name, suffix):
+def test_a_malformed_line_is_named_or_counted(tmp_path, name, suffix):
     data, left, line, count = MALFORMED[name]
     path = tmp_path / (name + suffix)
     path.write_bytes(packed(data, suffix))
@@ -266,7 +266,7 @@ def test_a_malformed_line_is_named_and_by_choice_left_out_and_counted(tmp_path, 
 @pytest.mark.parametrize(
     "name", ["a.txt.zst", "a.txt.xz", "a.txt.bz2", "a.csv.gz", "a.parquet.gz", "a.arrow"]
 )
-def test_a_file_that_was_cut_is_named_even_where_rows_may_be_left_out(shelf, tmp_path, name):
+def test_a_truncated_file_is_named_even_with_on_error_skip(shelf, tmp_path, name):
     path = tmp_path / name
     path.write_bytes((shelf / name).read_bytes()[:-20])
     with pytest.raises(ValueError) as error:
@@ -285,7 +285,7 @@ def test_a_state_of_other_files_is_refused(shelf):
         TextStream(str(shelf / "a.txt"), split="test")
 
 
-def test_a_place_in_a_file_that_has_changed_or_is_another_is_refused(tmp_path):
+def test_a_state_of_a_changed_file_is_refused(tmp_path):
     for name in ("a.txt", "b.txt"):
         (tmp_path / name).write_text("\n".join(f"line {n} of {name}" for n in range(9)))
     stream = TextStream(str(tmp_path), sample_by="line")
@@ -329,7 +329,7 @@ def linked_tree(folder: Path) -> Path:
     return folder / "set"
 
 
-def test_links_to_directories_are_followed_and_nothing_is_read_twice(tmp_path):
+def test_links_are_followed_and_nothing_is_read_twice(tmp_path):
     root, notes = linked_tree(tmp_path), Counter()
     sources = [document.source for document in iter_documents(str(root), notes=notes)]
     assert sources == [
@@ -352,7 +352,7 @@ def test_a_directory_above_another_that_is_linked_is_still_read(tmp_path):
     assert names == ["set/1/c.txt", "set/2/b.txt"]
 
 
-def test_files_come_in_the_order_of_their_paths_without_hidden_ones(tmp_path):
+def test_files_are_sorted_by_path_without_hidden_ones(tmp_path):
     for name in ("b/x.txt", "b.txt", "a/z/y.txt", "a/z.txt", "B/q.txt", "a-b/r.txt", ".h/s.txt"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(name)
@@ -360,7 +360,7 @@ def test_files_come_in_the_order_of_their_paths_without_hidden_ones(tmp_path):
     assert list_files(tmp_path) == [path for path in expected if ".h" not in path.parts]
 
 
-def test_what_is_written_must_not_lie_where_a_link_of_the_text_leads(tmp_path):
+def test_output_must_not_be_inside_a_linked_directory(tmp_path):
     root = linked_tree(tmp_path)
     with pytest.raises(ValueError, match="output .* is inside of"):
         check_not_inside(tmp_path / "far" / "out", [root], "output")

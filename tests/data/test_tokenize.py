@@ -55,16 +55,14 @@ def files_of(directory) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in Path(directory).glob("*.arrow")}
 
 
-def test_one_and_several_processes_write_the_same_bytes_in_the_order_of_the_source(text, tmp_path):
+def test_any_number_of_processes_writes_the_same_bytes(text, tmp_path):
     manifests = [made(text, tmp_path / str(n), num_proc=n) for n in (1, 2, 7)]
     assert manifests[0] == manifests[1] == manifests[2] and manifests[0]["parts"] == 5
     assert files_of(tmp_path / "1") == files_of(tmp_path / "2") == files_of(tmp_path / "7")
     assert [d.tolist() for d in load_tokens(tmp_path / "2")] == expected(text)
 
 
-def test_a_second_call_does_nothing_and_other_text_is_refused_or_appended(
-    text, tmp_path, monkeypatch
-):
+def test_other_text_is_refused_or_appended(text, tmp_path, monkeypatch):
     (tmp_path / "more").mkdir()
     (tmp_path / "more" / "a.txt").write_text("One more line.\nAnd another.\n")
     out = tmp_path / "out"
@@ -119,9 +117,7 @@ def test_layouts_of_others_are_read(text, tmp_path):
 
 
 @pytest.mark.parametrize("column", ["Text", "text", "2"])
-def test_a_dataset_is_tokenized_by_any_name_of_its_column_and_its_empty_cells_have_numbers(
-    text, tmp_path, column
-):
+def test_a_dataset_column_is_named_in_any_case_or_by_number(text, tmp_path, column):
     import datasets
 
     texts = [*TEXTS[:60], None, *TEXTS[60:80]]
@@ -238,7 +234,7 @@ def test_a_place_with_other_files_is_left_alone(text, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
 
 
-def test_overwrite_moves_tokens_aside_with_their_tokenizer_and_they_stay_whole(text, tmp_path):
+def test_overwrite_moves_tokens_and_tokenizer_aside(text, tmp_path):
     out = tmp_path / "out"
     made(text, out)
     train_tokenizer(TEXTS[:50], 200).save_pretrained(tmp_path / "other")
@@ -259,7 +255,7 @@ def test_overwrite_moves_tokens_aside_with_their_tokenizer_and_they_stay_whole(t
     assert len(load_tokens(out)) == 240
 
 
-def test_an_id_beyond_the_tokenizer_is_refused_by_the_data_module(text, tmp_path, monkeypatch):
+def test_an_id_outside_the_vocabulary_is_refused(text, tmp_path, monkeypatch):
     from bertlab.data.module import PretrainingDataModule
 
     made(text, tmp_path / "out")
@@ -302,7 +298,7 @@ def test_an_error_in_a_later_part_says_where_it_begins(tmp_path):
             list(read_part(part, ReadOptions(), Counter()))
 
 
-def test_a_worker_that_dies_is_one_sentence_and_nothing_whole_is_lost(text, tmp_path, monkeypatch):
+def test_a_worker_that_dies_is_named_and_no_part_is_lost(text, tmp_path, monkeypatch):
     def die(directory, part, *options):
         if part == 3:
             time.sleep(0.5)

@@ -132,7 +132,7 @@ def test_a_collator_that_cannot_be_is_refused(options, said):
         MaskedDiffusionCollator(PAD, MASK, 12, special_token_ids=[CLS, SEP], **options)
 
 
-def test_the_data_module_lays_ends_behind_texts_and_they_are_labels():
+def test_the_data_module_appends_ends_that_are_labels():
     from bertlab.data.module import PretrainingDataModule
 
     texts = [f"the cat sat on mat {n} and so on" for n in range(40)]
@@ -171,7 +171,7 @@ def test_the_data_module_lays_ends_behind_texts_and_they_are_labels():
         {"overflow": "truncate_left"},
     ],
 )
-def test_no_piece_of_a_long_text_is_made_of_ends_alone_and_no_word_is_lost(options):
+def test_no_window_consists_of_ends_alone(options):
     from bertlab.data.module import PretrainingDataModule
 
     tokenizer = train_tokenizer(["the cat sat on a mat"] * 9, vocab_size=40)
