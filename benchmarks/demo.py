@@ -36,7 +36,7 @@ def run_demo(folder: Path, arguments: list[str], threads: int) -> dict[str, floa
     if status:
         raise SystemExit(f"the demo ended with status {os.waitstatus_to_exitcode(status)}")
     metrics = json.loads((folder / "metrics.json").read_text())
-    names = ("validation_loss", "unigram_entropy", "nats_below_unigram", "tokens_per_second")
+    names = ("val_loss", "unigram_entropy", "nats_below_unigram", "tokens_per_second")
     return {
         "seconds": time.perf_counter() - start,
         "seconds_to_first_step": first_step,

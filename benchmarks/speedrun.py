@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
-from bertlab.cli.demo import FIRST_RECIPE, demo_config
+from bertlab.cli.demo import FIRST_DEMO, pretraining_config
 from bertlab.cli.models import find_model_directory
 from bertlab.train.reports import environment
 from bertlab.train.run import Run, pretraining_on
@@ -96,9 +96,9 @@ def race_config(
 ) -> dict[str, Any]:
     "The first demo's configuration with a recipe's changes and the track's options."
     base = replace(
-        FIRST_RECIPE, vocab_size=track.vocab_size, max_sequence_length=track.max_sequence_length
+        FIRST_DEMO, vocab_size=track.vocab_size, max_sequence_length=track.max_sequence_length
     )
-    config = copy.deepcopy(demo_config(base, output)) | {"seed_everything": seed}
+    config = copy.deepcopy(pretraining_config(base, output)) | {"seed_everything": seed}
     for section, options in recipe.items():
         for name, value in options.items():
             default = config[section].get(name)

@@ -108,7 +108,7 @@ _FACE = {
     "explorers.profiling": "profile_step",
     "explorers.text_map": "text_map",
     # cli: every command as a plain function
-    "cli.demo": "Recipe load_recipe run_demo",
+    "cli.demo": "DemoConfig run_demo",
 }
 _CHAPTERS = ("core", "data", "model", "optim", "train", "finetuning", "embeddings", "explorers", "cli")
 _PLACES = {name: module for module, names in _FACE.items() for name in names.split()}

@@ -143,8 +143,7 @@ from .explorers.training_monitor import TrainingMonitor as TrainingMonitor
 from .explorers.stepper import stepper as stepper
 from .explorers.profiling import profile_step as profile_step
 from .explorers.text_map import text_map as text_map
-from .cli.demo import Recipe as Recipe
-from .cli.demo import load_recipe as load_recipe
+from .cli.demo import DemoConfig as DemoConfig
 from .cli.demo import run_demo as run_demo
 
 __version__: str

@@ -242,7 +242,7 @@ _CARD = {"sections": {"": "train/model_cards.py:CardConfig"}}
 
 # %% ../../nbs/cli/02_commands.ipynb #67265256
 _COMMANDS = (
-    Command("demo", "cli/demo.py:demo", sections={"": "cli/demo.py:Recipe"}),
+    Command("demo", "cli/demo.py:demo", sections={"": "cli/demo.py:DemoConfig"}),
     Command("pretrain", "cli/commands.py:pretrain", "*data.train_dataset_name_or_path", **_PRETRAIN),
     Command("finetune", "cli/finetune.py:run_finetuning", **_FINETUNE),
     Command("predict", "cli/finetune.py:predict", "directory file"),
