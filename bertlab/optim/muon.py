@@ -8,7 +8,6 @@ __all__ = ['QUINTIC', 'orthogonalize', 'BatchedMuon', 'MuonWithAdamW']
 # %% ../../nbs/optim/04_muon.ipynb #71234ce7
 import math
 from collections.abc import Callable
-from numbers import Integral, Real
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from torch import Tensor
 from torch.optim import AdamW, Optimizer
 
 from ..core.devices import AMPERE, cpu_multiplies_bfloat16
-from ..core.names import check_choice
+from ..core.names import check_choice, check_range
 
 # %% ../../nbs/optim/04_muon.ipynb #3c0de5aa
 QUINTIC = 3.4445, -4.7750, 2.0315  # coefficients of X, of its cube and of its fifth power
@@ -96,15 +95,6 @@ _SIZES = {
 }
 
 
-def _check_amounts(below: float = math.inf, **amounts: Any) -> None:  # by name
-    "Raise `ValueError` for anything but numbers of 0 or more; a learning rate may be a tensor."
-    for name, value in amounts.items():
-        is_number = isinstance(value, (Real, Tensor)) and not isinstance(value, bool)
-        if not is_number or not 0 <= value < below:
-            limit = "" if math.isinf(below) else f" and below {below:g}"
-            raise ValueError(f"{name}={value!r} must be a number of 0 or more{limit}")
-
-
 class BatchedMuon(Optimizer):
     "Muon for matrices; those of one shape are orthogonalized together (Jordan et al. 2024)."
 
@@ -119,21 +109,13 @@ class BatchedMuon(Optimizer):
         adjust_lr_fn: str = "original",  # or "match_rms_adamw": updates as large as AdamW's
     ):
         check_choice("adjust_lr_fn", adjust_lr_fn, _SIZES)
-        if isinstance(ns_steps, bool) or not isinstance(ns_steps, Integral) or ns_steps < 1:
-            raise ValueError(f"ns_steps={ns_steps!r} must be an integer of 1 or more")
-        _check_amounts(lr=lr, weight_decay=weight_decay)
-        _check_amounts(1, momentum=momentum)
-        super().__init__(
-            params,
-            {
-                "lr": lr,
-                "weight_decay": weight_decay,
-                "momentum": momentum,
-                "nesterov": nesterov,
-                "ns_steps": ns_steps,
-                "adjust_lr_fn": adjust_lr_fn,
-            },
-        )
+        check_range("ns_steps", ns_steps, 1)
+        check_range("lr", lr, 0)
+        check_range("weight_decay", weight_decay, 0)
+        check_range("momentum", momentum, 0, 1, exclude_high=True)
+        options = {"momentum": momentum, "nesterov": nesterov, "ns_steps": ns_steps,
+                   "adjust_lr_fn": adjust_lr_fn}  # fmt: skip
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, **options})
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -220,7 +202,8 @@ class MuonWithAdamW(Optimizer):
         muon = {"momentum": momentum, "nesterov": nesterov, "ns_steps": ns_steps,
                 "adjust_lr_fn": adjust_lr_fn}  # fmt: skip
         adamw = {"betas": betas, "eps": eps, "fused": fused}
-        _check_amounts(lr=lr, weight_decay=weight_decay)
+        check_range("lr", lr, 0)
+        check_range("weight_decay", weight_decay, 0)
         self._options = {True: muon, False: adamw}  # by `hidden`
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
 

@@ -16,14 +16,12 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.optim import Optimizer
 
 from ..core.names import resolve
-from ..core.serialization import one_line
 from .muon import MuonWithAdamW, BatchedMuon
 
 # %% ../../nbs/optim/05_optimizers.ipynb #72f96599
@@ -89,25 +87,6 @@ def _adapt_sophiah(
 # %% ../../nbs/optim/05_optimizers.ipynb #26156cdb
 # Options of GaLore's groups; interval and scale of Zhao et al. 2024, algorithm 2, sec. 5.
 GALORE_DEFAULTS = {"rank": 128, "update_proj_gap": 200, "scale": 0.25, "projection_type": "std"}
-_PROJECTED = ("std", "reverse_std", "right", "left", "full")  # "random" draws nothing: it is std
-
-
-def _check_projection(rank: Any, update_proj_gap: Any, scale: Any, projection_type: Any) -> None:
-    "Raise `ValueError` for options that GaLore rejects only in its first step."
-    counts = {"rank": 1 if rank is None else rank, "update_proj_gap": update_proj_gap}
-    for name, value in counts.items():
-        if type(value) is not int or value < 1:
-            raise ValueError(
-                f"optimizer_kwargs: galore's {name} must be a whole number from 1 on, got {value!r}"
-            )
-    if type(scale) not in (int, float):
-        raise ValueError(f"optimizer_kwargs: galore's scale must be a number, got {scale!r}")
-    if projection_type not in _PROJECTED:
-        same = ", which is std in its class" if projection_type == "random" else ""
-        raise ValueError(
-            "optimizer_kwargs: galore's projection_type must be one of "
-            f"{', '.join(_PROJECTED)}; got {projection_type!r}{same}"
-        )
 
 
 def _adapt_galore(
@@ -133,7 +112,6 @@ def _adapt_galore(
                     state["projector"] = restored
 
     projection = {**GALORE_DEFAULTS, **options}
-    _check_projection(**{key: projection[key] for key in GALORE_DEFAULTS})
     for group in groups:
         if group.get("hidden", True):
             group.update({key: group.get(key, projection[key]) for key in GALORE_DEFAULTS})
@@ -328,13 +306,12 @@ def _check_options(
     "Raise `ValueError` for an option that an optimizer does not have."
     parameters = inspect.signature(make).parameters.values()
     names = [p.name for p in parameters if p.kind is not p.VAR_KEYWORD][1:]  # without params
-    names += more
-    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters) and name not in OPTIMIZERS
-    for option in options:
-        if option not in names and not takes_any:
-            raise ValueError(
-                f"optimizer_kwargs: {name} has no {option!r}; it takes {', '.join(names)}"
-            )
+    if name not in OPTIMIZERS and any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return
+    for option in {*options} - {*names, *more}:
+        raise ValueError(
+            f"optimizer_kwargs: {name} has no {option!r}; it takes {', '.join([*names, *more])}"
+        )
 
 
 def _kernel_options(
@@ -487,32 +464,6 @@ def _optimizer_class(name: str) -> type[Optimizer]:
         ) from error
 
 
-def _plain_numbers(options: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        name: value.item() if isinstance(value, np.generic) else value
-        for name, value in options.items()
-    }
-
-
-def _build(
-    name: str,
-    make: Callable[..., Optimizer],
-    groups: list[dict[str, Any]],
-    options: dict[str, Any],  # of the class
-    user_options: dict[str, Any],  # for the message
-) -> Optimizer:
-    "Build an optimizer. Raises `ValueError`, whatever its class raises for an option."
-    try:
-        return make(groups, **options)
-    except ValueError:
-        raise
-    except Exception as error:  # such as a TypeError of arithmetic, or a library's own class
-        raise ValueError(
-            f"optimizer_kwargs: {name} cannot be built with {user_options}: "
-            f"{type(error).__name__}: {one_line(error)}"
-        ) from error
-
-
 def get_optimizer(
     optimizer_name: Any,  # a key of OPTIMIZERS; or a class, a function, or the name of one
     params: Iterable[torch.Tensor] | list[dict[str, Any]],  # parameters, or groups of them
@@ -524,15 +475,13 @@ def get_optimizer(
     Raises `ValueError`, and `ImportError` where a library is missing.
     """
     spec = resolve(optimizer_name, OPTIMIZERS, "optimizer_name", (Optimizer,))
-    # Checkpoints contain the options of groups, and `weights_only` loads no NumPy numbers.
-    groups = [_plain_numbers(group) for group in _as_groups(params)]
-    options = _plain_numbers(optimizer_kwargs or {})
+    groups, options = _as_groups(params), dict(optimizer_kwargs or {})
     if not isinstance(spec, OptimizerSpec):  # the user's own
         name = getattr(spec, "__name__", str(spec))
         if quantized:
             raise ValueError(f"quantized=True has no 8-bit version of {name}; leave it out")
         _check_options(name, spec, options)
-        return _build(name, spec, groups, options, options)
+        return spec(groups, **options)
     if quantized and (optimizer := _eight_bit_optimizer(optimizer_name, groups, options)):
         return optimizer
     optimizer_class, user_options = _optimizer_class(optimizer_name), dict(options)
@@ -548,4 +497,7 @@ def get_optimizer(
     kernels = _kernel_options(optimizer_name, optimizer_class, parameters)
     if not options.keys() & {"fused", "foreach", "differentiable"}:
         options.update(kernels)
-    return _build(optimizer_name, optimizer_class, groups, options, user_options)
+    try:
+        return optimizer_class(groups, **options)
+    except Exception as error:  # each library has its own for a wrong option
+        raise ValueError(f"optimizer_kwargs={user_options} of {optimizer_name}: {error}") from error

@@ -2,10 +2,7 @@
 
 import io
 import math
-import os
 from fractions import Fraction
-from types import SimpleNamespace
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -17,13 +14,10 @@ from ranks import run_on_ranks
 from bertlab.optim.budgets import (
     BatchSizeWarmup,
     TimeBudgetSchedule,
-    Stopwatch,
     TimeBudgetLR,
-    cpu_process_group,
     steps_for_tokens,
     tokens_at_step,
 )
-from bertlab.train.steps import any_rank
 
 
 class HandClock:
@@ -130,36 +124,6 @@ def test_the_state_is_two_numbers_and_survives_a_safe_load():
     assert torch.load(buffer, weights_only=True) == {"last_epoch": 2, "elapsed": 11.5}
 
 
-def test_a_larger_budget_goes_on_from_the_time_that_is_spent():
-    finished = a_scheduler(an_optimizer(), 100)
-    follow(finished, [50.0, 50.0])
-    longer = a_scheduler(an_optimizer(), 400)
-    longer.load_state_dict(finished.state_dict())
-    assert longer.get_last_lr() == [0.5] and longer.last_epoch == 2
-    assert follow(longer, [200.0, 50.0, 50.0]) == [[0.5], [1.0], [0.5]]
-
-
-def test_only_the_rates_change():
-    optimizer, control = an_optimizer(1.0, 0.5), an_optimizer(1.0, 0.5)
-    scheduler = a_scheduler(optimizer, 100)
-    for step in range(6):
-        rates = [group["lr"] for group in optimizer.param_groups]
-        for group, rate in zip(control.param_groups, rates):
-            group["lr"] = rate
-        for each in (optimizer, control):
-            for group in each.param_groups:
-                group["params"][0].grad = torch.tensor([float(step)])
-            each.step()
-        scheduler.clock_of_the_test.now += 10
-        scheduler.step()
-    for group, other in zip(optimizer.param_groups, control.param_groups):
-        left = {k: v for k, v in group.items() if k not in ("params", "lr", "initial_lr")}
-        assert left == {k: v for k, v in other.items() if k not in ("params", "lr")}
-        assert torch.equal(group["params"][0], other["params"][0])
-        assert torch.equal(optimizer.state[group["params"][0]]["momentum_buffer"],
-                           control.state[other["params"][0]]["momentum_buffer"])  # fmt: skip
-
-
 def test_a_tensor_rate_is_written_in_place_and_a_float_stays_a_float():
     rate = torch.tensor(2.0)
     optimizer = an_optimizer(rate, 2.0)
@@ -169,22 +133,6 @@ def test_a_tensor_rate_is_written_in_place_and_a_float_stays_a_float():
     scheduler.load_state_dict({"last_epoch": 4, "elapsed": 87.5})
     assert optimizer.param_groups[0]["lr"] is rate and rate.item() == 1.0
     assert type(optimizer.param_groups[1]["lr"]) is float and optimizer.param_groups[1]["lr"] == 1.0
-
-
-def test_the_default_clock_is_the_real_one():
-    scheduler = TimeBudgetLR(an_optimizer(), "1h")
-    assert 0 <= scheduler.stopwatch.elapsed < 60
-    assert scheduler.get_last_lr()[0] == pytest.approx(0.25, abs=0.02)
-
-
-def test_a_stopwatch_adds_its_sittings():
-    clock = HandClock()
-    watch = Stopwatch(clock)
-    clock.now += 7
-    assert watch.elapsed == 7
-    watch.resume(100.0)
-    clock.now += 3
-    assert watch.elapsed == 103
 
 
 def rates_of_a_process(folder: str) -> None:
@@ -208,91 +156,12 @@ def test_two_processes_follow_the_clock_of_the_first(tmp_path):
     assert first == second == [TimeBudgetSchedule(100)(s) for s in (0, 10, 20, 30)]
 
 
-def questions_beside_gpus(folder: str) -> None:
-    "Processes of gloo that take their backend for NCCL's: what is asked must not go the usual way."
-    found, rank, reduce = [], int(os.environ["RANK"]), torch.distributed.all_reduce
-
-    def noted(tensor, *arguments, group=None, **options):
-        assert tensor.device.type == "cpu" and group is cpu_process_group() is not None
-        return reduce(tensor, *arguments, group=group, **options)
-
-    strategy = SimpleNamespace(root_device=torch.device("cuda"))  # it cannot be asked itself
-    trainer = SimpleNamespace(world_size=2, strategy=strategy)
-    for meeting in range(2):
-        torch.distributed.init_process_group(
-            "gloo", init_method=f"file://{folder}/meeting-{meeting}", rank=rank, world_size=2
-        )
-        with mock.patch.object(torch.distributed, "get_backend", lambda: "nccl"):
-            assert cpu_process_group() not in [
-                torch.distributed.group.WORLD,
-                *(one["group"] for one in found),
-            ]
-            with mock.patch.object(torch.distributed, "all_reduce", noted):
-                said = [any_rank(trainer, one) for one in (rank == 1, False, rank == 0, True)]
-            scheduler = TimeBudgetLR(an_optimizer(), 100, clock=HandClock(10.0 * rank))
-            found.append(
-                {"group": cpu_process_group(), "said": said, "rate": scheduler.get_last_lr()[0]}
-            )
-        torch.distributed.barrier()
-        torch.distributed.destroy_process_group()
-    torch.save([(one["said"], one["rate"]) for one in found], f"{folder}/{rank}.pt")
-
-
-def test_a_question_beside_gpus_goes_from_host_to_host(tmp_path):
-    run_on_ranks(questions_beside_gpus, str(tmp_path))
-    first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
-    assert first == second == [([True, False, True, True], TimeBudgetSchedule(100)(0))] * 2
-
-
-def test_a_process_that_is_alone_asks_nobody():
-    alone = SimpleNamespace(world_size=1, strategy=None)
-    assert any_rank(alone, True) is True and any_rank(alone, False) is False
-
-
-def test_lightning_steps_it_saves_it_and_resumes_it(tmp_path):
-    import lightning as L
-
-    class OneWeight(L.LightningModule):
-        def __init__(self):
-            super().__init__()
-            self.weight, self.clock, self.rates = torch.nn.Parameter(torch.ones(1)), HandClock(), []
-
-        def configure_optimizers(self):
-            scheduler = TimeBudgetLR(
-                torch.optim.SGD(self.parameters(), lr=1.0), 100, clock=self.clock
-            )
-            return {
-                "optimizer": scheduler.optimizer,
-                "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
-            }
-
-        def training_step(self, batch):
-            self.rates.append(self.optimizers().param_groups[0]["lr"])
-            self.clock.now += 10
-            return (self.weight * batch).sum()
-
-    def fit(max_steps: int, checkpoint=None) -> tuple[OneWeight, L.Trainer]:
-        module = OneWeight()
-        trainer = L.Trainer(
-            accelerator="cpu", max_steps=max_steps, logger=False, enable_checkpointing=False,
-            enable_progress_bar=False, enable_model_summary=False, default_root_dir=tmp_path,
-        )  # fmt: skip
-        trainer.fit(module, torch.utils.data.DataLoader(torch.ones(20, 1)), ckpt_path=checkpoint)
-        return module, trainer
-
-    expected = [TimeBudgetSchedule(100)(10 * step) for step in range(8)]
-    module, trainer = fit(4)
-    trainer.save_checkpoint(tmp_path / "last.ckpt")
-    assert module.rates == expected[:4]
-    assert fit(8, tmp_path / "last.ckpt")[0].rates == expected[4:]
-
-
 @pytest.mark.parametrize(
     "arguments, words",
     [
         ({"budget": 0}, ["budget", "0"]),
-        ({"budget": -5}, ["budget", "-5", "negative"]),
-        ({"budget": "10%"}, ["budget", "'10%'", "a time"]),
+        ({"budget": -5}, ["budget", "-5"]),
+        ({"budget": "10%"}, ["budget", "'10%'"]),
         ({"budget": "2h30"}, ["budget", "'2h30'", "'2h30m'"]),
         ({"budget": math.inf}, ["budget", "inf"]),
         ({"budget": None}, ["budget", "None"]),
@@ -365,18 +234,6 @@ def test_a_warmup_that_divides_evenly_is_a_staircase_of_equal_steps(
 
 
 @settings(max_examples=200, deadline=None, derandomize=True)
-@given(growths, st.integers(1, 40))
-def test_each_size_gets_equally_many_updates_up_to_one(drawn, per_micro_batch):
-    low, more, warmup_tokens, world = drawn
-    warmup = BatchSizeWarmup(low, low + more, warmup_tokens, per_micro_batch, world)
-    if more:
-        own = math.ceil(warmup_tokens / world)
-        fair = own / per_micro_batch / sum(range(low, low + more))
-        counts = np.diff(warmup.starts[0])
-        assert (np.abs(counts - fair) < 1 + 1 / per_micro_batch + 1e-9).all()
-
-
-@settings(max_examples=200, deadline=None, derandomize=True)
 @given(growths, st.integers(1, 40), st.integers(0, 20000))
 def test_a_budget_of_tokens_is_reached_by_its_last_update_and_not_before(
     drawn, per_micro_batch, budget
@@ -401,21 +258,6 @@ def test_the_batch_warmup_by_hand():
     assert steps_for_tokens(warmup, 0) == 0 and steps_for_tokens(warmup, 1) == 1
 
 
-def test_modernberts_own_warmup():
-    # Warner et al. 2024, sec. 2.2.2: 768 to 4,608 rows of 1,024 tokens over 50 billion tokens, here on
-    # 8 processes with micro-batches of 96 rows.
-    warmup = BatchSizeWarmup(1, 6, "50B", 96 * 1024, 8)
-    assert warmup(0) * 8 * 96 == 768 and warmup(10**6) * 8 * 96 == 4608
-    counts = np.diff(warmup.starts[0])
-    assert counts.max() - counts.min() <= 1 and counts.sum() == steps_for_tokens(warmup, "50B")
-
-
-def test_no_growth_is_a_constant_batch():
-    warmup = BatchSizeWarmup(4, 4, 1000, 10)
-    assert {warmup(step) for step in range(100)} == {4}
-    assert tokens_at_step(warmup, 7) == 280 and steps_for_tokens(warmup, 281) == 8
-
-
 @pytest.mark.parametrize(
     "arguments, words",
     [
@@ -432,8 +274,3 @@ def test_a_mistake_in_a_batch_warmup_names_its_argument(arguments, words):
     with pytest.raises(ValueError) as error:
         BatchSizeWarmup(*arguments)
     assert all(word in str(error.value) for word in words), str(error.value)
-
-
-def test_a_budget_of_time_is_no_budget_of_tokens():
-    with pytest.raises(ValueError, match="budget.*tokens"):
-        steps_for_tokens(BatchSizeWarmup(1, 2, 100, 10), "2h")

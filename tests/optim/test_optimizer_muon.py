@@ -3,12 +3,9 @@
 import copy
 import io
 
-import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from bertlab.optim.groups import parameter_groups
 from bertlab.optim.muon import QUINTIC, MuonWithAdamW, BatchedMuon, orthogonalize
@@ -127,29 +124,6 @@ def through_pickle(pair):
     return torch.load(buffer, weights_only=False)
 
 
-def test_a_closure_is_called_once_with_gradients_on():
-    model, calls = small_model(), []
-
-    def closure():
-        calls.append(torch.is_grad_enabled())
-        return backward(model, 0)
-
-    loss = mixed(model).step(closure)
-    assert calls == [True] and loss.item() > 0
-
-
-def test_a_group_added_later_is_updated():
-    model, late = small_model(), nn.Linear(3, 3, bias=False)
-    optimizer = mixed(model)
-    optimizer.add_param_group({"params": late.parameters(), "hidden": True})
-    before, late.weight.grad = late.weight.detach().clone(), torch.eye(3)
-    optimizer.step()
-    assert "momentum_buffer" in optimizer.state[late.weight] and not torch.equal(
-        before, late.weight
-    )
-    assert optimizer.param_groups[-1]["momentum"] == 0.8, "with the options it was built with"
-
-
 def test_wrong_groups_are_named():
     with pytest.raises(ValueError, match="hidden=True or hidden=False"):
         MuonWithAdamW([{"params": [nn.Parameter(torch.zeros(2, 2))]}])
@@ -157,53 +131,6 @@ def test_wrong_groups_are_named():
         get_optimizer("muon", [{"params": [nn.Parameter(torch.zeros(2))], "hidden": True}])
     with pytest.raises(ValueError, match="muon has no 'nesterof'; it takes lr.*ns_steps"):
         mixed(small_model(), nesterof=True)
-
-
-@pytest.mark.parametrize("hidden", [True, False])
-def test_one_kind_of_group_is_enough(hidden):
-    weight = nn.Parameter(torch.eye(3))
-    weight.grad = torch.ones(3, 3)
-    get_optimizer("muon", [{"params": [weight], "hidden": hidden}], {"lr": 0.1}).step()
-    assert not torch.equal(weight.detach(), torch.eye(3))
-
-
-class Module(L.LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.model = small_model()
-
-    def configure_optimizers(self):
-        optimizer = mixed(self.model)
-        scheduler = get_scheduler(optimizer, warmup_steps=4)
-        return {
-            "optimizer": optimizer,
-            "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
-        }
-
-    def training_step(self, batch, index):
-        draw = torch.Generator().manual_seed(self.global_step)  # a plain loader is not resumed
-        return (self.model(torch.randint(9, (8,), generator=draw)) - 1).square().mean()
-
-    def train_dataloader(self):
-        return torch.utils.data.DataLoader(torch.zeros(8, 1), batch_size=1)
-
-
-def test_lightning_trains_saves_and_resumes_with_it(tmp_path):
-    quiet = {
-        "logger": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "accelerator": "cpu",
-    }
-    uninterrupted = Module()
-    saving = ModelCheckpoint(dirpath=tmp_path, every_n_train_steps=3, save_top_k=-1)
-    L.Trainer(max_steps=7, callbacks=[saving], gradient_clip_val=1.0, **quiet).fit(uninterrupted)
-    resumed = Module()
-    trainer = L.Trainer(max_steps=7, enable_checkpointing=False, gradient_clip_val=1.0, **quiet)
-    trainer.fit(resumed, ckpt_path=next(tmp_path.glob("*step=3*")))
-    assert type(trainer.optimizers[0]) is MuonWithAdamW
-    states = (module.model.state_dict() for module in (uninterrupted, resumed))
-    assert all(torch.equal(a, b) for a, b in zip(*(state.values() for state in states)))
 
 
 # --- matrices together, and processors without bfloat16 -----------------------------------------
@@ -219,7 +146,7 @@ def by_decomposition(matrix: torch.Tensor) -> torch.Tensor:
     return U @ sigma.diag() @ V
 
 
-@pytest.mark.parametrize("shape", [(6, 6), (8, 3), (3, 8), (1, 5)])
+@pytest.mark.parametrize("shape", [(6, 6), (8, 3), (3, 8), (1, 5), (16, 40)])
 def test_batched_matrices_equal_single_ones(shape):
     matrices = torch.randn(3, *shape, generator=torch.Generator().manual_seed(0))
     together = orthogonalize(matrices, dtype=torch.float32)
@@ -228,58 +155,6 @@ def test_batched_matrices_equal_single_ones(shape):
             result, orthogonalize(matrix, dtype=torch.float32), rtol=1e-5, atol=1e-5
         )
         torch.testing.assert_close(result.double(), by_decomposition(matrix), rtol=0, atol=1e-5)
-
-
-def newton_schulz(matrix: torch.Tensor, ns_steps: int) -> torch.Tensor:
-    "The rounds as they are defined, on the matrix itself."
-    X, (a, b, c) = matrix / matrix.norm(), QUINTIC
-    for _ in range(ns_steps):
-        gram = X @ X.mT
-        X = a * X + (b * gram + c * gram @ gram) @ X
-    return X
-
-
-@pytest.mark.parametrize("ns_steps", [0, 1, 2, 5, 8])
-@pytest.mark.parametrize("shape", [(16, 40), (40, 16), (16, 24), (16, 23), (16, 16)])
-def test_the_gram_matrix_gives_the_same_iteration(shape, ns_steps):
-    matrix = torch.randn(*shape, generator=torch.Generator().manual_seed(1))
-    expected = newton_schulz(matrix.double(), ns_steps)
-    torch.testing.assert_close(
-        orthogonalize(matrix, ns_steps, torch.float32).double(), expected, rtol=0, atol=2e-5
-    )
-    torch.testing.assert_close(
-        orthogonalize(matrix, ns_steps, torch.float64), expected, rtol=0, atol=1e-12
-    )
-
-
-@pytest.mark.parametrize("least", [1e-2, 1e-4, 1e-6, 0.0])
-def test_small_singular_values_survive_in_float32(least):
-    draw = torch.Generator().manual_seed(2)
-    left, _ = torch.linalg.qr(torch.randn(24, 24, generator=draw, dtype=torch.float64))
-    right, _ = torch.linalg.qr(torch.randn(96, 24, generator=draw, dtype=torch.float64))
-    sigma = torch.full((24,), least, dtype=torch.float64)
-    sigma[0] = 1.0
-    matrix = left @ sigma.diag() @ right.mT
-    result, expected = (
-        orthogonalize(matrix.float(), dtype=torch.float32).double(),
-        newton_schulz(matrix, 5),
-    )
-    assert (result - expected).norm() < 2e-3 * expected.norm()
-
-
-@pytest.mark.parametrize("ns_steps", [6, 9, 12, 20])
-def test_many_steps_without_full_rank_stay_bounded(ns_steps):
-    draw = torch.Generator().manual_seed(3)
-    matrix = torch.randn(24, 8, generator=draw) @ torch.randn(8, 96, generator=draw)
-    values = torch.linalg.svdvals(orthogonalize(matrix, ns_steps, torch.float32))
-    assert 0.65 < values[7] and values[0] < 1.25
-
-
-def test_half_precision_does_not_use_the_gram_matrix(monkeypatch):
-    monkeypatch.setattr("bertlab.optim.muon._gram_newton_schulz", None)
-    assert orthogonalize(torch.randn(4, 16), dtype=torch.bfloat16).shape == (4, 16)
-    with pytest.raises(TypeError):
-        orthogonalize(torch.randn(4, 16), dtype=torch.float32)
 
 
 def test_zeros_stay_zero():
@@ -294,15 +169,6 @@ def test_a_cpu_without_bfloat16_iterates_in_float32(monkeypatch, able, dtype):
     assert orthogonalize(torch.randn(4, 4)).dtype == dtype
 
 
-@pytest.mark.parametrize(
-    ("capability", "dtype"), [((7, 5), torch.float32), ((8, 0), torch.bfloat16)]
-)
-def test_a_gpu_without_bfloat16_iterates_in_float32(monkeypatch, capability, dtype):
-    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device=None: capability)
-    with FakeTensorMode():  # knows a device that is not there
-        assert orthogonalize(torch.zeros(4, 4, device="cuda")).dtype == dtype
-
-
 def test_parameters_without_gradients_are_unchanged():
     first, second, third = (nn.Parameter(torch.randn(4, 4)) for _ in range(3))
     optimizer = BatchedMuon([{"params": [first, second, third]}], lr=0.1, weight_decay=0.0)
@@ -315,9 +181,8 @@ def test_parameters_without_gradients_are_unchanged():
 
 
 @pytest.mark.parametrize("option, value", [
-    ("ns_steps", "five"), ("ns_steps", 0), ("ns_steps", 2.5), ("ns_steps", True), ("momentum", 1.5),
-    ("momentum", -0.1), ("momentum", "high"), ("momentum", float("nan")), ("lr", -0.1),
-    ("weight_decay", -1), ("adjust_lr_fn", "adam"),
+    ("ns_steps", 0), ("momentum", 1.5), ("momentum", float("nan")), ("lr", -0.1), ("weight_decay", -1),
+    ("adjust_lr_fn", "adam"),
 ])  # fmt: skip
 def test_wrong_options_are_named_with_their_value(option, value):
     for build in (
@@ -326,10 +191,3 @@ def test_wrong_options_are_named_with_their_value(option, value):
     ):
         with pytest.raises(ValueError, match=f"{option}={value!r}"):
             build({option: value})
-
-
-def test_the_rate_may_be_a_tensor():
-    weight = nn.Parameter(torch.eye(3))
-    weight.grad = torch.ones(3, 3)
-    BatchedMuon([weight], lr=torch.tensor(0.1), momentum=0.0, weight_decay=0, ns_steps=1).step()
-    assert not torch.equal(weight.detach(), torch.eye(3))

