@@ -63,7 +63,6 @@ NON_MODEL_KEYS = (
     "example_index",
     "offsets",
     "original_ids",
-    "begins_word",
 )
 
 # %% ../../nbs/data/06_rows.ipynb #5877c1c8

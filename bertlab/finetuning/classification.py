@@ -26,7 +26,7 @@ from ..data.rows import IGNORE_INDEX
 from ..data.supervised import SequenceClassificationCollator
 from .evaluation import Calibration, Evaluation, classification_table
 from .evaluation import evaluate_classes, plot_calibration
-from .files import flatten, read_json_cell, read_number_cell
+from .files import flatten, read_number_cell
 from .task import LabelNames, Task
 from ..model.losses import masked_lm_loss
 
@@ -133,37 +133,33 @@ _MOST_WEIGHTS = 300_000  # labels times words: beyond it a few passes of SGD rep
 
 def _fit_bag_of_words(
     texts: Sequence[str],
-    targets: Any,  # labels, numbers, or 0 and 1 for each label (N, C)
-    validation: tuple[Sequence[str], Any],  # texts and targets to choose the penalty by
+    targets: np.ndarray,  # labels, numbers, or 0 and 1 for each label (N, C)
+    validation: tuple[Sequence[str], np.ndarray],  # texts and targets to choose the penalty by
     is_number: bool = False,
 ) -> Any:  # with `predict(texts)`
     "Fit a regression on weighted words."
     from sklearn.feature_extraction.text import TfidfVectorizer  # here: it takes a second
-    from sklearn.linear_model import LogisticRegression, Ridge, SGDClassifier
+    from sklearn.linear_model import LogisticRegression, Ridge
     from sklearn.multiclass import OneVsRestClassifier
     from sklearn.pipeline import make_pipeline
 
+    several = targets.ndim == 2
+    num_labels = 1 if is_number else targets.shape[1] if several else len(np.unique(targets))
     tfidf = TfidfVectorizer(
-        tokenizer=partial(split_words, signs=True),
-        token_pattern=None,
-        sublinear_tf=True,
-        smooth_idf=False,
-    )
-    features, n = tfidf.fit_transform(texts), len(texts)
-    multilabel = np.ndim(targets) == 2 and not is_number
-    num_labels = np.shape(targets)[1] if multilabel else len(set(map(str, targets)))
-    if is_number:
-        models = [Ridge(alpha=penalty * n) for penalty in _PENALTIES]
-    elif (num_labels if num_labels > 2 else 1) * features.shape[1] <= _MOST_WEIGHTS:
-        models = [LogisticRegression(C=1 / (p * n), max_iter=1000) for p in _PENALTIES]
-    else:
-        options = {"alpha": _PENALTIES[0], "max_iter": 5, "tol": None, "random_state": 0}
-        models = [SGDClassifier(loss="log_loss", n_jobs=-1, **options)]
-    models = [OneVsRestClassifier(model) if multilabel else model for model in models]
-    held_out = tfidf.transform(validation[0])
-    scores = [model.fit(features, targets).score(held_out, validation[1]) for model in models]
-    best = int(np.argmax(np.nan_to_num(scores, nan=-np.inf)))  # R2 of one row is NaN
-    return make_pipeline(tfidf, models[best])
+        tokenizer=partial(split_words, signs=True), token_pattern=None, sublinear_tf=True,
+        smooth_idf=False, max_features=max(1000, _MOST_WEIGHTS // num_labels),
+    )  # fmt: skip
+    features, best = tfidf.fit_transform(texts), (-np.inf, None)
+    for penalty in _PENALTIES:
+        if is_number:
+            model = Ridge(alpha=penalty * len(texts))
+        else:
+            model = LogisticRegression(C=1 / (penalty * len(texts)), max_iter=1000)
+        model = OneVsRestClassifier(model) if several else model
+        score = model.fit(features, targets).score(tfidf.transform(validation[0]), validation[1])
+        if best[1] is None or score > best[0]:  # R2 of one row is NaN
+            best = score, model
+    return make_pipeline(tfidf, best[1])
 
 # %% ../../nbs/finetuning/04_classification.ipynb #cf2574ca
 def softmax(logits: np.ndarray) -> np.ndarray:
@@ -199,10 +195,10 @@ class TextTask(Task):
         return ids
 
     def score(self, rows, predictions):
-        if (metric := self.metric(rows)) is None:
-            return {}
         parts = [p[self.prediction_key] for p in predictions], [row["label"] for row in rows]
-        scores = metric(*(torch.tensor([self.label_ids(label) for label in x]) for x in parts))
+        scores = self.metric(rows)(
+            *(torch.tensor([self.label_ids(label) for label in x]) for x in parts)
+        )
         return {name: value.item() for name, value in scores.items() if value.isfinite()}
 
     def majority(self, train, rows):
@@ -373,62 +369,53 @@ class MultiLabelClassification(TextTask):
 
 # %% ../../nbs/finetuning/04_classification.ipynb #d9ad76f6
 class Regression(TextTask):
-    "A number for a text, or several."
+    "A number for a text."
 
     problem_type = "regression"
     metric_names = "pearson", "spearman"
     monitor = "spearman"
     prediction_key = "predicted_value"
 
+    def __init__(self, labels=None, num_labels=1):
+        super().__init__(None, 1)
+
     def cell_reader(self, cells):
-        lists = any(cell.lstrip().startswith("[") for cell in cells)
-        return read_json_cell if lists else read_number_cell
+        return read_number_cell
 
     def learn_labels(self, labels, names=None, class_names=None):
         if names:
             raise ValueError(f"label_names={names}, but the labels are numbers: leave it out")
-        self.num_labels = int(np.size(labels[0]))
-        if self.num_labels > 1:  # several numbers a text have no ranking
-            self.metric_names, self.monitor = (), "loss"
 
-    def name_label(self, label: Any) -> Any:
-        try:
-            values = np.asarray(label, dtype=float).reshape(-1)
-        except (TypeError, ValueError):
-            values = np.array([])
-        if values.size != self.num_labels or not np.isfinite(values).all():
-            raise ValueError(f"the label {label!r:.60} is not {self.num_labels} finite numbers")
-        return values.tolist() if self.num_labels > 1 else float(values[0])
+    def name_label(self, label: Any) -> float:
+        if isinstance(label, str) or np.ndim(label) or not np.isfinite(label):
+            raise ValueError(f"the label {label!r:.60} is not a finite number")
+        return float(label)
 
     def loss(self, output, batch):
-        real_B, logits_BC = batch["attention_mask"].any(1), output["logits"].float()
-        errors_BC = (logits_BC - batch["labels"].view_as(logits_BC).float()).square()
-        return errors_BC.masked_fill(~real_B[:, None], 0.0).sum(), real_B.sum() * logits_BC.shape[1]
+        real_B, logits_B = batch["attention_mask"].any(1), output["logits"][:, 0].float()
+        errors_B = (logits_B - batch["labels"].float()).square()
+        return errors_B.masked_fill(~real_B, 0.0).sum(), real_B.sum()
 
     def metric(self, rows):
-        if self.num_labels > 1:
-            return None
         return MetricCollection({"pearson": PearsonCorrCoef(), "spearman": SpearmanCorrCoef()})
 
     def for_metric(self, output, batch):
         real_B = batch["attention_mask"].any(1)
-        values = output["logits"][:, 0], batch["labels"].reshape(-1)
-        return tuple(value[real_B].float() for value in values)
+        return output["logits"][real_B, 0].float(), batch["labels"][real_B].float()
 
     def blank(self, all_probabilities=False):
         return {"predicted_value": None}
 
     def decode(self, rows, encoded, outputs, all_probabilities=False):
-        values = (output["logits"].tolist() for output in outputs)
-        return [{"predicted_value": v[0] if len(v) == 1 else v} for v in values]
+        return [{"predicted_value": output["logits"].item()} for output in outputs]
 
     def majority(self, train, rows):
-        mean = np.mean([row["label"] for row in train], 0).tolist()
+        mean = float(np.mean([row["label"] for row in train]))
         return [{"predicted_value": mean} for _ in rows]
 
     def evaluate(self, rows, predictions):
-        gold_N = np.ravel([row["label"] for row in rows]).astype(float)
-        errors_N = np.ravel([p["predicted_value"] for p in predictions]).astype(float) - gold_N
+        gold_N = np.array([row["label"] for row in rows])
+        errors_N = np.array([p["predicted_value"] for p in predictions]) - gold_N
         numbers = {
             "mean_absolute_error": float(np.abs(errors_N).mean()),
             "root_mean_squared_error": float(np.sqrt((errors_N**2).mean())),

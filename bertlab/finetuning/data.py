@@ -222,9 +222,6 @@ class FinetuningDataModule(L.LightningDataModule):
         problem = options.pop("problem_type", usual)
         self.task, self.task_is_given = get_task(task, problem), problem is not None
         self.requested_columns = request_columns(self.task, text_column)
-        for role in self.task.text_columns:
-            if (column := options.pop(f"{role}_column", None)) is not None:
-                self.requested_columns[role] = column
         self.requested_columns[self.task.label_column] = label_column
         self.collator_kwargs = options
 
@@ -249,7 +246,6 @@ class FinetuningDataModule(L.LightningDataModule):
         self.collator: SupervisedCollator | None = None  # set by `setup`, as all below
         self.datasets: dict[str, EncodedRows] = {}
         self.num_cut: dict[str, int] = {}  # texts of each split that are longer than a row
-        self.trained_tokenizer = False
         self.batches: EpochBatches | None = None  # the latest training loader
         self._hashes: dict[str, str] = {}  # of each split, once `resume_identity` is called
 
@@ -275,9 +271,7 @@ class FinetuningDataModule(L.LightningDataModule):
         first = tables.get("train", next(iter(tables.values())))
         self.columns = self._find_columns(first, "train" in tables)
         label = str(self.columns[role])
-        classes = {split: class_names(t.features.get(label)) for split, t in tables.items()}
-        if classes.get("train") and isinstance(self.label_names, (list, tuple)):
-            classes = dict.fromkeys(classes, list(self.label_names))  # its ids, our names
+        classes = {split: self._class_names(t, label) for split, t in tables.items()}
         cells = [row.get(label) for row in first if isinstance(row, Mapping)]
         read_cell = self.task.cell_reader([cell for cell in cells if isinstance(cell, str)])
         rows = {s: self._read_rows(s, t, read_cell, classes[s]) for s, t in tables.items()}
@@ -287,6 +281,12 @@ class FinetuningDataModule(L.LightningDataModule):
         if "train" in rows and "validation" not in rows and self.validation_fraction:
             rows |= self._hold_out(rows["train"])
         self.rows = rows
+
+    def _class_names(self, table: Table, label: str) -> list[str] | None:
+        "Return the names of ids in a dataset: the user's, or its own."
+        names = class_names(table.features.get(label))
+        is_list = isinstance(self.label_names, (list, tuple))
+        return list(self.label_names) if names and is_list else names
 
     def _load_splits(self) -> dict[str, Table]:  # by keys of SPLITS
         "Load and slice. A split with its default name may be missing."
@@ -385,8 +385,7 @@ class FinetuningDataModule(L.LightningDataModule):
         if self.datasets:
             return
         self.read()
-        task, self.trained_tokenizer = self.task, self.tokenizer is None
-        train = lambda: train_tokenizer(self.texts(), self.vocab_size)
+        task, train = self.task, lambda: train_tokenizer(self.texts(), self.vocab_size)
         self.tokenizer = resolve_tokenizer([self.tokenizer], train=train)
         options = {"pad_to_multiple_of": None if self.fixed_shapes else 8, **self.collator_kwargs}
         if self.columns.get("text_pair"):

@@ -366,7 +366,7 @@ class FinetuningModule(TrainingModule):
         "Return the outputs of each real row, with what it takes to decode them."
         output, batch = on_host(self(**batch)), on_host(batch)
         real_B = batch["attention_mask"].any(1)
-        inputs = "attention_mask", "labels", "begins_word", "offsets", "example_index"
+        inputs = "attention_mask", "labels", "offsets", "example_index"
         values = {name: output[name] for name in self.task.outputs}
         values |= {name: batch[name] for name in inputs if name in batch}
         return {name: value[real_B] for name, value in values.items()}

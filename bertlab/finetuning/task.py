@@ -64,14 +64,14 @@ class LabelNames:
         names = tuple(map(str, names))
         if any(isinstance(value, str) for value in values):
             return cls(names, names)
-        if numbers[:1] in ([], [0]) and set(numbers) <= set(range(len(names))):
-            return cls(tuple(range(len(names))), names)
-        if len(numbers) != len(names) or 1 <= numbers[0] and numbers[-1] < len(names):
+        if len(numbers) == len(names):
+            return cls(tuple(numbers), names)
+        if numbers[:1] not in ([], [0]):
             raise ValueError(
                 f"label_names has {len(names)} names, but the training rows have the labels "
                 f"{numbers[:20]}; give a mapping from each label to its name, as {{1: {names[0]!r}}}"
             )
-        return cls(tuple(numbers), names)
+        return cls(tuple(range(len(names))), names)
 
     def index(self, value: Any) -> int:
         "Return the id of a label. Raises `ValueError` for an unknown one."

@@ -19,7 +19,7 @@ from torchmetrics import Metric
 
 from ..data.packing import pack_best_fit
 from ..data.rows import IGNORE_INDEX, document_positions
-from ..data.supervised import IOB2, TokenClassificationCollator, continue_entities
+from ..data.supervised import TokenClassificationCollator
 from .classification import classification_metrics, cross_entropy_sums, softmax
 from .evaluation import evaluate_classes
 from .files import split_cell
@@ -97,8 +97,7 @@ def pack_token_rows(
     pad_token_id: int,
 ) -> list[dict]:  # arrays of `capacity`; attention_mask numbers the rows that went in
     "Put several short rows into one of fixed length, best fit first (Johnson 1973)."
-    fillers = {"input_ids": pad_token_id, "token_type_ids": 0, "labels": IGNORE_INDEX,
-               "begins_word": 0}  # fmt: skip
+    fillers = {"input_ids": pad_token_id, "token_type_ids": 0, "labels": IGNORE_INDEX}
     plan, packed = pack_best_fit([len(row["input_ids"]) for row in rows], capacity), []
     for number in range(len(plan)):
         members = [rows[member] for member in plan[number]]
@@ -187,7 +186,8 @@ class TokenClassification(Task):
     @property
     def has_entities(self) -> bool:  # labels are IOB2, and one begins an entity
         names = self.labels.names if self.labels else ()
-        return all(map(IOB2.fullmatch, names)) and any(name[0] == "B" for name in names)
+        is_iob2 = all(re.fullmatch("O|[BI](-.+)?", name) for name in names)
+        return is_iob2 and any(name[0] == "B" for name in names)
 
     @property
     def metric_names(self) -> list[str]:
@@ -197,9 +197,6 @@ class TokenClassification(Task):
     @property
     def monitor(self) -> str:
         return "entity_f1" if self.has_entities else "accuracy"
-
-    def collator_options(self):
-        return {"continued_labels": continue_entities(self.labels.names)}
 
     def encode(self, rows, collator, start=0, whole=False):
         collator = copy(collator)
@@ -226,8 +223,6 @@ class TokenClassification(Task):
     def for_metric(self, output, batch):
         "Judge each word once, by its first sub-word; each document by itself."
         documents_BL, labels_BL = batch["attention_mask"], batch["labels"]
-        if "begins_word" in batch:  # later sub-words have learned, too
-            labels_BL = labels_BL.masked_fill(batch["begins_word"] == 0, IGNORE_INDEX)
         labels = split_documents(labels_BL, documents_BL, IGNORE_INDEX)
         predicted = split_documents(output["logits"].argmax(-1), documents_BL, 0)
         has_label = (labels != IGNORE_INDEX).any(1)

@@ -18,7 +18,6 @@ from bertlab.data.supervised import (
     SequenceClassificationCollator,
     TokenClassificationCollator,
     align_labels,
-    continue_entities,
     sliding_windows,
 )
 from bertlab.data.tokenizers import train_tokenizer
@@ -85,19 +84,9 @@ def tagger(kind, **options):
 @pytest.mark.parametrize("options, expected", [
     ((), [NO, 7, NO, 8, 9, NO, NO]),
     ((True,), [NO, 7, 7, 8, 9, 9, NO]),
-    ((True, {7: 9, 8: 7}), [NO, 7, 9, 8, 9, 9, NO]),
-    ((False, {7: 9}), [NO, 7, NO, 8, 9, NO, NO]),
 ])  # fmt: skip
 def test_first_or_all_sub_words_have_labels(options, expected):
     assert align_labels([None, 0, 0, 1, 2, 2, None], [7, 8, 9], *options) == expected
-
-
-@pytest.mark.parametrize("names, expected", [
-    (["O", "B-X", "I-X", "B-Y", "I-Z"], {1: 2}), (["I", "B", "O"], {1: 0}),
-    (["B-X", "I-X", "NOUN"], {}), (["O"], {}), ([], {}),
-])  # fmt: skip
-def test_b_continues_as_i_of_the_same_type(names, expected):
-    assert continue_entities(names) == expected
 
 
 @each_tokenizer
@@ -108,13 +97,13 @@ def test_words_get_the_ids_of_running_text(kind):
 
 
 @many
-@given(words_and_labels, st.sampled_from(KINDS), st.booleans(), st.integers(4, 40))
-def test_labels_are_at_their_words_and_lost_ones_counted(pairs, kind, all_subwords, length):
+@given(words_and_labels, st.sampled_from(KINDS), st.integers(4, 40))
+def test_labels_are_at_their_words_and_lost_ones_counted(pairs, kind, length):
     "The reference tokenizes each word alone and knows no word ids."
     tokenizer, words = tokenizer_of(kind), [word for word, _ in pairs]
     labels = [label if label >= 0 else NO for _, label in pairs]
     rows = [{"tokens": words, "tags": labels}]
-    batch = tagger(kind, max_sequence_length=length, label_all_subwords=all_subwords)(rows)
+    batch = tagger(kind, max_sequence_length=length)(rows)
     ids, expected, lost = [], [], 0
     for n, (word, label) in enumerate(zip(words, labels)):
         is_joined = words[n - 1 : n + 1] == ["日本", "日本"]  # Japanese has no space there
@@ -123,15 +112,10 @@ def test_labels_are_at_their_words_and_lost_ones_counted(pairs, kind, all_subwor
         room = length - 2 - len(ids)
         lost += label != NO and not pieces[:room]
         ids += pieces[:room]
-        expected += ([label] + [label if all_subwords else NO] * (len(pieces) - 1))[
-            : min(room, len(pieces))
-        ]
+        expected += ([label] + [NO] * len(pieces))[: min(room, len(pieces))]
     assert batch["input_ids"][0, 1 : 1 + len(ids)].tolist() == ids
     assert batch["labels"][0].tolist() == [NO, *expected, NO]
     assert batch["num_dropped_labels"].tolist() == [lost]
-    if all_subwords:  # as if only first sub-words had labels
-        first = tagger(kind, max_sequence_length=length)(rows)["labels"]
-        assert torch.equal(batch["labels"].masked_fill(batch["begins_word"] == 0, NO), first)
 
 
 @many

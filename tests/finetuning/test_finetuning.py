@@ -209,45 +209,6 @@ def test_scores_of_entities_are_seqevals():
     )
 
 
-def in_pieces(n, seed=0):
-    "Entities of words that the tokenizer has to cut."
-    cut = lambda word: {"the": "the", "is": "is", "in": "in"}.get(word, word + "some")  # noqa: E731
-    return [{**row, "text": list(map(cut, row["text"]))} for row in tagged(n, seed)]
-
-
-def test_words_are_judged_once_if_all_sub_words_learn():
-    from bertlab.finetuning.predictions import evaluate
-
-    found = []
-    for every in (False, True):
-        data = data_for(
-            "token_classification",
-            in_pieces(48),
-            in_pieces(19, 1),
-            in_pieces(5, 2),
-            collator_kwargs={"label_all_subwords": every},
-        )
-        data.setup()
-        module = module_for("token_classification", learning_rate=0.0)
-        trainer = fit(module, data, 1)
-        batch = next(iter(data.val_dataloader()))
-        predict(module, [batch])
-        found.append(
-            (
-                logged(trainer),
-                evaluate(module, data).numbers,
-                int((batch["labels"] >= 0).sum()),
-            )
-        )
-    (few, table, pieces), (all_, all_table, all_pieces) = found
-    assert all_pieces > 1.5 * pieces, "the words are in pieces"
-    scores = [name for name in few if name.startswith("val_") and name != "val_loss"]
-    assert "val_entity_f1" in scores and [all_[name] for name in scores] == [
-        few[name] for name in scores
-    ]
-    assert all_table == table
-
-
 def test_answers_are_scored_over_all_windows_of_a_context():
     from bertlab.finetuning.answers import rank_answers, score_answer
 
@@ -518,29 +479,7 @@ class SaveAt(Callback):
             trainer.save_checkpoint(self.path)
 
 
-def test_a_resumed_run_ends_as_an_uninterrupted_one(tmp_path):
-    ends, path = [], tmp_path / "half.ckpt"
-    for start in (None, path):
-        seed_everything(0 if start is None else 9)
-        module = module_for(
-            scheduler_type="linear",
-            layer_decay=0.8,
-            freeze_layers=0,
-            model_kwargs={"mlp_dropout": 0.1},
-        )
-        trainer = make_trainer(
-            8,
-            precision="32-true",
-            accelerator="cpu",
-            callbacks=[SaveAt(4, path)] if start is None else [],
-        )
-        trainer.fit(module, data_for(), ckpt_path=start, weights_only=False)
-        ends.append(weights(module))
-    for key, weight in ends[0].items():
-        assert torch.equal(weight, ends[1][key]), key
-
-
-@pytest.mark.parametrize("cut", [1, 4, 5])
+@pytest.mark.parametrize("cut", [4])
 def test_a_run_stopped_within_an_epoch_continues_its_rows(tmp_path, cut):
     ends, seen, path = [], [], tmp_path / "cut.ckpt"
     for start in (None, path):
@@ -552,7 +491,12 @@ def test_a_run_stopped_within_an_epoch_continues_its_rows(tmp_path, cut):
         )
         if start is not None:
             callback.step = -1
-        module = module_for(scheduler_type="linear")
+        module = module_for(
+            scheduler_type="linear",
+            layer_decay=0.8,
+            freeze_layers=0,
+            model_kwargs={"mlp_dropout": 0.1},
+        )
         trainer = make_trainer(
             100, max_epochs=3, precision="32-true", accelerator="cpu", callbacks=[callback]
         )
@@ -566,7 +510,7 @@ def test_a_run_stopped_within_an_epoch_continues_its_rows(tmp_path, cut):
         assert torch.equal(weight, ends[1][key]), key
 
 
-@pytest.mark.parametrize("kind", ["linear", "constant", "cosine", "polynomial"])
+@pytest.mark.parametrize("kind", ["linear", "polynomial"])
 def test_a_resume_uses_its_own_rate(tmp_path, kind):
     rates, path = {}, tmp_path / "half.ckpt"
     for start, rate in ((None, 1e-3), (path, 1e-4)):

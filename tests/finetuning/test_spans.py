@@ -1,7 +1,6 @@
 "Labelled spans that overlap, over documents of any length: read, cut, scored, merged, learned and told."
 
 import functools
-import json
 import math
 import os
 import re
@@ -408,51 +407,3 @@ def test_a_directory_predicts_as_its_module(trained):
         assert all(
             row["text"][s["start"] : s["end"]] == s["text"] and s["score"] > 0 for s in spans
         )
-
-
-def test_the_commands_go_from_a_file_to_spans_and_a_stopped_run_goes_on_to_the_same_result(
-    tmp_path, capsys
-):
-    from bertlab.cli.main import main
-
-    for split, rows in (
-        ("train", rows_of(24, 0, 3)),
-        ("validation", rows_of(8, 1, 3)),
-        ("test", rows_of(6, 2, 3)),
-    ):
-        (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    tokenizer().save_pretrained(tmp_path / "tok")
-    model = json.dumps(
-        {key: value for key, value in CONFIG.items() if value is not None and key != "vocab_size"}
-    )
-    files = json.dumps(
-        {split: str(tmp_path / f"{split}.jsonl") for split in ("train", "validation", "test")}
-    )
-    run = tmp_path / "run"
-    words = ["finetune", "--model.task", "span_classification", "--data.dataset_name_or_path", files,
-             "--data.pretrained_tokenizer_name_or_path", str(tmp_path / "tok"), "--data.max_sequence_length", "16",
-             "--data.collator_kwargs", '{"doc_stride": 6}', "--model.model_config_kwargs", model, "--model.learning_rate", "0.005",
-             "--data.train_batch_size", "8", "--trainer.accelerator", "cpu", "--trainer.precision", "32-true",
-             "--run.num_epochs", "8", "--run.checkpoint_every_steps", "20", "--run.progress", "none", "--run.output", str(run)]  # fmt: skip
-    assert main(words) == 0
-    said = capsys.readouterr().out
-    assert "written as BertLabForSpanClassification" in said and "bag of words" in said
-    metrics = json.loads((run / "metrics.json").read_text())
-    assert (
-        metrics["monitor"] == "val_span_f1"
-        and metrics["baselines"]["bag of words"]["test_span_f1"] > 0.5
-    )
-    told = tmp_path / "told.jsonl"
-    assert main(["predict", str(run), str(tmp_path / "test.jsonl"), "--output", str(told)]) == 0
-    rows = [json.loads(line) for line in told.read_text().splitlines()]
-    found, true = ({(n, s["start"], s["end"], s["label"]) for n, row in enumerate(rows) for s in row[name]}
-                   for name in ("predicted_spans", "spans"))  # fmt: skip
-    assert 2 * len(found & true) / (len(found) + len(true)) == pytest.approx(
-        metrics["runs"][0]["test_span_f1"], abs=1e-6
-    )
-    # What a run leaves that was killed after its last checkpoint and before its numbers.
-    for name in ("metrics.json", "config.json", "model.safetensors"):
-        (run / name).unlink()
-    assert [*(run / "seed-0" / "checkpoints").glob("*.ckpt")]
-    assert main(["finetune", "--resume", str(run)]) == 0
-    assert json.loads((run / "metrics.json").read_text()) == metrics
