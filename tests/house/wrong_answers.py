@@ -7,15 +7,15 @@ HIDE, NOTHING, RATE = "03_hide_and_predict", "04_nothing_is_happening", "05_rate
 LEARN, ONE_LABEL, OWN = "06_did_it_learn", "07_whole_text_one_label", "08_your_own_text"
 PAID, PROCESSES, DAY = "09_every_token_paid_for", "10_two_processes_one_step", "12_from_lab_to_day"
 RECORD = "13_record_in_an_afternoon"
-FINAL, FINAL_NEEDS = "final_project", ("def verdict(ours", "import numpy as np")
+FINAL, FINAL_NEEDS = "final_project", ("def verdict(our_scores", "import numpy as np")
 WRONG_ANSWERS = [
-    (FINAL, "verdict", FINAL_NEEDS, """def verdict(ours, theirs):
-    our_nats, their_nats = ([one.nats[0] for one in scores] for scores in (ours, theirs))
+    (FINAL, "verdict", FINAL_NEEDS, """def verdict(our_scores, their_scores):
+    our_nats, their_nats = ([score.nats[0] for score in arm_scores] for arm_scores in (our_scores, their_scores))
     return "better" if np.mean(our_nats) < np.mean(their_nats) else "worse"
 """, "or its luck"),
-    (FINAL, "verdict", FINAL_NEEDS, """def verdict(ours, theirs):
-    if max(one.nats[2] for one in ours) < min(one.nats[1] for one in theirs): return "better"
-    return "worse" if min(one.nats[1] for one in ours) > max(one.nats[2] for one in theirs) else "not known"
+    (FINAL, "verdict", FINAL_NEEDS, """def verdict(our_scores, their_scores):
+    if max(score.nats[2] for score in our_scores) < min(score.nats[1] for score in their_scores): return "better"
+    return "worse" if min(score.nats[1] for score in our_scores) > max(score.nats[2] for score in their_scores) else "not known"
 """,
      "row by row"),
     (HIDE, "gap_loss", ("def gap_loss",), """def gap_loss(z_BLV, labels_BL):
