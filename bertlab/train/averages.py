@@ -6,7 +6,6 @@
 __all__ = ['EMA', 'average_weights', 'greedy_soup', 'find_models', 'save_average']
 
 # %% ../../nbs/train/17_averages.ipynb #482bb942
-import json
 import math
 import os
 import shutil
@@ -17,16 +16,18 @@ from typing import Any
 
 import torch
 from lightning.pytorch.callbacks import Callback
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
+from ..data.tokens import tokenizer_fingerprint
 from ..data.tokenizers import TOKENIZER_FILES, load_tokenizer
 from ..model.huggingface import read_config
 from ..model.loading import check_finite, read_state_dict, written_weights
 from ..model.huggingface import read_sentence_transformers_files
 from .checkpoints import saved_models
-from ..core.files import atomic_directory
+from ..core.files import atomic_directory, write_json
 from ..core.names import check_range
 
 # %% ../../nbs/train/17_averages.ipynb #102c8b67
@@ -137,21 +138,20 @@ def average_weights(
         raise ValueError(
             f"shares must be {len(weights)} numbers, 0 or more and not all 0, got {shares}"
         )
-    first, mean = weights[0], {}
-    shapes = {name: weight.shape for name, weight in first.items()}
-    for number, other in enumerate(weights[1:], 2):
-        differing = shapes.items() ^ {(name, weight.shape) for name, weight in other.items()}
-        if differing:
+    shapes = [{(name, tensor.shape) for name, tensor in model.items()} for model in weights]
+    for number, other in enumerate(shapes[1:], 2):
+        if differing := shapes[0] ^ other:
             name, shape = min(differing)
             raise ValueError(
                 f"models 1 and {number} have different shapes: only one has {name} {tuple(shape)}"
             )
-    for name, value in first.items():
-        if value.is_floating_point():
+    mean = {}
+    for name, first in weights[0].items():
+        if first.is_floating_point():
             terms = (s * other[name].double() for s, other in zip(shares, weights) if s)
-            mean[name] = (sum(terms) / sum(shares)).to(value.dtype)
-        elif all(torch.equal(value, other[name]) for other in weights[1:]):
-            mean[name] = value.clone()
+            mean[name] = (sum(terms) / sum(shares)).to(first.dtype)
+        elif all(torch.equal(first, other[name]) for other in weights[1:]):
+            mean[name] = first.clone()
         else:
             raise ValueError(f"{name} holds integers that differ, so it has no mean")
     return mean
@@ -213,13 +213,8 @@ def _settings(model: Path) -> dict[str, Any]:
         if not any(part in name for part in _IGNORED)
     }
     if any((model / file).exists() for file in TOKENIZER_FILES):
-        tokenizer = load_tokenizer(model)
-        backend = getattr(tokenizer, "backend_tokenizer", None)
-        parts = {"vocabulary": tokenizer.get_vocab()} if backend is None else json.loads(backend.to_str())  # fmt: skip
-        settings |= {f"tokenizer.{name}": part for name, part in parts.items()}
-    if (model / "modules.json").is_file():
-        settings |= read_sentence_transformers_files(model)
-    return settings
+        settings["tokenizer"] = tokenizer_fingerprint(load_tokenizer(model))
+    return settings | read_sentence_transformers_files(model)
 
 
 def _check_compatible(models: Sequence[Path]) -> None:
@@ -227,16 +222,19 @@ def _check_compatible(models: Sequence[Path]) -> None:
     first = _settings(models[0])
     for model in models[1:]:
         settings = _settings(model)
-        for name in first:
-            if name in settings and first[name] != settings[name]:
+        for name in first.keys() & settings.keys():
+            if first[name] != settings[name]:
                 raise ValueError(
                     f"{models[0]} and {model} cannot be averaged: {name} is "
                     f"{str(first[name])[:80]} and {str(settings[name])[:80]}"
                 )
 
 
-# What a directory says of its own weights alone: how far they were trained, and how well they did.
-_OF_ONE = ("trainer_state.json", "metrics.json", "evaluation.json", "stage.json", "average.json")
+# What a directory says of its own weights alone, and what is not of the model.
+_NOT_COPIED = shutil.ignore_patterns(
+    ".*", "*.safetensors*", "*.bin*", "*.md", "adapter", "onnx", "trainer_state.json",
+    "metrics.json", "evaluation.json", "stage.json", "average.json",
+)  # fmt: skip
 
 
 def save_average(
@@ -249,8 +247,6 @@ def save_average(
     Configuration and tokenizer are the first one's. Raises `ValueError` for models that differ in
     more than weights, for weights that are not finite, and for an output that is there.
     """
-    from safetensors.torch import save_file
-
     output, models = Path(output), [Path(model) for model in models]
     if not models:
         raise ValueError("nothing to average: name one model or more")
@@ -262,23 +258,10 @@ def save_average(
         for model, state_dict in zip(models, state_dicts):
             check_finite(state_dict, model)
         weights = average_weights(state_dicts)
-    copied = [
-        p
-        for p in models[0].iterdir()
-        if p.is_file()
-        and not p.name.startswith(".")
-        and p.suffix in (".json", ".txt", ".model")
-        and "index" not in p.name
-        and p.name not in _OF_ONE
-    ]
-    copied += models[0].glob("[0-9]_*/config.json")  # how sentence-transformers pools
     with atomic_directory(output, new=True) as temporary:
-        for path in copied:
-            target = temporary / path.relative_to(models[0])
-            target.parent.mkdir(exist_ok=True)
-            shutil.copy2(path, target)
-        note = {"average_of": [str(m) for m in models], "how": "mean of weights"}
-        (temporary / "average.json").write_text(json.dumps(note, indent=1) + "\n")
+        shutil.copytree(models[0], temporary, ignore=_NOT_COPIED, dirs_exist_ok=True)
+        note = {"average_of": [str(model) for model in models], "how": "mean of weights"}
+        write_json(temporary / "average.json", note)
         with written_weights(temporary / "model.safetensors", output):
             save_file(
                 {name: weight.contiguous().clone() for name, weight in weights.items()},

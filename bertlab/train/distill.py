@@ -34,11 +34,11 @@ def kl_divergence(
     temperature: float = 1.0,  # above 1 the unlikely words weigh more
     weights: Tensor | None = None,  # (...): of each label, such as diffusion's; None: 1
 ) -> Tensor:  # summed over the labels, nats, times temperature squared
-    "KL(reference || model): what the model's guesses cost whom the reference is right for."
+    "Compute KL(reference || model) at the labels."
     exact = torch.promote_types(logits.dtype, torch.float32)
-    ours = (logits.to(exact) / temperature).log_softmax(-1)
-    theirs = (reference_logits.to(exact) / temperature).log_softmax(-1)
-    divergence = (theirs.exp() * (theirs - ours)).sum(-1)
+    log_probs = (logits.to(exact) / temperature).log_softmax(-1)
+    reference = (reference_logits.to(exact) / temperature).log_softmax(-1)
+    divergence = (reference.exp() * (reference - log_probs)).sum(-1)
     divergence = divergence if weights is None else divergence * weights
     # Softer targets have gradients that are smaller by the square (Hinton et al. 2015, sec. 2).
     return divergence.masked_fill(labels == IGNORE_INDEX, 0.0).sum() * temperature**2
@@ -70,10 +70,10 @@ def load_reference(
             f"reference {source} scores {loaded.config.vocab_size} tokens, the model "
             f"{vocab_size}: both need one tokenizer and one vocab_size"
         )
-    if fresh := load_matching_weights(model, loaded):
+    if missing_keys := load_matching_weights(model, loaded):
         raise ValueError(
             f"reference {source} was not trained for objective={objective!r}: it "
-            f"lacks {', '.join(fresh[:3])}"
+            f"lacks {', '.join(missing_keys[:3])}"
         )
     return model.eval().requires_grad_(False)
 
@@ -84,10 +84,10 @@ def check_same_words(
 ) -> None:
     "Raise `ValueError` where the same id is another word for the reference."
     try:
-        theirs = None if tokenizer is None else load_tokenizer(source)
+        reference_tokenizer = None if tokenizer is None else load_tokenizer(source)
     except ValueError:  # weights alone
         return
-    check_same_vocabulary(tokenizer, theirs, f"reference {source}")
+    check_same_vocabulary(tokenizer, reference_tokenizer, f"reference {source}")
 
 # %% ../../nbs/train/20_distill.ipynb #1c1011c4
 class DistillationModule(PretrainingModule):
@@ -125,12 +125,11 @@ class DistillationModule(PretrainingModule):
         weights, positions = inputs.get("loss_weights"), inputs.get("label_positions")
         if weights is not None and positions is not None:
             weights = gather_positions(weights, positions)
-        asked = {k: v for k, v in inputs.items() if k not in ("labels", "loss_weights")}
+        unlabelled = {k: v for k, v in inputs.items() if k not in ("labels", "loss_weights")}
         with torch.no_grad():
-            theirs = self._reference[0](**asked).logits
-        return kl_divergence(
-            logits, theirs, gathered_labels(inputs), self.hparams.temperature, weights
-        )
+            reference_logits = self._reference[0](**unlabelled).logits
+        labels, temperature = gathered_labels(inputs), self.options.temperature
+        return kl_divergence(logits, reference_logits, labels, temperature, weights)
 
     def auxiliary_losses(self) -> dict[str, tuple[float, Tensor]]:
         return {"kl": (self.hparams.kl_weight, self.divergence)} if self._reference else {}
@@ -147,9 +146,7 @@ class DistillationModule(PretrainingModule):
         "Bring the reference to where the model is, in its precision; nothing where it is there."
         weight = next(p for p in self.model.parameters() if p.is_floating_point())
         for reference in self._reference:
-            own = next(reference.parameters())
-            if (own.device, own.dtype) != (weight.device, weight.dtype):
-                reference.to(weight.device, weight.dtype)
+            reference.to(weight.device, weight.dtype)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_save_checkpoint(checkpoint)
@@ -157,10 +154,10 @@ class DistillationModule(PretrainingModule):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         "Refuse another reference than that of the run."
-        kept = checkpoint.get("reference_hash")
-        if kept != self.reference_hash:
+        saved = checkpoint.get("reference_hash")
+        if saved != self.reference_hash:
             raise ValueError(
-                f"this run has another reference: its checkpoint knows weights {kept}, and "
+                f"this run has another reference: its checkpoint knows weights {saved}, and "
                 f"{self.hparams.reference_model_name_or_path} holds {self.reference_hash} (None: "
                 "none); put the original back, or start a new run"
             )

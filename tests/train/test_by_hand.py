@@ -14,13 +14,11 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from test_modules import SHAPE, TEXTS, TOKENIZER, WORDS, data_of, fit, module_of
 from test_training import word_tokenizer
 
-from bertlab.data.collators import MaskedLanguageModelingCollator
 from bertlab.data.loaders import EpochBatches, ignore_parent_signals
 from bertlab.data.module import PretrainingDataModule
 from bertlab.data.packing import PackedDataset
 from bertlab.model.heads import BertLabForCausalLM
 from bertlab.model.config import BertLabConfig
-from bertlab.train.averages import EMA
 from bertlab.train.checkpoints import TrainingCheckpoint, saved_models, validates_after_batch
 from bertlab.train.resume import latest_checkpoint, run_fingerprint
 from bertlab.train.modules import PretrainingModule
@@ -38,7 +36,7 @@ def falling(step):
     return 1 / (1 + step)
 
 
-def test_a_module_and_data_with_other_words_are_refused_before_a_step():
+def test_module_and_data_with_other_words_are_refused():
     other = word_tokenizer([f"x{word}" for word in WORDS])  # as many words, others
     assert len(other) == len(TOKENIZER)
     data = PretrainingDataModule(None, other, max_sequence_length=32, train_batch_size=8)
@@ -120,7 +118,7 @@ def test_a_module_that_has_validated_can_be_copied_and_pickled():
     pickle.dumps(module._averaged)
 
 
-def test_a_run_behind_one_that_broke_off_in_a_validation_begins_with_its_own_weights():
+def test_a_run_after_a_broken_validation_has_its_own_weights():
     module, data = module_of(optimizer_class="splus", learning_rate=0.1), data_of()
     score, module.update_metrics = (
         module.update_metrics,
@@ -149,24 +147,6 @@ def test_weights_of_16_bits_are_warned_about_once(recwarn):
     assert "bfloat16" in message and "0.002" in message and "'bf16-mixed'" in message
     gains = {n: p for n, p in module.named_parameters() if n.endswith("norm.weight")}
     assert gains and all((p == 1).all() for p in gains.values()), "what the warning is about"
-
-
-def test_averages_are_of_the_run_that_they_are_used_in():
-    average = EMA(0.5)
-    first, second = module_of(seed=0), module_of(seed=1)
-    for module in (first, second):
-        trainer = make_trainer(
-            3, "32-true", accelerator="cpu", callbacks=[average], val_check_steps=3
-        )
-        torch.manual_seed(3)
-        trainer.fit(module, data_of())
-    again, alone = module_of(seed=1), EMA(0.5)
-    torch.manual_seed(3)
-    make_trainer(3, "32-true", accelerator="cpu", callbacks=[alone], val_check_steps=3).fit(
-        again, data_of()
-    )
-    assert average.num_averaged == alone.num_averaged == 3
-    assert all(torch.equal(average.averages[name], alone.averages[name]) for name in alone.averages)
 
 
 def test_numbers_of_numpy_and_paths_are_plain_in_a_checkpoint(tmp_path):
@@ -206,9 +186,7 @@ def test_numbers_of_numpy_and_paths_are_plain_in_a_checkpoint(tmp_path):
 @pytest.mark.parametrize(
     "function, name", [(falling, f"{__name__}.falling"), (lambda step: 1 / (1 + step), None)]
 )
-def test_a_function_among_the_options_of_a_schedule_leaves_a_checkpoint_that_a_run_goes_on_from(
-    function, name, tmp_path
-):
+def test_a_function_in_a_schedule_leaves_a_usable_checkpoint(function, name, tmp_path):
     def run(steps, path=None):
         module = module_of(
             learning_rate=1e-3,
@@ -246,7 +224,7 @@ def test_what_a_subclass_hands_on_is_what_is_trained_with():
     assert trainer.optimizers[0].param_groups[0]["betas"] == (0.5, 0.5)
 
 
-def test_a_subclass_with_a_part_beside_its_model_writes_its_directories(tmp_path):
+def test_a_subclass_with_more_parts_writes_its_directories(tmp_path):
     class Projected(PretrainingModule):
         def __init__(self, **options):
             super().__init__(**options)
@@ -259,14 +237,6 @@ def test_a_subclass_with_a_part_beside_its_model_writes_its_directories(tmp_path
     keeper = ModelCheckpoint(tmp_path, every_n_train_steps=1)
     L.Trainer(max_steps=1, callbacks=[keeper], limit_val_batches=0, **QUIET).fit(module, data_of())
     assert [path.name for path in tmp_path.iterdir() if path.is_dir()]
-
-
-def test_rows_with_segments_are_refused_where_a_batch_has_none():
-    collate = MaskedLanguageModelingCollator.from_tokenizer(TOKENIZER)
-    ids = TOKENIZER(TEXTS[0])["input_ids"]
-    collate([{"input_ids": ids, "token_type_ids": [0] * len(ids)}])
-    with pytest.raises(ValueError, match="row 0.*token_type_ids"):
-        collate([{"input_ids": ids, "token_type_ids": [0] * (len(ids) - 1) + [1]}])
 
 
 def test_the_causal_twin_is_stretched_as_its_encoder_is():
@@ -282,7 +252,7 @@ def test_the_causal_twin_is_stretched_as_its_encoder_is():
     )
 
 
-def test_no_validation_follows_where_there_is_no_row_to_validate_on(tmp_path):
+def test_no_validation_follows_without_validation_rows(tmp_path):
     module, data = module_of(), data_of(val=[])
     models = TrainingCheckpoint(tmp_path / "run", 2, keep_last=9, models=tmp_path / "models")
     trainer = make_trainer(6, "32-true", accelerator="cpu", val_check_steps=2, callbacks=[models])

@@ -118,27 +118,6 @@ def test_equal_answers_cost_nothing_and_pull_nowhere():
     assert abs(divergence.item()) < 1e-12 and ours.grad.abs().max() < 1e-12
 
 
-def test_positions_without_a_label_count_for_nothing_and_weights_weigh():
-    torch.manual_seed(0)
-    ours, theirs = torch.randn(2, 4, 7)
-    labels = torch.tensor([3, -100, 0, -100])
-    one, two = (kl_divergence(ours[[i]], theirs[[i]], labels[[i]]) for i in (0, 2))
-    torch.testing.assert_close(kl_divergence(ours, theirs, labels), one + two)
-    weights = torch.tensor([2.0, 5.0, 0.5, 5.0])
-    torch.testing.assert_close(
-        kl_divergence(ours, theirs, labels, weights=weights), 2 * one + two / 2
-    )
-
-
-def test_a_high_temperature_compares_centred_scores_and_keeps_its_size():
-    # Hinton et al. 2015, eq. 4: with the square of T, the limit is half the mean squared difference.
-    torch.manual_seed(1)
-    ours, theirs = torch.randn(2, 1, 5, dtype=torch.float64)
-    off = (ours - ours.mean()) - (theirs - theirs.mean())
-    got = kl_divergence(ours, theirs, torch.tensor([0]), temperature=1e4)
-    assert got.item() == pytest.approx(off.square().mean().item() / 2, rel=1e-3)
-
-
 def test_half_precision_scores_are_compared_in_float32():
     torch.manual_seed(2)
     ours, theirs = torch.randn(2, 3, 400).bfloat16()
@@ -162,7 +141,7 @@ def test_the_reference_changes_the_direction_of_the_gradient(references):
     assert cosine(plain, anchored) < 0.9  # a difference of two losses would give exactly 1
 
 
-def test_the_gradient_is_that_of_loss_plus_weighted_divergence(references):
+def test_the_gradient_is_that_of_loss_plus_divergence(references):
     "Against a plain computation of both terms on the same batch."
     anchored, logged = gradient(
         distilled(references["mlm"], kl_weight=2.0, temperature=2.0), data_of()
@@ -186,20 +165,6 @@ def test_the_gradient_is_that_of_loss_plus_weighted_divergence(references):
     assert logged["train_loss"].item() == pytest.approx(
         F.cross_entropy(ours, truth).item(), rel=1e-5
     )
-
-
-@pytest.mark.parametrize("objective", OBJECTIVE_NAMES)
-def test_a_model_that_is_its_own_reference_feels_nothing(references, objective):
-    "Also where coins decide what a token may see: both models toss the same ones."
-    options = {"model_config_kwargs": None, "pretrained_model_name_or_path": references[objective]}
-    plain, _ = gradient(
-        distilled(references[objective], objective, kl_weight=0.0, **options), data_of(objective)
-    )
-    anchored, logged = gradient(
-        distilled(references[objective], objective, **options), data_of(objective)
-    )
-    assert abs(logged["train_kl"].item()) < 1e-6
-    torch.testing.assert_close(anchored, plain, atol=1e-6 * plain.abs().max().item(), rtol=1e-4)
 
 
 @pytest.mark.parametrize("objective", OBJECTIVE_NAMES)
@@ -281,20 +246,7 @@ def test_the_reference_takes_the_precision_of_the_model(references):
     assert {p.dtype for p in module._reference[0].parameters()} == {torch.bfloat16}
 
 
-def test_who_asks_before_training_starts_finds_the_reference_where_the_model_is(references):
-    module, data = distilled(references["mlm"]), data_of()
-    seen = []
-
-    class Asks(Callback):  # before the module's own hook
-        def on_train_start(self, trainer, pl_module):
-            pl_module.label_loss(next(iter(data.train_dataloader())))
-            seen.extend(p.dtype for p in pl_module._reference[0].parameters())
-
-    make_trainer(1, callbacks=[Asks()], **{**CPU, "precision": "bf16-true"}).fit(module, data)
-    assert set(seen) == {torch.bfloat16}
-
-
-def test_validation_reports_both_and_its_loss_is_that_of_a_plain_run(references):
+def test_validation_reports_loss_and_divergence(references):
     data = data_of()
     module = distilled(references["mlm"])
     module.configure_model()
@@ -396,9 +348,7 @@ def run(reference, folder, steps, resume=None):
     return full_state_dict(module.model), history.column("train_loss").tolist()
 
 
-def test_a_resume_goes_on_with_the_same_reference_bit_for_bit_and_with_no_other(
-    references, tmp_path
-):
+def test_a_resume_needs_the_same_reference(references, tmp_path):
     whole, losses = run(references["mlm"], tmp_path / "whole", 6)
     run(references["mlm"], tmp_path / "parts", 4)
     again, resumed = run(
@@ -416,7 +366,7 @@ def test_a_resume_goes_on_with_the_same_reference_bit_for_bit_and_with_no_other(
     )
 
 
-def test_a_hash_of_weights_sees_one_bit_one_name_and_one_shape():
+def test_a_hash_sees_one_bit_one_name_and_one_shape():
     layers = [torch.nn.Linear(4, 2), torch.nn.Linear(4, 2)]
     layers[1].load_state_dict(layers[0].state_dict())
     assert state_dict_hash(layers[0]) == state_dict_hash(layers[1])

@@ -97,7 +97,7 @@ OPTIMIZERS = {
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("guard", [NonFiniteGuard, lambda: SpikeGuard(min_steps=2)])
-def test_bad_batches_leave_the_run_bit_identical_to_one_without_them(name, guard):
+def test_bad_batches_leave_no_trace_in_the_run(name, guard):
     bad = {0: NAN, 5: INF, 6: NAN, 11: -INF}
     without, _, _ = fit(16, Numbered(i for i in range(20) if i not in bad), (), OPTIMIZERS[name])
     guarded, record, _ = fit(20, Numbered(range(20), bad), [judge := guard()], OPTIMIZERS[name])
@@ -111,7 +111,7 @@ def test_bad_batches_leave_the_run_bit_identical_to_one_without_them(name, guard
     lambda w: get_optimizer("sgd", w, {"lr": 0.1, "momentum": 0.9}),
     lambda w: get_optimizer("muon", [{"params": w, "hidden": False}], {"lr": 0.1}),  # its inner AdamW is fused
 ], ids=["sgd", "muon"])  # fmt: skip
-def test_a_first_step_that_is_refused_leaves_neither_weights_nor_momentum(build):
+def test_a_refused_first_step_leaves_no_momentum(build):
     weight = torch.nn.Parameter(torch.ones(4))
     optimizer = build([weight])
     weight.grad = torch.full((4,), NAN)
@@ -139,7 +139,7 @@ def test_a_bad_micro_batch_spoils_its_window_and_no_other():
     assert same_weights(without, guarded) and guard.num_skipped == 1 and trainer.global_step == 6
 
 
-def test_too_many_in_a_row_stop_the_run_and_say_what_to_try(tmp_path, capsys):
+def test_too_many_bad_steps_in_a_row_stop_the_run(tmp_path, capsys):
     path, bad = tmp_path / "last.ckpt", {i: NAN for i in range(7, 100)}
     before, _, _ = fit(7, Numbered(range(7)))
     guard = NonFiniteGuard(max_in_a_row=5)
@@ -155,21 +155,13 @@ def test_too_many_in_a_row_stop_the_run_and_say_what_to_try(tmp_path, capsys):
     assert trainer.global_step == 22 and again.reason is None and again.num_skipped == 8
 
 
-def test_a_streak_goes_on_over_a_resume(tmp_path):
-    path, bad = tmp_path / "last.ckpt", {i: NAN for i in range(3, 100)}
-    fit(6, Numbered(range(100), bad), [NonFiniteGuard(5), TrainingCheckpoint(path)])
-    guard = NonFiniteGuard(5)
-    _, _, trainer = fit(50, Numbered(range(100), bad), [guard], ckpt_path=path)
-    assert trainer.global_step == 10 and guard.reason.startswith("7 steps in a row")
-
-
 def test_bad_steps_that_are_not_in_a_row_do_not_stop_the_run():
     bad = {i: NAN for i in range(60) if i % 4}
     _, _, trainer = fit(60, Numbered(range(60), bad), [guard := NonFiniteGuard(max_in_a_row=4)])
     assert trainer.global_step == 60 and guard.num_skipped == 45 and guard.reason is None
 
 
-def test_the_limits_are_mean_and_deviation_of_the_logarithms_and_never_below_a_factor():
+def test_limits_are_mean_and_deviation_of_logarithms():
     values = torch.tensor([[1.0, 2.0, 3.0, 6.0, 0.0, 0.0], [5.0, 5.0, 5.0, 5.0, 0.0, 0.0]])
     limits = spike_limits(values, torch.tensor(4), min_steps=3, sigmas=2.0, factors=(1.2, 4.0))
     logs = np.log([1, 2, 3, 6])
@@ -207,7 +199,7 @@ def test_the_ring_agrees_with_a_list(window, more, seed, sigmas):
     assert judged(guard, losses, norms) == expected and guard.num_skipped == sum(expected)
 
 
-def test_a_spike_of_the_loss_or_of_the_norm_is_refused_and_a_dip_is_not():
+def test_a_spike_is_refused_and_a_dip_is_not():
     rng = np.random.default_rng(0)
     calm = lambda: 3 + 0.1 * rng.standard_normal(70)  # noqa: E731
     for losses, norms, expected in (([4.0], [3.0], True), ([3.0], [13.0], True), ([3.0], [11.0], False),
@@ -238,7 +230,7 @@ def test_no_healthy_step_of_ten_thousand_recorded_ones_is_refused(calm_runs):
 
 
 @pytest.mark.parametrize("spread", [0.1, 0.3, 0.5])
-def test_no_healthy_step_is_refused_where_norms_have_a_long_tail(spread):
+def test_no_healthy_step_of_a_long_tail_is_refused(spread):
     rng, t = np.random.default_rng(0), np.arange(10_000)
     losses = 3 + 5 * np.exp(-t / 1500) + 0.05 * rng.standard_normal(len(t))
     norms = np.exp(spread * rng.standard_normal(len(t))) * (0.3 + np.exp(-t / 500))
@@ -260,7 +252,7 @@ def test_spikes_among_recorded_steps_are_refused_and_no_other_step(calm_runs, wh
         assert refused == spikes
 
 
-def test_a_skipped_step_is_named_on_the_console_and_counted_in_the_log(tmp_path, capsys):
+def test_a_skipped_step_is_printed_and_logged(tmp_path, capsys):
     from bertlab.train.monitors import build_loggers
 
     slow = lambda w: torch.optim.SGD(w, lr=0.01)  # noqa: E731
@@ -280,7 +272,7 @@ def test_a_skipped_step_is_named_on_the_console_and_counted_in_the_log(tmp_path,
 
 
 @pytest.mark.parametrize("bad", [NAN, INF, -INF])
-def test_a_value_that_is_not_finite_does_not_poison_the_history(bad):
+def test_a_non_finite_value_does_not_enter_the_window(bad):
     rng = np.random.default_rng(0)
     losses = 3 + 0.1 * rng.standard_normal(80)
     losses[70:75] = bad
@@ -306,14 +298,6 @@ def test_a_level_that_lasts_is_accepted_in_the_end():
     assert refused[0] == 100 and len(refused) < 64 and max(refused) < 170
     alike = [2.0] * 100 + [5.0] * 150  # no spread at all
     assert not judged(SpikeGuard(), alike)[-1]
-
-
-def test_a_spike_in_a_run_does_not_move_the_weights():
-    slow = lambda w: torch.optim.SGD(w, lr=0.01)  # noqa: E731
-    numbers = [i for i in range(90) if i != 80]
-    without, _, _ = fit(89, Numbered(numbers), [SpikeGuard()], slow)
-    guarded, _, _ = fit(90, Numbered(range(90), {80: 1e4}), [guard := SpikeGuard()], slow)
-    assert guard.num_skipped == 1 and same_weights(without, guarded)
 
 
 def test_both_guards_agree_with_each_alone_and_a_nan_is_counted_in_a_row():
@@ -386,7 +370,7 @@ def with_one_bad_rank(folder):
     )
 
 
-def test_two_processes_decide_alike_when_one_alone_sees_the_bad_batch(tmp_path):
+def test_two_processes_decide_alike_about_one_bad_batch(tmp_path):
     run_on_ranks(with_one_bad_rank, str(tmp_path))
     one, two = (torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in (0, 1))
     assert torch.equal(one[0], two[0]) and one[0].isfinite().all()

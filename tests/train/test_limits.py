@@ -75,7 +75,7 @@ def test_time_counts_over_all_sessions(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "epochs, said", [(2, ["step 10/10: ", "0:00 left"]), (-1, ["step 3/-1: "])]
 )
-def test_a_trainer_that_counts_epochs_has_a_last_step_or_no_time_left(epochs, said, capsys):
+def test_a_trainer_that_counts_epochs_has_a_last_step(epochs, said, capsys):
     class Enough(Callback):
         def on_train_batch_end(self, trainer, *_):
             trainer.should_stop = epochs < 0 and trainer.global_step == 3
@@ -142,7 +142,7 @@ def test_windows_grow_and_are_never_cut():
     assert trainer.accumulate_grad_batches == 1
 
 
-def test_a_step_ends_with_the_epoch_and_the_next_begins_at_the_next():
+def test_a_step_ends_with_the_epoch():
     sizes, left = [], 7
     for step in range(14):
         size = min(WARMUP(step), left)
@@ -195,7 +195,7 @@ def test_a_resume_keeps_to_the_windows(tmp_path, stop_at):
     np.testing.assert_array_equal(record.column("tokens"), again.column("tokens"))
 
 
-def test_periodic_checkpoints_fall_on_the_ends_of_growing_windows(tmp_path):
+def test_checkpoints_fall_on_the_ends_of_growing_windows(tmp_path):
     seen = []
 
     class Noted(TrainingCheckpoint):

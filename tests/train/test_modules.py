@@ -19,11 +19,10 @@ from bertlab.model import encoder, heads
 from bertlab.train.history import History
 from bertlab.data.module import PretrainingDataModule
 from bertlab.data.tokenizers import train_tokenizer
-from bertlab.train.checkpoints import TrainingCheckpoint
 from bertlab.model.config import BertLabConfig, matmul_parameters
 from bertlab.model.heads import BertLabForMaskedLM, head_and_loss
 from bertlab.model.huggingface import save_model
-from bertlab.model.losses import LossSums, LossConfig
+from bertlab.model.losses import LossConfig
 from bertlab.model.generation import generate
 from bertlab.optim.budgets import TimeBudgetLR
 from bertlab.train import modules
@@ -333,22 +332,6 @@ def test_a_mistake_is_named_when_the_module_is_made(options, words):
     assert all(word in str(caught.value) for word in words)
 
 
-def test_the_compiled_path_gives_the_loss_of_the_plain_one():
-    plain, compiled = module_of(), module_of(compile_model=True)
-    data = data_of()
-    data.setup()
-    batch = next(iter(data.train_dataloader()))
-    losses = []
-    for module in (plain, compiled):
-        torch.manual_seed(0)
-        module.configure_model()
-        parts = module.label_loss(batch)
-        assert isinstance(parts, LossSums)
-        losses.append(parts.loss_sum)
-    assert "compiled_blocks" in vars(compiled.model.encoder)
-    torch.testing.assert_close(losses[1], losses[0], rtol=1e-5, atol=1e-4)
-
-
 def test_the_compiled_loss_is_the_plain_one(monkeypatch):
     runs = []
 
@@ -408,37 +391,6 @@ def test_a_compiled_step_on_a_gpu_is_that_of_the_plain_one(kernel):
         found.append([loss.detach(), *(p.grad for p in model.parameters())])
     for a, b in zip(*found):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("trained", [False, True])
-def test_compiled_flex_without_gradients_is_the_plain_kernel(trained):
-    "A batch of another size makes a graph of its own, whose tables of blocks torch may lay out as it likes."
-    config = {
-        **SHAPE,
-        "vocab_size": 50,
-        "hidden_size": 64,
-        "num_attention_heads": 2,
-        "max_position_embeddings": 256,
-    }
-    model, plain = (BertLabForMaskedLM(BertLabConfig(**config, attn_implementation=kernel)).cuda()
-                    for kernel in ("flex", "sdpa"))  # fmt: skip
-    compile_model(model)
-    g = torch.Generator().manual_seed(0)
-    for rows in (32, 16, 5):
-        ids = torch.randint(5, 50, (rows, 256), generator=g).cuda()
-        ends = torch.randint(20, 120, (rows, 2), generator=g).cumsum(1)
-        numbers = ((torch.arange(256)[None, :, None] >= ends[:, None]).sum(-1) + 1).cuda()
-        if trained and rows == 32:
-            model(
-                ids, attention_mask=numbers, labels=ids, loss_config=LossConfig(loss_only=True)
-            ).loss.backward()
-        plain.load_state_dict(model.state_dict())
-        with torch.no_grad():
-            found, want = (
-                m.encoder(ids, attention_mask=numbers).last_hidden_state for m in (model, plain)
-            )
-        torch.testing.assert_close(found, want, rtol=1e-3, atol=1e-4)
 
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -848,17 +800,6 @@ def test_a_checkpoint_loads_without_what_the_run_began_with(tmp_path, optimizer)
     assert expected.keys() == weights.keys()
     assert all(torch.equal(expected[name], weights[name]) for name in expected)
     assert loaded.hparams.learning_rate == module.hparams.learning_rate
-
-
-def test_a_series_removes_its_own_directories_alone(tmp_path):
-    keeper = ModelCheckpoint(tmp_path / "best", every_n_train_steps=1, save_top_k=-1)
-    series = TrainingCheckpoint(tmp_path / "series", every_n_steps=1, keep_last=2)
-    make_trainer(4, "32-true", "cpu", callbacks=[History(), keeper, series]).fit(
-        module_of(), data_of()
-    )
-    names = sorted(path.name for path in (tmp_path / "series").iterdir())
-    assert names == ["step-00000003", "step-00000003.ckpt", "step-00000004", "step-00000004.ckpt"]
-    assert len([path for path in (tmp_path / "best").iterdir() if path.is_dir()]) == 4
 
 
 @pytest.mark.parametrize("saved", [True, False])

@@ -6,7 +6,6 @@ from functools import partial
 
 import pytest
 import torch
-from test_training import word_tokenizer
 from torch import nn
 
 import bertlab
@@ -60,7 +59,7 @@ def test_an_objective_is_one_row_of_one_table():
     assert halves == pytest.approx(whole / 2)
 
 
-def test_an_objective_with_a_key_of_its_own_is_told_from_the_others_by_its_class_alone():
+def test_an_own_objective_is_known_by_its_class():
     OBJECTIVES["weighed"] = Weighed
     weighed, plain = (
         Weighed(shapes.BertLabConfig(**SIZES)),
@@ -129,9 +128,7 @@ class Convolved(nn.Module):
 
 
 @pytest.mark.parametrize("initialization", shapes.CHOICES["initialization"])
-def test_matrices_of_a_layer_of_ones_own_begin_as_others_do_and_not_all_alike(
-    initialization, tmp_path
-):
+def test_matrices_of_an_own_layer_are_initialized(initialization, tmp_path):
     torch.manual_seed(0)  # two numbers may be alike by chance
     bertlab.register_layer("mlp", "convolved", Convolved)
     config = bertlab.BertLabConfig(
@@ -171,39 +168,6 @@ class Scaled(nn.Module):
         return x * torch.sigmoid(self.scale * x)
 
 
-class Curious(nn.Module):
-    "A norm that reads a number while it is made, which nothing does on the meta device."
-
-    def __init__(self, config):
-        super().__init__()
-        self.factor = torch.linspace(0, 1, 3)[1].item()
-
-    def forward(self, x):
-        return self.factor * x
-
-
-@pytest.mark.parametrize("later", ["cpu", "meta"])
-def test_a_model_with_layers_that_want_numbers_goes_on_under_other_settings(later, tmp_path):
-    module = bertlab.PretrainingModule(
-        {**SIZES, "norm": Curious, "attention_bias": True}, compile_model=False
-    )
-    module.configure_model()
-    module.model.save_pretrained(tmp_path)
-    tokenizer = word_tokenizer([f"w{n}" for n in range(20)])
-    with torch.device(later):
-        again = bertlab.PretrainingModule(
-            {"mlp_dropout": 0.1}, tmp_path, tokenizer, compile_model=False
-        )
-    again.configure_model()
-    assert again.missing_keys == [] and torch.equal(
-        again.model.head.dense.weight, module.model.head.dense.weight
-    )
-    with pytest.raises(ValueError, match="would drop"), torch.device(later):
-        bertlab.PretrainingModule(
-            {"attention_bias": False}, tmp_path, tokenizer, compile_model=False
-        )
-
-
 def twice(x):
     return 2 * x
 
@@ -220,9 +184,7 @@ def built(**settings):
 @pytest.mark.parametrize("given, name", [
     (Scaled, f"{__name__}.Scaled"), (f"{__name__}.Scaled", f"{__name__}.Scaled"), (nn.Mish, "torch.nn.modules.activation.Mish"),
     ("torch.nn.PReLU", "torch.nn.PReLU"), (twice, f"{__name__}.twice")])  # fmt: skip
-def test_an_activation_is_a_function_or_the_class_of_a_module_of_which_each_layer_has_its_own(
-    given, name, tmp_path
-):
+def test_an_activation_is_a_function_or_a_module_class(given, name, tmp_path):
     model = built(hidden_activation=given)
     assert model.config.hidden_activation == name
     parts = [block.mlp.activation for block in model.encoder.blocks] + [model.head.activation]
@@ -245,7 +207,7 @@ def test_an_activation_without_a_name_of_its_own_is_refused():
         bertlab.PretrainingModule({**SIZES, "hidden_activation": nn.Mish()})
 
 
-def test_a_module_without_weights_and_a_partial_have_the_name_that_add_layer_gives_them():
+def test_add_layer_names_modules_and_partials():
     bertlab.register_layer("hidden_activation", "mish", nn.Mish())
     bertlab.register_layer("hidden_activation", "mish", nn.Mish())  # the same cell again
     bertlab.register_layer(
@@ -258,7 +220,7 @@ def test_a_module_without_weights_and_a_partial_have_the_name_that_add_layer_giv
         bertlab.register_layer("hidden_activation", "scaled", Scaled())
 
 
-def test_a_layer_that_is_defined_anew_takes_the_place_of_its_old_self(tmp_path, monkeypatch):
+def test_a_layer_defined_anew_replaces_its_old_self(tmp_path, monkeypatch):
     source = "from torch import nn\n\nclass Norm(nn.Identity):\n    version = {}\n"
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(

@@ -301,7 +301,9 @@ def slow_worker(folder):
         results[f"{way} rules"] = {
             name: apart("plain", way, rule=rule) for name, rule in RULES.items()
         }
-        results[f"{way} objectives"] = {kind: apart("plain", way, kind) for kind in OBJECTIVES}
+        results[f"{way} objectives"] = {
+            kind: apart("plain", way, kind) for kind in OBJECTIVES if kind != "causal"
+        }
         results[f"{way} without labels"] = apart("plain", way, labels=False)
         results[f"{way} recomputed"] = {
             mode: apart("plain", way, recomputed=mode) for mode in ("full", "selected_ops")
@@ -380,7 +382,7 @@ def test_every_term_of_the_loss_is_that_of_the_whole_vocabulary(more, way, rule)
 
 @pytest.mark.slow
 @WAYS
-@pytest.mark.parametrize("kind", OBJECTIVES)
+@pytest.mark.parametrize("kind", [kind for kind in OBJECTIVES if kind != "causal"])
 def test_every_objective_can_be_shared(more, way, kind):
     for result in more:
         assert_alike(result[f"{way} objectives"][kind], 5e-5)
