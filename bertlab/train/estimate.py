@@ -43,14 +43,7 @@ class StepMemory:
 
     @property
     def peak(self) -> int:  # of all tensors
-        return (
-            self.weights
-            + self.gradients
-            + self.states
-            + self.activations
-            + self.head
-            + self.passing
-        )
+        return sum(vars(self).values())
 
 
 def _on_meta(build: Callable[[], nn.Module]) -> nn.Module:
@@ -260,31 +253,23 @@ def available_bytes(device: torch.device | str = "cpu") -> int | None:
 # %% ../../nbs/train/23_estimate.ipynb #fb393ff4
 def _largest_fitting(
     peak_of: Callable[[int], int],  # bytes of so many rows
-    rows: int,  # whose peak is known
-    peak: int,
+    rows: int,  # to begin with
     kept: int,  # bytes of no rows at all
-    room: int,
-) -> int:  # rows that fit; a fiftieth more does not
-    """Search along the chord between rows that fit and rows that do not.
-
-    A peak is the largest of several moments, each of which grows evenly with the rows. So it is
-    convex, and rows that the chord says fit do fit.
-    """
-    low, high = (0, kept), (rows, peak)  # rows that fit, and rows that do not
-    while high[1] <= room:  # go where the last two would lead, and a row further
-        slope = (high[1] - low[1]) / (high[0] - low[0])
-        if slope <= 0:
-            return high[0]
-        further = max(high[0], int(low[0] + (room - low[1]) / slope)) + 1
-        low, high = high, (further, peak_of(further))
-    by_chord = True
-    while high[0] - low[0] > max(1, low[0] // 50):
-        share = (room - low[1]) / (high[1] - low[1]) if by_chord else 0.5
-        guess = int(low[0] + share * (high[0] - low[0]))
-        guess = min(max(low[0] + 1, guess), high[0] - 1)
-        peak, by_chord = peak_of(guess), not by_chord  # every second one halves what is left
-        low, high = ((guess, peak), high) if peak <= room else (low, (guess, peak))
-    return low[0]
+    room: int,  # bytes
+) -> int:  # rows that fit; 2% more do not
+    "Search between rows that fit and rows that do not; peaks are convex in the rows."
+    low, low_peak, high = 0, kept, rows
+    while (high_peak := peak_of(high)) <= room:
+        further = int(high * (room - kept) / max(1, high_peak - kept)) + 1
+        low, low_peak, high = high, high_peak, max(further, high + 1)
+    while high - low > max(1, low // 50):
+        chord = low + int((high - low) * (room - low_peak) / (high_peak - low_peak))  # it fits
+        guess = min(max(chord, (low + high) // 2), high - 1)
+        if (peak := peak_of(guess)) <= room:
+            low, low_peak = guess, peak
+        else:
+            high, high_peak = guess, peak
+    return low
 
 
 _HALVES = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16, "32-true": None}
@@ -356,6 +341,6 @@ def estimate_memory(
     available, largest = available_bytes(device), None
     if find_largest and available is not None:
         room = available - process
-        largest = _largest_fitting(lambda n: step_of(n).peak, rows, step.peak, kept, room)
+        largest = _largest_fitting(lambda n: step_of(n).peak, rows, kept, room)
         largest = 0 if saving > room else largest
     return MemoryEstimate(step, process, saving, available, rows, length, largest, device)

@@ -74,23 +74,6 @@ class CardConfig:
 
     def __post_init__(self):
         check_range("watts", self.watts, 0, exclude_low=True)
-        for name, (pattern, expected) in _PATTERNS.items():
-            value = getattr(self, name)
-            for item in [value] if isinstance(value, str) else value or []:
-                if not re.fullmatch(pattern, item):
-                    raise ValueError(f"{name}={item!r} is not {expected}")
-
-
-_HUB_NAME = (r"[\w.\-]+(/[\w.\-]+)?", "a name on the hub; describe a local text in description")
-_PATTERNS = {
-    "language": (
-        r"[a-z]{2,3}(-[A-Za-z]{2,8})?|multilingual|code",
-        "a code of ISO 639, such as en",
-    ),
-    "license": (r"[a-z0-9][a-z0-9.\-+]*", "an identifier of the hub, such as apache-2.0 or other"),
-    "datasets": _HUB_NAME,
-    "base_model": _HUB_NAME,
-}
 
 # %% ../../nbs/train/24_model_cards.ipynb #13927aee
 def _read_if_there(path: Path) -> dict[str, Any]:  # empty without the file
@@ -108,23 +91,18 @@ def _count_parameters(directory: Path) -> int:
     return total
 
 
-def _metrics_of(path: Path, run_directory: Path, average: dict, state: dict) -> dict[str, Any]:
-    "The numbers of metrics.json that were measured with the weights in `path`."
-    if average:  # of several models: the run did not measure it
-        monitor, value = average.get("monitor"), average.get("value")
-        return {} if value is None else {"monitor": monitor, monitor: value}
-    if run_directory != path and not state:  # lengthened, trimmed, or otherwise derived
-        return {}
+def _metrics_of(run_directory: Path, state: dict) -> dict[str, Any]:
+    "The metrics of a run that were measured with the weights of a checkpoint."
     metrics = _read_if_there(run_directory / "metrics.json")
     # The demo calls validation_ what the other commands call val_.
     metrics = {re.sub("^validation_", "val_", name): value for name, value in metrics.items()}
-    last_step, step = metrics.get("steps"), state.get("global_step")
-    if step is not None and last_step is not None:
-        if step != metrics.get("validated_step", last_step):
-            metrics = {name: value for name, value in metrics.items() if name[:4] != "val_"}
-            metrics["val_loss"] = state.get("best_metric")
-        if step != last_step:
-            metrics |= {"tokens": None, "step": f"{step:,} of {last_step:,}"}
+    last_step = metrics.get("steps")
+    step = state.get("global_step", last_step)
+    if last_step is not None and step != metrics.get("validated_step", last_step):
+        metrics = {name: value for name, value in metrics.items() if name[:4] != "val_"}
+        metrics["val_loss"] = state.get("best_metric")
+    if last_step is not None and step != last_step:
+        metrics |= {"tokens": None, "step": f"{step:,} of {last_step:,}"}
     return metrics
 
 
@@ -137,24 +115,26 @@ def collect_run_facts(
         raise ValueError(f"{directory} has no config.json: name the directory of a model")
     average = _read_if_there(path / "average.json")
     state = _read_if_there(path / "trainer_state.json")
+    levels = (path, *path.parents[:2])
+    run_directory = next((level for level in levels if (level / RUN_FILE).is_file()), None)
+    # A model that was averaged, lengthened or trimmed has none of the metrics of its run.
+    is_of_run = run_directory is not None and not average and (run_directory == path or state)
+    name, metrics = path.name, {}
+    if run_directory:
+        name = run_directory.name if is_of_run else f"{run_directory.name}-{path.name}"
+    if is_of_run:
+        metrics = _metrics_of(run_directory, state)
+    elif "monitor" in average:
+        metrics = {"monitor": average["monitor"], average["monitor"]: average.get("value")}
     sources = average.get("average_of") or []
-    facts = {
-        "name": path.name,
+    return {
+        "name": name,
         "config": load_json(path / "config.json"),
         "parameters": _count_parameters(path),
         "average_of": ", ".join(Path(str(source)).name for source in sources),
-        "run": {},
-        "metrics": {},
+        "run": load_yaml(run_directory / RUN_FILE) if run_directory else {},
+        "metrics": metrics,
     }
-    levels = (path, *path.parents[:2])
-    run_directory = next((level for level in levels if (level / RUN_FILE).is_file()), None)
-    if run_directory:
-        is_of_run = not average and (run_directory == path or state)
-        name = run_directory.name
-        facts["name"] = name if is_of_run else f"{name}-{path.name}"
-        facts["run"] = load_yaml(run_directory / RUN_FILE)
-        facts["metrics"] = _metrics_of(path, run_directory, average, state)
-    return facts
 
 # %% ../../nbs/train/24_model_cards.ipynb #a1ea3adf
 _PIPELINE_TAGS = {
@@ -184,6 +164,9 @@ _METRIC_NAMES = {
 }
 
 
+_SPLITS = {"val": "validation", "test": "test"}
+
+
 def _finite(values: Any) -> dict[str, float]:  # empty for anything that is not a mapping
     "The finite numbers of a mapping: the hub refuses a card with any other metric."
     items = values.items() if isinstance(values, Mapping) else ()
@@ -198,54 +181,40 @@ class _Scores:
     split: str  # "val" or "test"
     values: dict[str, float]  # by metric
     names: dict[str, str]  # what the card calls each metric
-    spread: dict[str, str]  # over the seeds of the run
+    lines: list[str]  # one for each metric
     origin: str  # which rows were scored, and how far to trust the scores
-
-    def lines(self) -> list[str]:
-        "One line for each metric."
-        return [
-            f"{self.names[metric]}: {value:.4g}{self.spread.get(metric, '')}"
-            for metric, value in self.values.items()
-        ]
 
 
 def _scores(facts: Mapping[str, Any]) -> _Scores:
     "Choose the numbers to show: of the seed whose weights these are, and of the test split if any."
     metrics = facts["metrics"]
-    values, seeds, runs = _finite(metrics), metrics.get("seeds"), metrics.get("runs")
-    monitor, best_seed = str(metrics.get("monitor") or "a metric"), metrics.get("best_seed")
-    is_finetuned = isinstance(runs, list)
+    values, seeds, best_seed = metrics, metrics.get("seeds") or [], metrics.get("best_seed")
+    is_finetuned = isinstance(metrics.get("runs"), list)
     if is_finetuned:  # the mean over seeds belongs to no weights
-        values = _finite(
-            next((run for seed, run in zip(seeds or [], runs) if seed == best_seed), 0)
-        )
+        values = dict(zip(seeds, metrics["runs"])).get(best_seed)
+    values, monitor = _finite(values), str(metrics.get("monitor") or "val_loss")
     split = "test" if any(name.startswith("test_") for name in values) else "val"
-    names = dict(_METRIC_NAMES)
-    names.setdefault(metric := monitor.removeprefix("val_"), metric.replace("_", " "))
+    metric = monitor.removeprefix("val_")
+    names = {metric: metric.replace("_", " ")} | _METRIC_NAMES
     if facts["config"].get("problem_type") == "regression":
         names["loss"] = "squared error"
+    shown = {name: values[f"{split}_{name}"] for name in names if f"{split}_{name}" in values}
     mean, deviation = _finite(metrics.get("mean")), _finite(metrics.get("deviation"))
-    spread = {
-        name.removeprefix(f"{split}_"): f" (mean of {len(seeds)} seeds {mean[name]:.4g}, "
-        f"standard deviation {deviation[name]:.2g})"
-        for name in mean
-        if name in deviation
-    }
+    lines = []
+    for name, value in shown.items():
+        key, line = f"{split}_{name}", f"{names[name]}: {value:.4g}"
+        if key in mean and key in deviation:
+            line += f" (mean of {len(seeds)} seeds {mean[key]:.4g}, "
+            line += f"standard deviation {deviation[key]:.2g})"
+        lines.append(line)
     origin = "Measured on held-out text of the same origin as the training text."
     if is_finetuned or facts["average_of"]:
-        origin = (
-            f"Measured on the {_SPLITS[split]} split. The weights were selected by {monitor} of "
-        )
-        origin += "the validation split" + (
-            "." if split == "test" else ", so expect lower scores on new rows."
-        )
-        if seeds and len(seeds) > 1:
+        origin = f"Measured on the {_SPLITS[split]} split. The weights were selected by {monitor} "
+        origin += "of the validation split" + "." * (split == "test")
+        origin += ", so expect lower scores on new rows." * (split == "val")
+        if len(seeds) > 1:
             origin += f" The run had {len(seeds)} seeds; these are the weights of seed {best_seed}."
-    shown = {name: values[f"{split}_{name}"] for name in names if f"{split}_{name}" in values}
-    return _Scores(split, shown, names, spread, origin)
-
-
-_SPLITS = {"val": "validation", "test": "test"}
+    return _Scores(split, shown, names, lines, origin)
 
 # %% ../../nbs/train/24_model_cards.ipynb #e5449abb
 def _without_paths(
@@ -347,7 +316,7 @@ def make_card(
         tokens=facts["metrics"].get("tokens"),
         source=_text_source(run),
         start=(run.get("model") or {}).get("pretrained_model_name_or_path"),
-        scores=scores.lines(),
+        scores=scores.lines,
         origin=scores.origin,
         device=device,
         devices=devices,
@@ -435,7 +404,7 @@ def push_model(
     """
     import huggingface_hub as hub
 
-    if not re.fullmatch(r"[A-Za-z0-9][\w.\-]*/[A-Za-z0-9][\w.\-]*", repo):
+    if repo.count("/") != 1:
         raise ValueError(f"repo={repo!r} must have the form owner/name")
     readme = Path(directory) / "README.md"
     if readme.exists() and choices != CardConfig():

@@ -215,7 +215,7 @@ def test_the_search_for_the_largest_batch_ends_beside_the_edge_in_a_few_traces(p
         asked.append(n)
         return peak_of(n)
 
-    found = _largest_fitting(counted, 4, peak_of(4), 100, room)
+    found = _largest_fitting(counted, 4, 100, room)
     assert found == 0 or peak_of(found) <= room
     assert peak_of(found + max(1, found // 50)) > room
     assert len(asked) <= 40
