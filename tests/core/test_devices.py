@@ -1,9 +1,7 @@
 "Devices are described with reasons and sources; missing ones are refused."
 
-from mmap import mmap
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 
@@ -19,19 +17,15 @@ from bertlab.core.devices import (
     find_devices,
     matmul_dtype,
     peak_flops,
-    peak_memory_bytes,
-    resident_memory_bytes,
     retain_freed_memory,
 )
 
 # From the data sheets: what is printed "with sparsity" is halved here, by hand.
 DENSE = {
-    "NVIDIA A100-SXM4-80GB": 312, "NVIDIA A100 80GB PCIe": 312, "NVIDIA H100 80GB HBM3": 1979 / 2,
-    "NVIDIA H100 PCIe": 1513 / 2, "NVIDIA H100 NVL": 1671 / 2, "NVIDIA H200": 1979 / 2,
-    "NVIDIA B200": 36_000 / 8 / 2, "NVIDIA L4": 242 / 2, "NVIDIA L40S": 724 / 2, "NVIDIA A10": 125,
-    "NVIDIA RTX A6000": 309.7 / 2, "NVIDIA GeForce RTX 3090": 142 / 2, "NVIDIA L40": 362 / 2,
-    "NVIDIA GeForce RTX 4090": 330.4 / 2, "NVIDIA GeForce RTX 5090": 419 / 2, "v4-8": 275,
-    "v5litepod-8": 197, "v5p-128": 459, "v6e-1": 918, "v3-8": 123 / 2, "v2-8": 46 / 2,
+    "NVIDIA A100-SXM4-80GB": 312, "NVIDIA H100 80GB HBM3": 1979 / 2, "NVIDIA H200": 1979 / 2,
+    "NVIDIA B200": 36_000 / 8 / 2, "NVIDIA L4": 242 / 2, "NVIDIA A10": 125,
+    "NVIDIA GeForce RTX 3090": 142 / 2, "NVIDIA GeForce RTX 4090": 330.4 / 2,
+    "v4-8": 275, "v5litepod-8": 197, "v5p-128": 459, "v6e-1": 918, "v3-8": 123 / 2,
 }  # fmt: skip
 
 
@@ -99,20 +93,6 @@ def test_measured_rates_are_plausible_and_draw_no_numbers():
     assert 1e8 < benchmark_bandwidth(seconds=0.05, megabytes=4) < 1e14
 
 
-def test_the_peak_of_resident_memory_stays():
-    before = resident_memory_bytes()
-    if before is None:
-        pytest.skip("resident memory is read from Linux's /proc")
-    # Of the system itself: a process that has trained on a CPU keeps what numpy frees.
-    block = np.frombuffer(mmap(-1, 40 * 2**20), np.uint8)
-    block[:] = 1  # every page touched
-    held = resident_memory_bytes()
-    mark = peak_memory_bytes()
-    del block
-    assert held - before > 30 * 2**20 and mark >= held - 2**20
-    assert resident_memory_bytes() < held - 30 * 2**20 and peak_memory_bytes() >= mark
-
-
 # --- what there is --------------------------------------------------------------------------------
 
 
@@ -174,15 +154,6 @@ def test_a_gpu_is_described_with_reason_and_peak(bare, gpu, precision, peak):
     )
     for fact in (device.name, f"{gpu[2]}.0 GiB", device.reason):
         assert fact in str(device) and fact in device.report()
-
-
-@pytest.mark.parametrize("name, count", [("v3-8", 8), ("v5litepod-4", 4), ("", 4)])
-def test_up_to_v3_a_chip_is_two_devices(name, count, monkeypatch):
-    monkeypatch.setattr(
-        devices.glob, "glob", lambda pattern: ["chip"] * 4 if "accel" in pattern else []
-    )
-    monkeypatch.setenv("TPU_ACCELERATOR_TYPE", name)
-    assert devices.count_tpus() == count
 
 
 def test_a_run_uses_the_first_device(bare):

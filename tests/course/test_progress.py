@@ -75,21 +75,6 @@ def test_only_a_right_answer_is_recorded(verdict, file):
     assert check_it(verdict) == verdict and progress() == {}
 
 
-def test_a_recorded_check_is_the_same_function(file):
-    assert check_it("right", loud=True) == "right" and list(progress()["page"]) == ["it"]
-    assert check_it.__name__ == "check_it" and check_it.__doc__ == "Check it."
-
-
-def test_an_error_passes_through_a_recorded_check(file):
-    @recorded("page")
-    def check_error():
-        raise KeyError("mine")
-
-    with pytest.raises(KeyError, match="mine"):
-        check_error()
-    assert progress() == {}
-
-
 def test_colab_uses_drive(tmp_path, monkeypatch, capsys):
     monkeypatch.delenv("BERTLAB_PROGRESS", raising=False)
     monkeypatch.setenv("COLAB_RELEASE_TAG", "x")

@@ -2,7 +2,6 @@
 
 import json
 import math
-from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
@@ -398,31 +397,6 @@ def test_mismatched_parts_are_refused():
     data.tokenizer = train_tokenizer(["a quite different text with other words in it " * 3], 120)
     with pytest.raises(ValueError, match="another tokenizer"):
         fit(other, data, 1)
-
-
-def test_evaluation_weights_are_saved(tmp_path, monkeypatch):
-    module, inside = small_module(), []
-
-    @contextmanager
-    def averages(self):
-        inside.append(True)
-        with torch.no_grad():
-            kept = [p.clone() for p in self.parameters()]
-            for p in self.parameters():
-                p.add_(1.0)
-            yield
-            for p, old in zip(self.parameters(), kept):
-                p.copy_(old)
-
-    before = weights_of(module).clone()
-    monkeypatch.setattr(EmbeddingModule, "evaluation_weights", averages)
-    module.save(tmp_path / "model")
-    assert inside and torch.equal(weights_of(module), before)
-    saved = BiEncoder.load(tmp_path / "model")
-    torch.testing.assert_close(
-        torch.cat([p.flatten() for p in saved.parameters()]),
-        before[: sum(p.numel() for p in saved.parameters())] + 1,
-    )
 
 
 @pytest.mark.parametrize(

@@ -5,11 +5,9 @@ import json
 import math
 import os
 import subprocess
-import sys
 import weakref
 from types import SimpleNamespace
 
-import ipywidgets
 import numpy as np
 import pytest
 import torch
@@ -26,7 +24,6 @@ from bertlab.explorers.models import (
     attention_browser,
     attention_maps,
     embedding_map,
-    find_token,
     nearest_tokens,
     untrained_twin,
 )
@@ -45,7 +42,6 @@ from bertlab.explorers.schedules import (
     schedule_yaml,
 )
 from bertlab.explorers.training_monitor import (
-    MonitorPanel,
     TrainingMonitor,
     monitor_curves,
 )
@@ -98,18 +94,6 @@ designs = st.fixed_dictionaries(
         "cooldown_decay": st.sampled_from([0.1, 0.001]),
     }
 )
-
-
-def test_fractions_and_tokens_are_drawn():
-    schedule = Schedule(warmup_steps=0.1, cooldown_steps=0.2, total_steps=1000)
-    options = phase_options(schedule)
-    assert (options["warmup_steps"], options["cooldown_steps"]) == (100, 200)
-    assert "warmup_steps: 100" in schedule_yaml(schedule, 1000, 1e-3)
-    explorer = rate_designer(1000, 1e-3, warmup_steps=0.1, cooldown_steps=0.2)
-    assert (
-        control(explorer, "warmup updates").value == 100
-        and control(explorer, "cooldown updates").value == 200
-    )
 
 
 @settings(derandomize=True, deadline=None, max_examples=25)
@@ -198,20 +182,6 @@ def test_a_mean_ends_at_a_seed_without_a_loss():
     assert mean_curve(seeds, "update_sizes", points=2)[1].tolist() == [1, 4]
 
 
-@pytest.mark.parametrize("rule", ["update", "num_points"])
-def test_a_rule_may_have_any_name(rule):
-    race = optimizer_race([OptimizerRun(rule, 0.1, 0, [4.0, 3.0], [0.1, 0.1], {1: [1.0]})])
-    control(race, "update").value = 2
-    assert "3.000" in race.children[-1].value
-    box = next(
-        widget
-        for widget in find_widgets(race)
-        if getattr(widget, "description", "") == rule and widget.value is True
-    )
-    box.value = False
-    assert "choose at least one rule" in race.children[-1].value
-
-
 # Attention browser and embedding map
 
 
@@ -248,25 +218,6 @@ def test_a_transformers_bert_can_be_browsed_too(room):
     with torch.no_grad():
         out = plain(**room["tokenizer"](text, return_tensors="pt"), output_attentions=True)
     np.testing.assert_allclose(weights, torch.stack(out.attentions)[:, 0].numpy(), atol=1e-6)
-
-
-def test_attention_without_pairwise_weights_is_refused(room):
-    from transformers import LongformerConfig, LongformerForMaskedLM
-
-    small = dict(
-        hidden_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=16,
-        attention_window=4,
-    )
-    model = LongformerForMaskedLM(
-        LongformerConfig(vocab_size=len(room["tokenizer"]), **small)
-    ).eval()
-    with pytest.raises(ValueError, match="LongformerForMaskedLM gives no weight to each pair"):
-        attention_maps(
-            model, room["tokenizer"], "the name of the string and the length of the name"
-        )
 
 
 def test_wrong_models_are_refused(room):
@@ -309,43 +260,6 @@ def test_neighbours_are_those_of_the_cosine():
     np.testing.assert_allclose([c for _, c in neighbours], [cosines[i] for i in expected])
 
 
-def test_gaps_in_token_ids_are_allowed(room):
-    from bertlab.data.vocabularies import tokenizer_state, with_tokenizer_state
-
-    state = tokenizer_state(room["tokenizer"])
-    moved = {piece: id + 3 * (id >= 50) for piece, id in state["model"]["vocab"].items()}
-    state["model"]["vocab"] = moved
-    tokenizer, last = with_tokenizer_state(room["tokenizer"], state), max(moved, key=moved.get)
-    config = room["small_model"](0).config
-    config.vocab_size = moved[last] + 1
-    torch.manual_seed(0)
-    model = BertLabForMaskedLM(config)
-    with torch.no_grad():
-        table = model.get_input_embeddings().weight
-        table[50:53] = table[moved["the"]] = table[
-            moved[last]
-        ]  # the nearest but one may be no entry
-    shown = embedding_map(model, tokenizer, ["the", last])
-    assert (
-        f"nearest to <bdi>the</bdi>: <bdi>{last}</bdi> 1.00" in shown.children[-1].value
-        and "None" not in shown.children[-1].value
-    )
-    with pytest.raises(ValueError, match=f"ids up to {moved[last]}.*vocab_size is 1500"):
-        embedding_map(room["small_model"](0), tokenizer, ["the"])
-
-
-def test_an_unknown_token_is_shown_by_its_pieces(room):
-    tokenizer = room["tokenizer"]
-    assert find_token(tokenizer, " the ") == tokenizer.get_vocab()["the"]
-    for word, message in (
-        ("", "type a token"),
-        ("<b>", "its pieces are"),
-        ("thethethe", "not in the vocabulary"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            find_token(tokenizer, word)
-
-
 # All of them
 
 
@@ -361,21 +275,6 @@ def test_a_closed_explorer_frees_its_model(room, name):
     explorer.close()  # a second time does nothing
     gc.collect()
     assert [model() for model in models] == [None] * len(models) and explorer.children
-
-
-@pytest.mark.parametrize("name", ["schedule_designer", "optimizer_race", "packing_visualiser"])
-def test_close_closes_nested_widgets_and_links(room, name, monkeypatch):
-    links, jslink = [], ipywidgets.jslink
-    monkeypatch.setattr(
-        ipywidgets, "jslink", lambda *ends: links.append(jslink(*ends)) or links[-1]
-    )
-    exec(CASES[name].source, room)
-    widgets = [*find_widgets(room["explorer"]), *links]
-    assert len(links) == (name != "schedule_designer") and all(
-        widget.comm is not None for widget in widgets
-    )
-    room["explorer"].close()
-    assert [widget for widget in widgets if widget.comm is not None] == []
 
 
 # Training monitor
@@ -548,24 +447,6 @@ def test_a_monitor_records_outside_a_notebook(monkeypatch, capsys):
     assert train([monitor], 3).global_step == 3
     assert monitor.panel is None and len(monitor.rows) == 3 and training_monitor.open_mail() is None
     assert "widget" not in capsys.readouterr().out.lower()
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("kernel", [SimpleNamespace(), SimpleNamespace(shell_stream=None)])
-def test_an_unknown_kernel_gets_a_hint(monkeypatch, kernel):
-    shown = []
-    monkeypatch.setitem(
-        sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: SimpleNamespace(kernel=kernel))
-    )
-    monkeypatch.setattr(MonitorPanel, "show", lambda panel: shown.append(panel))
-    assert training_monitor.open_mail() is None
-    monitor = TrainingMonitor()
-    assert train([monitor], 3).global_step == 3 and shown == [monitor.panel]
-    texts = [
-        widget.value for widget in find_widgets(monitor.panel.explorer) if hasattr(widget, "value")
-    ]
-    assert "interrupt the kernel" in texts[0] and texts[-1].count("<svg") == 4
-    assert len(MonitorPanel().explorer.children) == 2  # no such line where clicks are heard
 
 
 @pytest.mark.filterwarnings("ignore")

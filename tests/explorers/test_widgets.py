@@ -15,8 +15,6 @@ import bertlab.explorers.fill_mask as fill_mask_box
 import bertlab.explorers.packing as packing_explorers
 import bertlab.explorers.widgets as widgets
 from bertlab.data.tokenizers import train_tokenizer
-from bertlab.model.config import modernbert_tiny
-from bertlab.model.heads import BertLabForMaskedLM
 
 # Core widgets that ipywidgets 7.7, the version on Colab, does not have.
 NEW_WIDGETS = {
@@ -117,17 +115,6 @@ def test_large_static_forms_have_fewer_steps():
     assert explorer.children[-1].value.startswith("<p>0</p>")
 
 
-def test_a_checkpoint_whose_tokenizer_has_no_mask_is_named(tokenizer):
-    bare = train_tokenizer(["the list of strings"] * 9, vocab_size=60)
-    bare.mask_token = None
-    shape = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=1)
-    model = BertLabForMaskedLM(modernbert_tiny(vocab_size=len(tokenizer), **shape))
-    with pytest.raises(ValueError, match="the tokenizer of 'two' has no mask token"):
-        fill_mask_box.ask_checkpoints(
-            {"one": (model, tokenizer), "two": (model, bare)}, "the [MASK]"
-        )
-
-
 def test_typed_markup_is_escaped():
     evil = "<img src=x onerror=alert(1)>"
     frame = plots.svg_figure([plots.svg_box(0, 0, 9, 9, text=evil, tip=evil)], 9, 9, alt=evil + '"')
@@ -138,20 +125,6 @@ def test_typed_markup_is_escaped():
     assert "<img" not in widgets.draw_or_alert(
         packing_explorers.packed_html, text=evil, capacity=9, packer="padded"
     )
-
-
-def test_text_keeps_the_direction_of_its_script(tokenizer):
-    assert '<td dir="auto" style="text-align:left">قط</td>' in fill_mask_box.guess_rows(
-        [("قط", 0.5)]
-    )
-    drawn = widgets.masked_html(tokenizer, "the cat sat on the mat", 0.9)
-    paragraph = drawn[: drawn.index("</p>")]
-    assert (
-        paragraph.startswith('<p dir="auto"')
-        and "[CLS]</span>" not in paragraph
-        and "[CLS]</bdi>" in paragraph
-    )
-    assert "[MASK]</span>" not in paragraph
 
 
 def test_a_bug_in_a_drawing_is_shown_and_raised():
@@ -219,27 +192,6 @@ def test_the_packers_fill_rows_as_by_hand():
         (3, 1),
     ]  # to the last position
     assert deal(lengths, 100, "best-fit") == [(0, 0), (1, 1), (3, 1), (2, 0)]  # 60 + 40, 50 + 50
-
-
-@pytest.mark.parametrize("lengths, message", [([], "type the lengths"), ([0, 0], "no row is open yet"),
-                                           ([7, 500], "lengths[1] = 500 is outside 0 to 128"), ([64] * 199, "efficiency 99.5%"),
-                                           ([1] * 201, "201 lengths are too many")])  # fmt: skip
-def test_a_visualiser_takes_any_lengths(lengths, message):
-    explorer = packing_explorers.packing_visualiser(lengths)
-    assert message in explorer.children[-1].value and len(explorer.static_html.encode()) <= 150_000
-
-
-@pytest.mark.parametrize("text", ["40 12 60 30", "40,12,60,30", "40 , 12 ,60;30"])
-def test_the_slider_reaches_every_document(text):
-    explorer = packing_explorers.packing_visualiser([5, 5])
-    controls = {
-        child.description: child for child in explorer.children if hasattr(child, "description")
-    }
-    controls["lengths"].value = text
-    assert controls["documents"].max == controls["deal"].max == 4
-    assert "4 of 4 documents: 142 of 256" in explorer.children[-1].value  # 60 + 40 + 12, and 30
-    controls["lengths"].value = "40, many"
-    assert "is not a length" in explorer.children[-1].value and controls["documents"].max == 4
 
 
 def test_a_window_stays_in_its_document():
