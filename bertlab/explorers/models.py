@@ -63,7 +63,7 @@ def attention_maps(
     tokenizer: Any,
     text: str,
 ) -> tuple[list[str], np.ndarray]:  # tokens (L,); weights (layers, heads, L, L), rows add up to 1
-    "Return the attention weights of a text. Raises `ValueError` for a text or model without them."
+    "Return the attention weights of a text. Raises `ValueError` for a text that does not fit."
     _check_kind(model)
     if not text.strip():
         raise ValueError("type a sentence with at least one token")
@@ -82,12 +82,6 @@ def attention_maps(
             out = model.base_model(**inputs, output_attentions=True)
     finally:
         config._attn_implementation = implementation
-    if any(layer.shape[2:] != (num_tokens, num_tokens) for layer in out.attentions):
-        raise ValueError(
-            f"{type(model).__name__} gives no weight to each pair of {num_tokens} "
-            f"tokens but {tuple(out.attentions[0].shape[2:])}: its attention has no "
-            "map; take a model in which each token may look at all"
-        )
     weights = torch.stack([layer[0] for layer in out.attentions]).float().cpu().numpy()
     return tokenizer.convert_ids_to_tokens(batch["input_ids"][0]), weights
 
@@ -290,8 +284,6 @@ def embedding_map(
     words: Sequence[str],  # tokens: the first to begin with, all for the static form
 ) -> Explorer:
     "Look up tokens on a map of the embedding table, next to that of an untrained twin."
-    if isinstance(words, str) or not words:
-        raise ValueError("words must be a list of one token or more")
     _check_kind(model)
     check_tokenizer(tokenizer, len(model.get_input_embeddings().weight), needs_mask=False)
     ids_V, tables = np.unique([*tokenizer.get_vocab().values()]), {}

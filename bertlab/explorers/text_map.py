@@ -53,8 +53,6 @@ def text_map(
     queries: Sequence[str],  # the first to begin with, all for the static form
 ) -> Explorer:
     "Type a query and see its position on a map of texts, for each model."
-    if not models or isinstance(queries, str) or not queries:
-        raise ValueError("give one model or more, and a list of one query or more")
     vectors = {name: model.encode_document(list(texts)) for name, model in models.items()}
     planes = {name: PCA(2).fit(vectors_ND) for name, vectors_ND in vectors.items()}
 

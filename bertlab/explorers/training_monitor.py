@@ -192,8 +192,6 @@ class TrainingMonitor(History):
         every_seconds: float = 1.0,  # between two drawings, at least
         checkpoint: str | os.PathLike | None = None,  # written on a stop; None: left to others
     ):
-        if not every_seconds > 0:
-            raise ValueError(f"every_seconds must be above 0, got {every_seconds!r}; 1.0 is usual")
         super().__init__(fetch_every=1000)  # tensors stay on the device until they are drawn
         self.every_seconds, self.checkpoint = every_seconds, checkpoint
         self.panel: MonitorPanel | None = None  # None: nothing is shown

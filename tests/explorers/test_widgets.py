@@ -100,8 +100,6 @@ def test_a_static_form_above_150_kb_is_refused():
     assert widgets.check_size("x" * 150_000)
     with pytest.raises(ValueError, match="161 KB"):
         widgets.static_frames(["x" * 80_000] * 2, "Title", ["a", "b"])
-    with pytest.raises(ValueError, match="2 frames and 1 labels"):
-        widgets.static_frames(["a", "b"], "Title", ["one"])
 
 
 def test_large_static_forms_have_fewer_steps():
@@ -205,8 +203,6 @@ def test_a_window_stays_in_its_document():
     ]  # 4 and 5 are near, in another document
     assert reach(documents, 4, "window", 0).tolist() == [4]
     assert reach(documents, 6).tolist() == []
-    with pytest.raises(ValueError, match="token=7"):
-        reach(documents, 7)
 
 
 @pytest.mark.parametrize("objective, unit", [("mlm", "token"), ("mlm", "word"), ("mlm", "span"),
