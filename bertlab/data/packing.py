@@ -418,12 +418,12 @@ class PackedDataset:
             del self._cache[old]
         return value
 
-    def _block(self, number: int) -> _PackedBlock:
+    def _block(self, block_index: int) -> _PackedBlock:
         seed = self.seed
         if self.documents.num_blocks > 1:
-            seed = int(np.random.SeedSequence([seed, number]).generate_state(1)[0])
-        make = lambda: _PackedBlock(self.documents.block(number), self, seed)  # noqa: E731
-        return self._cached(("block", number), make, MIXED_BLOCKS + 2)
+            seed = int(np.random.SeedSequence([seed, block_index]).generate_state(1)[0])
+        make = lambda: _PackedBlock(self.documents.block(block_index), self, seed)  # noqa: E731
+        return self._cached(("block", block_index), make, MIXED_BLOCKS + 2)
 
     @property
     def windows(self) -> Windows:  # of the first block: a sample of the lengths
@@ -483,8 +483,8 @@ class PackedDataset:
             block, row = self.locate(epoch, index % len(self))
             indices.setdefault(block, []).append((position, (epoch, row), index % len(self)))
         rows: list = [None] * len(keys)
-        for number, requests in indices.items():
-            built = self._block(number).build([address for _, address, _ in requests], self)
+        for block_index, requests in indices.items():
+            built = self._block(block_index).build([address for _, address, _ in requests], self)
             for (position, (epoch, _), index), row in zip(requests, built):
                 row = row if self.packing else strip_padding(row)
                 rows[position] = {**row, "epoch": epoch, "index": index}

@@ -80,11 +80,11 @@ class StreamShard:
     def __init__(
         self,
         source: Any,
-        number: int,  # among the shards of the stream
+        index: int,  # among the shards of the stream
         stream: "PackedStream",
         block: dict | None = None,  # state: the block to begin with
     ):
-        self.source, self.number, self.stream = source, number, stream
+        self.source, self.index, self.stream = source, index, stream
         self.block, self.rows = block or _BEGINNING, None
         self.next_block, self.reader, self.future = self.block, None, None
 
@@ -102,7 +102,7 @@ class StreamShard:
             if size >= stream.buffer_size:
                 break
         is_end = size < stream.buffer_size
-        address = [stream.seed, self.number, block["epoch"], block["number"]]
+        address = [stream.seed, self.index, block["epoch"], block["number"]]
         rows = stream.pack(documents, int(np.random.SeedSequence(address).generate_state(1)[0]))
         last_row = block["first_row"] + len(rows)
         following = {**block, "first_row": last_row, "number": block["number"] + 1}
@@ -110,7 +110,7 @@ class StreamShard:
             return rows, {**following, "source": self.reader.state_dict()}
         if last_row == block["epoch_row"]:
             raise ValueError(
-                f"shard {self.number} of the stream holds no document to train on: its source is "
+                f"shard {self.index} of the stream holds no document to train on: its source is "
                 "empty, or all of it is held out"
             )
         self.reader = None
@@ -118,13 +118,13 @@ class StreamShard:
         return rows, {**following, "source": None}
 
     def row(self, n: int) -> dict:
-        "Row n, with the pass as epoch and its number in it as index; n must not fall."
+        "Row n, with the pass as epoch and its position in it as index; n must not fall."
         while self.rows is None or n >= self.block["first_row"] + len(self.rows):
             self.block = self.next_block
             result = self.future.result() if self.future else self.read_block(self.block)
             self.rows, self.next_block = result
             self.future = self.stream.read_ahead(self.read_block, self.next_block)
-        index = (n - self.block["epoch_row"]) * self.stream.num_shards + self.number
+        index = (n - self.block["epoch_row"]) * self.stream.num_shards + self.index
         return {
             **self.rows[n - self.block["first_row"]], "epoch": self.block["epoch"], "index": index
         }  # fmt: skip
@@ -222,9 +222,9 @@ class PackedStream(IterableDataset):
     def __iter__(self) -> Iterator[dict]:
         "The rows of this process, or of this worker, from where `load_state_dict` has put it."
         worker = get_worker_info()
-        num_workers, number = (worker.num_workers, worker.id) if worker else (1, 0)
+        num_workers, first = (worker.num_workers, worker.id) if worker else (1, 0)
         opened: dict[int, StreamShard] = {}
-        for batch in count(self.delivered // self.batch_size + number, num_workers):
+        for batch in count(self.delivered // self.batch_size + first, num_workers):
             start = (batch * self.world_size + self.rank) * self.batch_size
             for shard, n in map(self.locate, range(start, start + self.batch_size)):
                 if shard not in opened:
@@ -283,9 +283,9 @@ def split_into_shards(
     sizes = [file.stat().st_size if is_local else 1 for file in files]
     order = sorted(range(len(files)), key=lambda n: -sizes[n])
     counts = [num_shards] if num_shards else range(min(len(files), MAX_SHARDS), 0, -1)
-    for number in counts:
-        shards: list[list[int]] = [[] for _ in range(number)]
-        loads = [(0, shard) for shard in range(number)]
+    for shard_count in counts:
+        shards: list[list[int]] = [[] for _ in range(shard_count)]
+        loads = [(0, shard) for shard in range(shard_count)]
         for n in order:  # the largest file that is left goes to the smallest shard
             load, shard = loads[0]
             shards[shard].append(n)

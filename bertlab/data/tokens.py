@@ -116,12 +116,12 @@ def _group_chunks(dataset: Any, column: str) -> tuple[list[_StoredBlock], list[i
     "Group neighbouring chunks into blocks as long as they fit; count their documents."
     edges, sizes = [], []
     chunks = dataset.data.column(column).chunks
-    for number, chunk in enumerate(chunks):
+    for chunk_index, chunk in enumerate(chunks):
         size = np.array([len(chunk), chunk.value_lengths().sum().as_py() or 0])
         if sizes and (sizes[-1] + size <= (BLOCK_DOCUMENTS, BLOCK_TOKENS)).all():
             sizes[-1] = sizes[-1] + size
         else:
-            edges.append(number)
+            edges.append(chunk_index)
             sizes.append(size)
     blocks = [_StoredBlock(dataset, column, *ab) for ab in zip(edges, [*edges[1:], len(chunks)])]
     return blocks, [int(size[0]) for size in sizes]
@@ -188,17 +188,17 @@ class TokenizedDocuments(Sequence):
     def num_blocks(self) -> int:
         return len(self._blocks)
 
-    def block(self, number: int) -> Block:
+    def block(self, block_index: int) -> Block:
         "Read the documents of one block."
-        return _read_block(self._blocks[number])
+        return _read_block(self._blocks[block_index])
 
     def __len__(self) -> int:
         return int(self._first[-1])
 
     def __getitem__(self, index: int) -> np.ndarray:
         index = range(len(self))[index]
-        number = int(np.searchsorted(self._first, index, "right")) - 1
-        block, position = self.block(number), index - self._first[number]
+        block_index = int(np.searchsorted(self._first, index, "right")) - 1
+        block, position = self.block(block_index), index - self._first[block_index]
         return block.tokens[slice(*block.offsets[position : position + 2])]
 
     def __iter__(self) -> Iterator[np.ndarray]:
@@ -221,8 +221,8 @@ class TokenizedDocuments(Sequence):
     def fingerprint(self) -> str:
         "A hash of the counts, and of a sample of the tokens of up to 32 blocks."
         digest = hashlib.blake2b(self._first.tobytes(), digest_size=8)
-        for number in np.linspace(0, self.num_blocks - 1, min(32, self.num_blocks)).astype(int):
-            tokens, offsets, _ = self.block(number)
+        for block_index in np.linspace(0, self.num_blocks - 1, min(32, self.num_blocks)).astype(int):
+            tokens, offsets, _ = self.block(block_index)
             sample = tokens[:: 1 + len(tokens) // 2**17].astype("<i8")
             digest.update(offsets.tobytes() + sample.tobytes())
         return digest.hexdigest()
