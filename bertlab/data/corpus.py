@@ -199,18 +199,21 @@ def load_corpus(
     validation_fraction: float = 0.1,  # of the characters, to hold out; 0 holds nothing out
     min_chars: int | None = None,  # shorter ones are left out; None: 20 where embedded, else 1
     max_documents: int | None = None,  # read at most this many
+    streaming: bool = False,  # read a hub dataset without storing it; needs max_documents
     **reading: Any,  # of `ReadOptions`: sample_by, file_format, split, on_error, ...
 ) -> Corpus:
     "Load text to train on from files, folders, patterns, hub datasets or this Python."
     options = ReadOptions(text_column, **reading)
     if source is None:
-        check_file_options("the embedded corpus", options)
+        check_file_options("the embedded corpus", options, streaming)
         if options.file_format is not None:
             raise ValueError(f"file_format={options.file_format!r} is for files; leave it out")
         min_chars = 20 if min_chars is None else min_chars
         return embedded_corpus(level, validation_fraction, min_chars, max_documents)
     sources = [source] if isinstance(source, (str, os.PathLike)) else list(source)
     name, notes = ", ".join(map(os.fspath, sources)), Counter()
-    documents = iter_documents(sources, options, notes)
+    if streaming and max_documents is None:
+        raise ValueError(f"streaming needs max_documents, because {name} may have no end")
+    documents = iter_documents(sources, options, notes, streaming)
     sizes = validation_fraction, 1 if min_chars is None else min_chars, max_documents
     return make_corpus(name, documents, *sizes, notes=notes)

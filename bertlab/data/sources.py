@@ -246,13 +246,15 @@ def expand_sources(
 def check_file_options(
     source: str,
     options: ReadOptions,
+    streaming: bool = False,
     can_slice: bool = False,  # whether split may be a slice
 ) -> None:
     "Raise `ValueError` for options of hub datasets, given for something else."
     split = parse_split(options.split)[0] if can_slice else options.split
-    values = {"split": split, "config_name": options.config_name}
+    values = {"split": split, "config_name": options.config_name, "streaming": streaming}
+    defaults = {"split": "train", "config_name": None, "streaming": False}
     for name, value in values.items():
-        if value not in ("train", None):
+        if value != defaults[name]:
             raise ValueError(
                 f"{source} is no hub dataset and has only the split 'train': leave out "
                 f"{name}={value!r}"
@@ -263,6 +265,7 @@ def source_parts(
     source: str | Sequence[str],
     options: ReadOptions,
     notes: Counter,
+    streaming: bool = False,
     can_slice: bool = False,  # whether split may be a slice of files
 ) -> list[tuple[str, list[Path]]]:  # each source, and its files; no files: of `datasets`
     "Find what is read. Raises `ValueError` for what is not there."
@@ -270,7 +273,7 @@ def source_parts(
     for name in expand_sources(source):
         path, files = Path(name).expanduser(), []
         if is_local(name):
-            check_file_options(name, options, can_slice)
+            check_file_options(name, options, streaming, can_slice)
             is_folder = path.is_dir()
             files = directory_files(path, notes, options.file_format) if is_folder else [path]
         parts.append((str(path), files))
@@ -281,12 +284,13 @@ def _read_part(
     options: ReadOptions,
     notes: Counter,
     columns: Sequence | None,
+    streaming: bool,
     handle: OnError,
     name: str,
     files: list[Path],  # none: of `datasets`
 ) -> Iterator[tuple[str, str, dict]]:
     if not files:
-        data = load_hub_dataset(name, options)
+        data = load_hub_dataset(name, options, streaming)
         yield from ((name, *row) for row in dataset_rows(data, name, columns))
     for file in files:
         position = Position()
@@ -306,15 +310,16 @@ def iter_rows(
     notes = Counter() if notes is None else notes
     handle = handle or ErrorHandler(options.on_error, notes)
     parts = source_parts(source, options, notes)
-    return chain.from_iterable(_read_part(options, notes, None, handle, *part) for part in parts)
+    read = partial(_read_part, options, notes, None, False, handle)
+    return chain.from_iterable(read(*part) for part in parts)
 
 
 def _part_documents(
-    options: ReadOptions, name: str, files: list[Path], notes: Counter
+    options: ReadOptions, streaming: bool, name: str, files: list[Path], notes: Counter
 ) -> Iterator[Document]:
     "The documents of one source."
     handle, is_folder = ErrorHandler(options.on_error, notes), os.path.isdir(name)
-    rows = _read_part(options, notes, options.columns, handle, name, files)
+    rows = _read_part(options, notes, options.columns, streaming, handle, name, files)
     for path, where, row in rows:
         try:
             texts = [text_of(row, column, f"{path} {where}") for column in options.columns]
@@ -332,14 +337,15 @@ def iter_documents(
     source: str | Sequence[str],  # path, pattern or name of a hub dataset; or several
     options: ReadOptions = ReadOptions(),
     notes: Counter | None = None,  # gets what reading met
+    streaming: bool = False,  # read a hub dataset without storing it
 ) -> Iterator[Document]:
     "Read the documents of sources; of files, a slice of all of them if split is one."
     notes, bounds = Counter() if notes is None else notes, (None, None)
-    parts = source_parts(source, options, notes, can_slice=True)
+    parts = source_parts(source, options, notes, streaming, can_slice=True)
     if any(files for _, files in parts):
         bounds = parse_split(options.split)[1:]
     for part in parts:
-        read = partial(_part_documents, options, *part)
+        read = partial(_part_documents, options, streaming, *part)
         yield from sliced(read, notes, *bounds) if part[1] else read(notes)
 
 # %% ../../nbs/data/03_sources.ipynb #01f40d44

@@ -221,7 +221,9 @@ class TokenizedDocuments(Sequence):
     def fingerprint(self) -> str:
         "A hash of the counts, and of a sample of the tokens of up to 32 blocks."
         digest = hashlib.blake2b(self._first.tobytes(), digest_size=8)
-        for block_index in np.linspace(0, self.num_blocks - 1, min(32, self.num_blocks)).astype(int):
+        for block_index in np.linspace(0, self.num_blocks - 1, min(32, self.num_blocks)).astype(
+            int
+        ):
             tokens, offsets, _ = self.block(block_index)
             sample = tokens[:: 1 + len(tokens) // 2**17].astype("<i8")
             digest.update(offsets.tobytes() + sample.tobytes())

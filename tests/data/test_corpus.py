@@ -474,6 +474,27 @@ def test_a_hub_name_goes_to_datasets_with_its_options(monkeypatch):
     assert "owner/name:2500" in {d.source for d in corpus.train + corpus.validation}
 
 
+def test_a_stream_without_an_end_is_read_as_far_as_asked(monkeypatch):
+    import datasets
+
+    count = 0
+
+    def endless():
+        nonlocal count
+        while True:
+            count += 1
+            yield {"text": f"Row {count} of a dataset."}
+
+    stream = datasets.IterableDataset.from_generator(endless)
+    monkeypatch.setattr(
+        datasets, "load_dataset", lambda *a, streaming, **k: stream if streaming else None
+    )
+    corpus = load_corpus("name", streaming=True, max_documents=60)
+    assert len(all_texts(corpus)) == 60 and count <= 3000
+    with pytest.raises(ValueError, match="max_documents"):
+        load_corpus("name", streaming=True)
+
+
 def test_a_dataset_saved_to_disk_is_read_by_its_split(tmp_path):
     import datasets
 
@@ -549,6 +570,7 @@ BAD = {
     "empty directory": (lambda p: p, {}, "has no file to read", ".jsonl"),
     "unknown level": (lambda p: None, {"level": "all"}, "level", "'all'"),
     "no documents": (b"a\nb\n", {"max_documents": 0}, "max_documents", "0"),
+    "stream of a file": (b"a\n", {"streaming": True, "max_documents": 5}, "streaming=True"),
     "split of a file": (b"a\nb\n", {"split": "test"}, "split='test'", "hub"),
     "config of a file": (lambda p: None, {"config_name": "en"}, "config_name='en'", "hub"),
 }
