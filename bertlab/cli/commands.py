@@ -91,7 +91,7 @@ def pretrain(
 
 def distill(
     config: dict[str, Any],  # in sections
-    given: dict[str, Any],  # options of flags, by dotted name: for all stages
+    overrides: dict[str, Any],  # options of flags, by dotted name: for all stages
     stages: str,  # YAML file with stages, such as configs/kl-two-stage.yaml
     output: str = "bertlab-stages",  # directory of the run
     resume: bool = False,  # continue the run in --output
@@ -101,7 +101,7 @@ def distill(
     from bertlab.train.stages import TrainingStopped, load_stage_configs, run_stages
 
     configs = load_stage_configs(stages)
-    for name, value in given.items():
+    for name, value in overrides.items():
         section, _, key = name.rpartition(".")
         for stage in configs if section else ():
             stage[section][key] = value
@@ -116,13 +116,13 @@ def distill(
 
 def validate(
     config: dict[str, Any],
-    given: dict[str, Any],
+    overrides: dict[str, Any],
     seed_everything: int = 0,  # of masks
 ) -> None:
     "Measure a model on validation text."
     from bertlab.cli.models import validate_model
 
-    print(json.dumps(validate_model(config, given), indent=2), flush=True)
+    print(json.dumps(validate_model(config, overrides), indent=2), flush=True)
 
 
 def tokenize(

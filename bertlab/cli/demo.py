@@ -36,7 +36,6 @@ class DemoConfig:
     header: bool = True  # of CSV and TSV; false: columns have numbers instead of names
     on_error: str = "raise"  # what a malformed row does; skip: it is left out, and counted
     level: str = "stdlib"  # of the embedded corpus: 'installed' reads the dependencies too
-    streaming: bool = False  # read a hub dataset without downloading all of it
     max_documents: int | None = None  # stop reading after so many documents
     tokenizer: str | None = None  # hub name or directory; default: train a WordPiece tokenizer
     vocab_size: int = 4096  # of the tokenizer that is trained
@@ -175,7 +174,7 @@ def prepare_demo(
 ) -> Any:  # the `Run`, ready to fit
     "Load, check and build. Raises `ValueError` or `OSError` for what a user can mend."
     check_run_directory(output, resume, overwrite)
-    names = ("text_column", "level", "streaming", "max_documents", "header", "on_error")
+    names = ("text_column", "level", "max_documents", "header", "on_error")
     corpus = load_corpus(demo.data, **{name: getattr(demo, name) for name in names})
     from bertlab.train.reports import environment  # torch: seconds
     from bertlab.train.run import Run, pretraining_on

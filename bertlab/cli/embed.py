@@ -122,9 +122,9 @@ def embed_encode(
     )
     loaded = load_bi_encoder(model, max_sequence_length, pooling)
     with tqdm(unit=" texts", disable=not sys.stderr.isatty()) as bar:
-        show = lambda count: bar.update(count - bar.n)
+        update = lambda count: bar.update(count - bar.n)
         count = encode_corpus(
-            loaded, documents, output, ", ".join(source), part_size, width, overwrite, show, notes,
+            loaded, documents, output, ", ".join(source), part_size, width, overwrite, update, notes,
             prompt,
         )  # fmt: skip
     summary = [

@@ -36,14 +36,15 @@ def export(
     onnx_only = {"outputs": outputs, "int8": not int8}
     for option, value in (onnx_only if to == "web" else web_only).items():
         if value:
-            other = TARGETS[to == "onnx"]
-            raise ValueError(f"{option} belongs to --to {other}, and --to is {to}; leave it out")
-    place, target = find_model_directory(directory), output or f"bertlab-{to}"
+            raise ValueError(
+                f"{option} belongs to --to {TARGETS[to == 'onnx']}, and --to is {to}; leave it out"
+            )
+    model, target = find_model_directory(directory), output or f"bertlab-{to}"
     title = name or Path(os.path.abspath(directory)).name  # of a run: not that of its checkpoint
     if to == "web":
-        report = export_web_page(place, target, packages, examples or EXAMPLES, title, text)
-        more = f"look at it: python -m http.server --directory {target}, then open the address"
+        report = export_web_page(model, target, packages, examples or EXAMPLES, title, text)
+        hint = f"look at it: python -m http.server --directory {target}, then open the address"
     else:
-        report = export_model(place, target, outputs, int8, text, title)
-        more = f"ask it: bertlab.OnnxModel.load({str(target)!r})(['Some text.'])"
-    return "\n".join([describe_export(report), f"written to {target}", more])
+        report = export_model(model, target, outputs, int8, text, title)
+        hint = f"ask it: bertlab.OnnxModel.load({str(target)!r})(['Some text.'])"
+    return "\n".join([describe_export(report), f"written to {target}", hint])

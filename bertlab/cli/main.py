@@ -94,11 +94,11 @@ def parse_command(
     parsed = parse(command, words)
     resume = parsed.config.get("resume")
     section = parsed.config if "output" in command.options else parsed.config.get("run", {})
-    if "output" not in section:
+    if not command.sections or "output" not in section:
         return parsed
     output = os.path.expanduser(resume if isinstance(resume, str) else section["output"])
     run_file = Path(output) / RUN_FILE
-    if resume and command.sections and run_file.exists():
+    if resume and run_file.exists():
         parsed = parse(command, words, load_yaml(run_file))
         section = parsed.config if "output" in command.options else parsed.config["run"]
     section["output"] = output
@@ -143,7 +143,7 @@ def _call_parsed(command: Command, parsed: Parsed) -> Any:
     names = signature(function).parameters
     options = {name: value for name, value in parsed.config.items() if name in names}
     rest = {k: v for k, v in parsed.config.items() if k not in names or k == "seed_everything"}
-    special = {"config": rest, "given": parsed.given}
+    special = {"config": rest, "overrides": parsed.overrides}
     return function(**options, **{name: value for name, value in special.items() if name in names})
 
 # %% ../../nbs/cli/12_main.ipynb #847b35f8

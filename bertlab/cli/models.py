@@ -72,9 +72,9 @@ def fill_mask(
 # %% ../../nbs/cli/03_models.ipynb #57aa1a2a
 def _validation_config(
     config: Mapping[str, Any],
-    given: Mapping[str, Any],  # options of files and flags, by dotted name
+    overrides: Mapping[str, Any],  # options of files and flags, by dotted name
 ) -> tuple[dict[str, Any], bool]:  # and whether it is that of a run
-    "Lay the given options over the configuration of the run that the output belongs to."
+    "Lay options over the configuration of the run that the output belongs to."
     output = Path(config["run"]["output"]).expanduser()
     is_run_model = output.absolute().parent.name == "models"  # written by a run
     directories = [output, *(output.absolute().parents[:2] if is_run_model else ())]
@@ -82,7 +82,7 @@ def _validation_config(
     if run is None:
         return {k: dict(v) if isinstance(v, Mapping) else v for k, v in config.items()}, False
     config = configuration(COMMANDS["pretrain"], [], load_yaml(run / RUN_FILE))
-    for name, value in given.items():
+    for name, value in overrides.items():
         section, _, key = name.rpartition(".")
         (config[section] if section else config)[key] = value
     config["run"]["output"] = str(output)
@@ -103,20 +103,20 @@ def _validate_sets(
 
 def validate_model(
     config: Mapping[str, Any],  # complete, in sections
-    given: Mapping[str, Any] | None = None,  # options of files and flags, by dotted name
+    overrides: Mapping[str, Any] | None = None,  # options of files and flags, by dotted name
 ) -> list[dict[str, Any]]:  # a row for each validation set
     "Validate a model on each validation set, and write run.output/validation.json."
-    given = given or {}
-    config, is_run = _validation_config(config, given)
+    overrides = overrides or {}
+    config, is_run = _validation_config(config, overrides)
     output, model = Path(config["run"]["output"]).expanduser(), config["model"]
-    if f"model.{MODEL}" not in given:
+    if f"model.{MODEL}" not in overrides:
         model[MODEL] = str(find_model_directory(output))
     # The saved model has settings and adapters of its own, and our names of weights.
     model |= {"model_config_kwargs": None, "adapter": None, "freeze": None}
     model |= {"reference_model_name_or_path": None}
-    model["load_key_mapping"] = given.get("model.load_key_mapping")
+    model["load_key_mapping"] = overrides.get("model.load_key_mapping")
     # The tokenizer that run.yaml names may have changed; the model has its own beside it.
-    names = [given.get(f"{section}.{TOKENIZER}") for section in ("data", "model")]
+    names = [overrides.get(f"{section}.{TOKENIZER}") for section in ("data", "model")]
     tokenizer = resolve_tokenizer(names, model[MODEL])
     objective = collator_objective(model["objective"])
     with reporting_unknown_options():

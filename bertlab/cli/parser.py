@@ -81,7 +81,7 @@ def _parameters(node: ast.AST) -> Iterator[tuple[str, ast.expr | None, ast.expr 
     defaults = [*node.args.defaults, *node.args.kw_defaults]
     defaults = [None] * (len(arguments) - len(defaults)) + defaults
     for argument, default in zip(arguments, defaults):
-        if argument.arg not in ("self", "config", "given"):
+        if argument.arg not in ("self", "config", "overrides"):
             yield argument.arg, argument.annotation, default
 
 
@@ -124,7 +124,7 @@ class Parsed:
     "What a command line says."
 
     config: dict[str, Any]  # every option; with sections, a dictionary for each
-    given: dict[str, Any]  # what files and flags say, by dotted name
+    overrides: dict[str, Any]  # what files and flags say, by dotted name
     prints_config: bool = False  # whether --print_config is among the words
 
 
@@ -341,19 +341,23 @@ def _positional_flags(words: list[str], command: Command) -> list[tuple[str, str
     return list(zip(names, words))
 
 
-def _set_flag(command: Command, given: dict[str, Any], flag: str, text: str, grows: bool) -> None:
-    "Lay a flag over what is given: a value, an entry of a dictionary, or more of a list."
+def _set_flag(
+    command: Command, overrides: dict[str, Any], flag: str, text: str, grows: bool
+) -> None:
+    "Set what a flag says: a value, an entry of a dictionary, or more of a list."
     from jsonargparse import Namespace
 
     option, before = _find_option(flag, command), Namespace()
     types = _members(option.type)
-    if option.name in given and (grows or flag != option.name):
-        before[option.name] = copy.deepcopy(given[option.name])
+    if option.name in overrides and (grows or flag != option.name):
+        before[option.name] = copy.deepcopy(overrides[option.name])
     # jsonargparse takes a text for one item of a list only where the list grows.
     is_item = grows or types & {list, Sequence} and not types & {str, Any}
     try:
         words = [f"--{flag}{'+' if is_item else ''}={text}"]
-        given[option.name] = command.parser.parse_args(words, before, defaults=False)[option.name]
+        overrides[option.name] = command.parser.parse_args(words, before, defaults=False)[
+            option.name
+        ]
     except ArgumentError:
         raise ValueError(f"{flag} must be {type_name(option.type)}, got {text!r}") from None
 
@@ -365,12 +369,12 @@ def parse(
 ) -> Parsed:
     "Read words and files. Raises `ValueError`, in one line."
     flags, positional = _split_words(words, command)
-    given = _read_content(command, base or {})
+    overrides = _read_content(command, base or {})
     for name, value in flags:
         if name == "config":
             content = load_yaml(value)
             try:
-                given |= _read_content(command, read_lightning_cli(content))
+                overrides |= _read_content(command, read_lightning_cli(content))
             except ValueError as error:
                 raise ValueError(f"{value}: {error}") from None
     positional_flags = dict(_positional_flags(positional, command))
@@ -384,18 +388,18 @@ def parse(
             raise ValueError(
                 f"{name} is given twice, as {positional_flags[name]!r} and by --{name}"
             )
-        _set_flag(command, given, name, text, grows or bool(is_list) and name in seen)
+        _set_flag(command, overrides, name, text, grows or bool(is_list) and name in seen)
         seen.add(name)
         if base and grows:  # the words of a resume repeat what the run has
-            items = given[name]
-            given[name] = [item for n, item in enumerate(items) if item not in items[:n]]
+            items = overrides[name]
+            overrides[name] = [item for n, item in enumerate(items) if item not in items[:n]]
     config: dict[str, Any] = {section: {} for section in command.sections if section}
     for name, option in command.options.items():
         section, _, key = name.rpartition(".")
-        (config[section] if section else config)[key] = given.get(name, option.default)
-        if option.required and name not in given:
+        (config[section] if section else config)[key] = overrides.get(name, option.default)
+        if option.required and name not in overrides:
             raise ValueError(f"{name} is missing: {option.help}")
-    return Parsed(config, given, "print_config" in dict(flags))
+    return Parsed(config, overrides, "print_config" in dict(flags))
 
 
 def configuration(

@@ -74,8 +74,8 @@ def train(
         kind,
         strip_accents=strip_accents,
     )
-    with atomic_directory(output, new=True) as whole:
-        save_tokenizer(tokenizer, whole)
+    with atomic_directory(output, new=True) as temporary:
+        save_tokenizer(tokenizer, temporary)
     print(f"{len(tokenizer):,} entries, {kind}, in {output}", flush=True)
     return Path(output)
 
@@ -110,8 +110,8 @@ def compare(
             )
     notes += [
         f"{name}: {note}"
-        for name, one in loaded.items()
-        if (note := normalization_note(texts, one))
+        for name, tokenizer in loaded.items()
+        if (note := normalization_note(texts, tokenizer))
     ]
     measures = compare_tokenizers(loaded, texts, more)
     print("\n".join([measures_table(measures), *notes]), flush=True)

@@ -47,8 +47,8 @@ def show_state(
         # What a token adds to a text, with the space that belongs to it; breaks would end the line.
         word = tokenizer.convert_tokens_to_string(["a", piece])[1:]
         word = "".join(" " if category(c) in ("Cc", "Zl", "Zp") else c for c in word)
-        fresh = bool(step.revealed_BL[row, i])
-        parts.append(paint(word, "1;32") if fresh else word)
+        is_new = bool(step.revealed_BL[row, i])
+        parts.append(paint(word, "1;32") if is_new else word)
     return "".join(parts).strip()
 
 
@@ -105,10 +105,10 @@ def was_taught_ends(
     directory: str | os.PathLike,  # of a run or of a model
 ) -> bool:
     "Whether the run that a model comes from trained it with ends, as far as its run.yaml tells."
-    here = Path(directory).resolve()
-    for place in (here, here.parent, here.parent.parent):
-        if (place / RUN_FILE).is_file():
-            return bool((load_yaml(place / RUN_FILE).get("data") or {}).get("max_ends"))
+    path = Path(directory).resolve()
+    for parent in (path, path.parent, path.parent.parent):
+        if (parent / RUN_FILE).is_file():
+            return bool((load_yaml(parent / RUN_FILE).get("data") or {}).get("max_ends"))
     return False
 
 
@@ -135,11 +135,11 @@ def write_texts(
     live: bool | None = None,  # show the unmasking on standard error; null: on a terminal
 ) -> list[str]:  # a text for each prompt
     "Let a model write: `bertlab write`. Raises `ValueError` for one that predicts no words."
-    place = find_model_directory(directory)
-    tokenizer, model = load_tokenizer(place), load_encoder(place)
+    model_directory = find_model_directory(directory)
+    tokenizer, model = load_tokenizer(model_directory), load_encoder(model_directory)
     if not isinstance(model, TokenPredictionModel):
         raise ValueError(
-            f"the model in {place} is a {type(model).__name__}, which predicts no "
+            f"the model in {model_directory} is a {type(model).__name__}, which predicts no "
             "words: train it with an objective, as bertlab pretrain does"
         )
     live = sys.stderr.isatty() if live is None else live
@@ -157,7 +157,7 @@ def write_texts(
         max_gap=max_gap,
         rewrite_share=rewrite_share,
         seed=seed,
-        ends=was_taught_ends(place) if ends is None else ends,
+        ends=was_taught_ends(model_directory) if ends is None else ends,
     )
     if num_steps is not None:
         options["num_steps"] = num_steps

@@ -511,7 +511,9 @@ def build_embedding(
     data.fit_rows(module.model)
     trainer = trainer_options(config["trainer"])
     window, batches = trainer.get("accumulate_grad_batches", 1), len(data.train_dataloader())
-    steps = trainer.setdefault("max_steps", max(1, round(run.num_epochs * batches / window)))
+    steps = trainer.setdefault(
+        "max_steps", max(1, round(run.num_epochs * batches / max(1, window)))
+    )
     has_validation = "validation" in data.datasets
     trainer["val_check_steps"] = max(1, steps // run.validations) if has_validation else None
     return RunParts(

@@ -38,4 +38,6 @@ def resumed_config(command, words=(), resume=False):
 def validate(words=()):
     from bertlab.cli.models import validate_model
 
-    return validate_model(config_of("validate", words), parse(COMMANDS["validate"], words).given)
+    return validate_model(
+        config_of("validate", words), parse(COMMANDS["validate"], words).overrides
+    )

@@ -31,7 +31,7 @@ def test_options_are_the_parameters_with_their_defaults(source):
     parameters = {
         name: parameter
         for name, parameter in signature(getattr(module, name)).parameters.items()
-        if parameter.kind is not parameter.VAR_KEYWORD and name not in ("config", "given")
+        if parameter.kind is not parameter.VAR_KEYWORD and name not in ("config", "overrides")
     }
     options = {option.name: option for option in read_options(source)}
     assert list(options) == list(parameters)
@@ -165,8 +165,8 @@ def test_switches_and_resume():
     config = configured("--run.compile_ahead", "--overwrite", "text.txt")
     assert config["run"]["compile_ahead"] is config["overwrite"] is True
     assert config["data"]["train_dataset_name_or_path"] == "text.txt"
-    demo = parse(COMMANDS["demo"], ["--resume", "--max-documents", "5", "--streaming"])
-    assert demo.given == {"resume": True, "max_documents": 5, "streaming": True}
+    demo = parse(COMMANDS["demo"], ["--resume", "--max-documents", "5"])
+    assert demo.overrides == {"resume": True, "max_documents": 5}
 
 
 @pytest.mark.parametrize("command, words, parts", [

@@ -7,7 +7,7 @@ import pytest
 from bertlab.cli import vocabularies
 from bertlab.cli.main import main
 from bertlab.data.tokenizers import load_tokenizer
-from bertlab.model.config import bert_tiny, modernbert_tiny
+from bertlab.model.config import bert_tiny
 from bertlab.model.heads import BertLabForMaskedLM
 from bertlab.model.huggingface import save_model
 from bertlab.train.initialization import config_from_tokenizer
@@ -45,7 +45,7 @@ def test_a_comparison_makes_the_folders_of_its_file(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("positions", [64, 128])
-def test_a_comparison_says_which_model_was_scored_in_shorter_rows(positions, tmp_path, capsys):
+def test_a_comparison_notes_shorter_rows(positions, tmp_path, capsys):
     tokenizer = load_tokenizer(
         vocabularies.train(None, str(tmp_path / "tokenizer"), vocab_size=300)
     )
@@ -64,43 +64,14 @@ def test_a_comparison_says_which_model_was_scored_in_shorter_rows(positions, tmp
     )
 
 
-def test_a_tokenizer_without_room_for_a_word_is_refused_before_its_text_is_read(
-    tmp_path, monkeypatch, capsys
-):
+def test_a_tokenizer_without_room_for_a_word_is_refused(tmp_path, monkeypatch, capsys):
     line = refused(
         ["train", "--output", str(tmp_path / "new"), "--model_max_length", "0"], monkeypatch, capsys
     )
     assert "model_max_length=0" in line and not (tmp_path / "new").exists()
 
 
-@pytest.mark.parametrize("command", ["train", "extend", "trim", "transplant"])
-def test_what_appears_at_the_place_while_a_command_works_stays(command, tmp_path, monkeypatch):
-    place, old = tmp_path / "new", str(tmp_path / "old")
-    tokenizer = load_tokenizer(vocabularies.train(None, old, vocab_size=300))
-    config = modernbert_tiny(hidden_size=16, intermediate_size=16, num_attention_heads=2, num_hidden_layers=1,
-                             **config_from_tokenizer(tokenizer, {}))  # fmt: skip
-    save_model(BertLabForMaskedLM(config), tokenizer, tmp_path / "model")
-
-    def while_it_reads(*_, **__):
-        place.mkdir()
-        (place / "mine.txt").write_text("of another command")
-        return ["a text of a few words and letters"] * 9
-
-    monkeypatch.setattr(vocabularies, "read_text", while_it_reads)
-    model, new = str(tmp_path / "model"), str(place)
-    words = {"train": [None, new], "transplant": [model, old, new, "nearest"]}
-    with pytest.raises(ValueError, match="new was created by another program"):
-        getattr(vocabularies, command)(*words.get(command, [model, new]))
-    assert [file.name for file in place.iterdir()] == ["mine.txt"]
-    (beside,) = {one.name for one in tmp_path.iterdir()} - {
-        "new",
-        "old",
-        "model",
-    }  # nothing is lost
-    assert load_tokenizer(tmp_path / beside).mask_token == "[MASK]"
-
-
-def test_a_comparison_names_the_tokenizer_that_changes_the_bytes_of_the_text(tmp_path, capsys):
+def test_a_comparison_names_a_tokenizer_that_changes_the_text(tmp_path, capsys):
     (tmp_path / "text.txt").write_text("나는 학교에 갑니다 그리고 집에 옵니다\n" * 40)
     for name, strip in (("kept", None), ("stripped", True)):
         with pytest.warns(UserWarning) if strip is None else nullcontext():
