@@ -10,7 +10,7 @@ __all__ = ['PROBLEMS', 'align_labels', 'read_texts', 'tokenize_bare', 'RowTempla
 
 # %% ../../nbs/data/09_supervised.ipynb #10116c48
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from operator import index
 from typing import Any
@@ -180,6 +180,20 @@ class SupervisedCollator(Collator):
         check_range("max_sequence_length without special tokens", room, 1)
         return room
 
+    def _windows(
+        self,
+        ids: list[int],  # of the text that is read in windows
+        offsets_L2: np.ndarray,  # of its tokens
+        *before: list[int],  # ids of the texts before it, in each window
+    ) -> Iterator[tuple[int, int, dict]]:  # first token, one past the last, the row
+        "Cut a text into rows that share doc_stride tokens; offsets are -1 outside of it."
+        room, outside = self.room - sum(map(len, before)), (-1, -1)
+        for start, stop in sliding_windows(len(ids), room, self.doc_stride):
+            row = self.template.make_row(*before, ids[start:stop])
+            places = *([outside] * len(text) for text in before), offsets_L2[start:stop].tolist()
+            row["offsets"] = np.array(self.template.spread(*places, filler=outside))
+            yield start, stop, row
+
     @abstractmethod
     def encode_texts(self, rows: Sequence[Mapping]) -> list[list[dict]]:
         "Return the rows of ids, with labels, that each row of text becomes."
@@ -315,8 +329,6 @@ class SequenceClassificationCollator(SupervisedCollator):
                 f"the column {self.label_column!r} holds {str(batch['labels'])[:60]}, but "
                 f"problem_type={self.problem_type!r} needs {'ids' if is_single else 'numbers'}"
             )
-        if not is_single and targets.shape[1:] == (1,) and self.problem_type == PROBLEMS[2]:
-            targets = targets[:, 0]
         targets = torch.from_numpy(targets.astype(np.int64 if is_single else np.float32))
         targets[documents_B == 0] = IGNORE_INDEX
         return {"labels": targets}
@@ -425,10 +437,7 @@ class QuestionAnsweringCollator(SupervisedCollator):
     ) -> list[dict]:
         windows, num_held = [], 0
         answer = find_tokens(offsets_L2, *answers[0]) if answers else None
-        for start, stop in sliding_windows(len(ids), self.room - len(question), self.doc_stride):
-            row = self.template.make_row(question, ids[start:stop])
-            places = [(-1, -1)] * len(question), offsets_L2[start:stop].tolist()
-            row["offsets"] = np.array(self.template.spread(*places, filler=(-1, -1)))
+        for start, stop, row in self._windows(ids, offsets_L2, question):
             if answers is not None:
                 shift, cls = self.template.text_start(len(question)) - start, 0
                 if self.tokenizer.cls_token_id in row["input_ids"]:
@@ -543,10 +552,7 @@ class SpanClassificationCollator(SupervisedCollator):
         windows, shift = [], self.template.text_start()
         spans_S3 = place_spans(offsets_L2, spans or [])
         is_shown_S = np.zeros(len(spans_S3), dtype=bool)
-        for start, stop in sliding_windows(len(ids), self.room, self.doc_stride):
-            row = self.template.make_row(ids[start:stop])
-            places = self.template.spread(offsets_L2[start:stop].tolist(), filler=(-1, -1))
-            row["offsets"] = np.array(places)
+        for start, stop, row in self._windows(ids, offsets_L2):
             if spans is not None:
                 held_S = (spans_S3[:, 0] >= start) & (spans_S3[:, 1] < stop)
                 row["labels"] = spans_S3[held_S] + [shift - start, shift - start, 0]

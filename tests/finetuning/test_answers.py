@@ -15,7 +15,6 @@ from bertlab.data.tokenizers import train_tokenizer
 from bertlab.finetuning.answers import (
     Answer,
     AnswerScores,
-    answer_scores,
     choose_answer,
     normalize_answer,
     rank_answers,
@@ -109,20 +108,6 @@ def test_answers_of_other_scripts_by_hand(answer, gold, exact, overlap):
         assert score_answer(said, [gold]) == pytest.approx(overlap), form
 
 
-def test_answer_scores_are_torchmetrics_squad():
-    from torchmetrics.text import SQuAD
-
-    answerable = [(answer, golds) for answer, golds, *_ in ANSWERS if golds and "the" not in golds]
-    theirs = SQuAD()
-    theirs.update([{"prediction_text": answer, "id": str(i)} for i, (answer, _) in enumerate(answerable)],
-                  [{"answers": {"text": golds, "answer_start": [0] * len(golds)}, "id": str(i)}
-                   for i, (_, golds) in enumerate(answerable)])  # fmt: skip
-    expected = theirs.compute()
-    found = answer_scores(*zip(*answerable))
-    for score in ("exact_match", "f1"):
-        assert 100 * found[score] == pytest.approx(expected[score].item(), rel=1e-5)
-
-
 def window(start, end, length=6):
     logits = np.full((2, length), -1.0)
     logits[0, start] = logits[1, end] = 3.0
@@ -176,11 +161,3 @@ def test_an_answer_begins_with_its_first_letter(kind):
         [[-9, *score]], [[-9, *score]], [np.array(offsets)], [0], [context], max_answer_tokens=1
     )[0]
     assert found[0] == ("Paris", 2.0, 26, 31) and all(one.text == one.text.strip() for one in found)
-
-
-def test_the_empty_answer_stays_in_a_short_list():
-    offsets = [[-1, -1], [0, 1], [1, 2], [2, 3]]
-    found = rank_answers(
-        [[-9, 1, 2, 3]], [[-9, 1, 2, 3]], [np.array(offsets)], [0], ["abc"], num_best=2
-    )
-    assert [answer.text for answer in found[0]] == ["c", "bc", ""]

@@ -190,25 +190,6 @@ def test_scores_of_texts_are_scikit_learns():
         assert values[f"val_{name}"] == pytest.approx(value, abs=1e-5), name
 
 
-def test_scores_of_entities_are_seqevals():
-    from seqeval import metrics
-
-    module, data = module_for("token_classification"), data_for("token_classification")
-    trainer = fit(module, data, 6)
-    values, truth, guess = logged(trainer), [], []
-    for batch in predict(module, data.val_dataloader()):
-        for labels, logits in zip(batch["labels"], batch["logits"]):
-            kept = labels != -100
-            truth.append([data.id2label[i] for i in labels[kept].tolist()])
-            guess.append([data.id2label[i] for i in logits.argmax(-1)[kept].tolist()])
-    assert truth == [row["label"] for row in tagged(19, 1)]
-    assert 0 < values["val_entity_f1"] < 1, "the comparison would say nothing"
-    assert values["val_entity_f1"] == pytest.approx(metrics.f1_score(truth, guess), abs=1e-6)
-    assert values["val_entity_precision"] == pytest.approx(
-        metrics.precision_score(truth, guess), abs=1e-6
-    )
-
-
 def test_answers_are_scored_over_all_windows_of_a_context():
     from bertlab.finetuning.answers import rank_answers, score_answer
 
@@ -565,40 +546,19 @@ class Own(torch.optim.SGD):
     "Somebody's optimizer."
 
 
-def steady(step):
-    return 1.0
-
-
-LAMBDA = "torch.optim.lr_scheduler.LambdaLR"
-
-
-@pytest.mark.parametrize("options", [
-    {"optimizer_class": Own}, {"scheduler_type": lambda step: 1.0},
-    {"scheduler_type": LAMBDA, "scheduler_kwargs": {"lr_lambda": steady}},
-    {"scheduler_type": LAMBDA, "scheduler_kwargs": {"lr_lambda": lambda step: 1.0}},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "options", [{"optimizer_class": Own}, {"scheduler_type": lambda step: 1.0}]
+)
 def test_users_parts_leave_a_safely_loadable_checkpoint(options, tmp_path):
     module = module_for(**options)
-    trainer = fit(module, data_for(), 3)
-    trainer.save_checkpoint(tmp_path / "own.ckpt")
-    kept = torch.load(tmp_path / "own.ckpt", weights_only=True)["hyper_parameters"]
-    assert kept["optimizer_class"] == (
+    fit(module, data_for(), 3).save_checkpoint(tmp_path / "own.ckpt")
+    hparams = torch.load(tmp_path / "own.ckpt", weights_only=True)["hyper_parameters"]
+    assert hparams["optimizer_class"] == (
         f"{__name__}.Own" if "optimizer_class" in options else "adamw"
     )
-    if "scheduler_kwargs" in options:
-        named = (
-            {"lr_lambda": f"{__name__}.steady"}
-            if options["scheduler_kwargs"]["lr_lambda"] is steady
-            else {}
-        )
-        assert kept["scheduler_type"] == LAMBDA and kept["scheduler_kwargs"] == named
-    else:
-        assert kept.get("scheduler_type") is None
     loaded = FinetuningModule.load_from_checkpoint(tmp_path / "own.ckpt")
-    assert all(
-        torch.equal(ours, theirs)
-        for ours, theirs in zip(module.model.parameters(), loaded.model.parameters())
-    )
+    for ours, theirs in zip(module.model.parameters(), loaded.model.parameters()):
+        assert torch.equal(ours, theirs)
 
 
 def test_a_trained_module_refuses_other_label_ids():

@@ -18,7 +18,6 @@ from bertlab.finetuning.runs import (
     prepare,
     finetune,
 )
-from bertlab.finetuning.models import load_task_model
 from bertlab.train.checkpoints import TrainingCheckpoint, TrainingInterrupted
 from bertlab.train.resume import latest_checkpoint
 
@@ -89,15 +88,6 @@ def test_averaged_weights_are_the_ones_that_are_kept(tmp_path):
     run = finetune(module, data, tmp_path, num_epochs=3, monitor="val_loss", **PLAIN)
     best = next(point for point in run.record.validation if point["step"] == run.best_step)
     assert run.metrics["val_loss"] == pytest.approx(best["val_loss"], rel=1e-5)
-
-
-def test_a_finished_run_is_saved_for_pipelines(tmp_path):
-    run = finetune(module_for(), data_for(), tmp_path / "run", num_epochs=1, **PLAIN)
-    run.save_predictor(tmp_path / "model")
-    loaded, fresh, _ = load_task_model(run.module.task, tmp_path / "model")
-    assert fresh == []
-    for key, weight in weights(run.module).items():
-        assert torch.equal(loaded.state_dict()[key], weight), key
 
 
 def test_mean_and_deviation_are_those_of_the_sample():

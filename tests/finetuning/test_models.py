@@ -17,7 +17,6 @@ from bertlab.model.heads import BertLabForMaskedLM
 from bertlab.model.task_heads import BertLabForSequenceClassification, BertLabForTokenClassification
 from bertlab.finetuning.models import layerwise_rates, load_task_model
 from bertlab.finetuning.models import reinit_top_layers, save_predictor
-from bertlab.model.adapters import freeze_weights
 from bertlab.finetuning.task import LabelNames, get_task
 
 WORDS = "apple pear plum fig saw hammer drill file the is in here where what oslo rome"
@@ -131,15 +130,6 @@ def test_a_classifier_that_answered_to_other_names_is_forgotten_and_the_same_one
     assert sorted(fresh) == FRESH and isinstance(other, BertLabForTokenClassification)
 
 
-def test_a_loaded_model_can_be_saved_and_loaded_again(pretrained, tmp_path):
-    model, *_ = load_task_model(TASK, pretrained[1] / "ours")
-    model.save_pretrained(tmp_path)
-    again, fresh, _ = load_task_model(TASK, tmp_path)
-    assert fresh == []
-    for key, weight in model.state_dict().items():
-        assert torch.equal(again.state_dict()[key], weight), key
-
-
 def test_options_reach_the_model(pretrained):
     options = {
         "classifier_dropout": 0.3,
@@ -188,20 +178,6 @@ def test_rates_fall_by_one_factor_a_layer_and_end_at_the_heads(rate, decay, num_
     assert len(rates) == num_layers + 2 and rates[-1] == rate
     for low, high in zip(rates, rates[1:]):
         assert low == pytest.approx(high * decay)
-
-
-@pytest.mark.parametrize("how_many, moving", [
-    (None, {"embeddings", "blocks.0", "blocks.1", "blocks.2", "final_norm", "head"}),
-    (0, {"blocks.0", "blocks.1", "blocks.2", "final_norm", "head"}), (2, {"blocks.2", "final_norm", "head"}),
-    (3, {"final_norm", "head"}), ("encoder", {"head"}),
-])  # fmt: skip
-def test_freezing_counts_blocks_from_below(how_many, moving):
-    model = fresh_model()
-    frozen = freeze_weights(model, how_many, "freeze_layers")
-    free = {name for name, p in model.named_parameters() if p.requires_grad}
-    assert free.isdisjoint(frozen) and len(free) + len(frozen) == len(list(model.parameters()))
-    parts = {name.removeprefix("encoder.").replace("task_head", "head") for name in free}
-    assert {next(part for part in moving if name.startswith(part)) for name in parts} == moving
 
 
 def test_reinit_begins_the_top_anew_and_leaves_the_rest(tmp_path):

@@ -2,14 +2,12 @@
 
 import functools
 import math
-import os
 import re
 import warnings
 
 import numpy as np
 import pytest
 import torch
-from ranks import run_on_ranks
 from transformers import BertConfig, BertForMaskedLM
 
 from bertlab.data.supervised import SpanClassificationCollator, read_spans
@@ -102,10 +100,6 @@ def fit(module, data, steps, **options):
 
 def logged(trainer):
     return {name: value.item() for name, value in trainer.callback_metrics.items()}
-
-
-def weights(module):
-    return {k: v.detach().clone() for k, v in module.model.state_dict().items()}
 
 
 @pytest.fixture(scope="module")
@@ -324,30 +318,6 @@ def test_windows_merged_equal_one_window():
 
 
 # --- trained, saved, predicted ------------------------------------------------------------------------
-
-
-def process(folder):
-    warnings.filterwarnings("ignore")
-    module, data = module_for(), two_data(train_batch_size=4, val_batch_size=4)
-    trainer = fit(module, data, 30, devices=2, strategy="ddp")
-    torch.save((weights(module), logged(trainer)), f"{folder}/{os.environ['RANK']}.pt")
-
-
-def two_data(**options):
-    return data_for(rows_of(16, filler=3), rows_of(9, 1, 3), shuffle_train=False, **options)
-
-
-def test_two_processes_train_and_score_as_one(tmp_path):
-    run_on_ranks(process, str(tmp_path))
-    module, data = module_for(), two_data()
-    values = logged(fit(module, data, 30))
-    assert 0 < values["val_span_f1"] < 1, "the comparison would say nothing"
-    for rank in range(2):
-        theirs, scores = torch.load(tmp_path / f"{rank}.pt")
-        for key, weight in weights(module).items():
-            torch.testing.assert_close(theirs[key], weight, atol=1e-3, rtol=1e-2)
-        for name in ("val_span_f1", "val_span_recall"):
-            assert scores[name] == pytest.approx(values[name], abs=0.02), name
 
 
 def test_the_evaluation_agrees_with_the_metrics(trained):
