@@ -145,7 +145,15 @@ class WeightHistograms(PeriodicCallback):
         return self._generate_state_key(patterns=self.patterns)
 
     def on_fit_start(self, trainer, pl_module) -> None:
-        match_parameters(pl_module, self.patterns)
+        self.check_run(pl_module)
+
+    def check_run(self, pl_module: nn.Module, data: Any = None) -> None:
+        "Raise `ValueError` for a glob that matches no parameter, also before the model is built."
+        model = pl_module
+        if next(model.parameters(), None) is None:
+            with torch.device("meta"), torch.random.fork_rng(devices=[]):
+                model = nn.ModuleDict({"model": pl_module.build_fresh()})
+        match_parameters(model, self.patterns)
 
     def observe(self, trainer, pl_module) -> None:
         "Read weights after a step, and the gradients that it used: divided and clipped."
