@@ -92,7 +92,7 @@ def tokenize_texts(
             return_token_type_ids=False,
         )
         ids += encoded["input_ids"]
-        num_cut += sum(bool(encoding.overflowing) for encoding in encoded.encodings)
+        num_cut += sum(bool(encoding.overflowing) for encoding in encoded.encodings or ())
     return ids, num_cut
 
 
