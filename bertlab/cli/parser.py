@@ -9,6 +9,7 @@ __all__ = ['NOTES', 'Option', 'read_options', 'Parsed', 'Command', 'read_lightni
 import ast
 import builtins
 import copy
+import json
 import os
 import re
 import typing
@@ -338,7 +339,12 @@ def _positional_flags(words: list[str], command: Command) -> list[tuple[str, str
             f"{words[len(names)]!r} is not an option: flags begin with --; see "
             f"bertlab {command.name} --help"
         )
-    return list(zip(names, words))
+    flags = []
+    for name, word in zip(names, words):
+        types = _members(command.options[name].type)
+        is_item = types & {list, Sequence} and str not in types  # a text such as [MASK], not YAML
+        flags.append((name, json.dumps([word]) if is_item else word))
+    return flags
 
 
 def _set_flag(
