@@ -252,7 +252,7 @@ make demo
 ## pip
 
 ```sh
-pip install "bertlab @ {address.pip}"
+pip install "{address.requirement()}"
 bertlab demo
 ```
 

@@ -16,6 +16,11 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
 SETUP_MARK = "# setup"
 # The chapters in reading order: folders of nbs/ and bertlab/, section titles, and what each teaches.
 CHAPTERS = {
@@ -51,23 +56,32 @@ class Address:
     branch: str
     git_url: str
     site_url: str
+    pip_name: str
+    version: str
+    install_from: str
 
     @classmethod
     def read(cls, root: Path) -> "Address":
         config = configparser.ConfigParser()
         config.read(root / "settings.ini", encoding="utf-8")
         d = config["DEFAULT"]
-        return cls(
-            d["user"], d["repo"], d["branch"], d["git_url"], d["doc_host"] + d["doc_baseurl"]
-        )
+        site_url = d["doc_host"] + d["doc_baseurl"]
+        names = ("pip_name", "version", "install_from")
+        return cls(d["user"], d["repo"], d["branch"], d["git_url"], site_url, *map(d.get, names))
 
     def colab(self, notebook: str) -> str:
         "Return the page on Colab of a notebook, given its path in the repository."
         return f"https://colab.research.google.com/github/{self.user}/{self.repo}/blob/{self.branch}/{notebook}"
 
-    @property
-    def pip(self) -> str:
-        return f"git+{self.git_url}@{self.branch}"
+    def requirement(self, extras: str = "") -> str:
+        "Return what `pip install` takes, with extras such as `[export]`."
+        wheel = f"{self.pip_name.replace('-', '_')}-{self.version}-py3-none-any.whl"
+        sources = {
+            "git": f" @ git+{self.git_url}@{self.branch}",
+            "wheel": f" @ {self.git_url}/releases/download/v{self.version}/{wheel}",
+            "index": "",
+        }
+        return f"{self.pip_name}{extras}{sources[self.install_from]}"
 
 
 # Where Markdown may name the address: a pattern, and what it is replaced by.
@@ -82,7 +96,6 @@ PLACES = [
         r"\[Issues\]\((?:issues|https?:[^)]*)\)",
         lambda a, nb: f"[Issues]({a.git_url}/issues)",
     ),  # (issues)
-    (r"git\+(?:ADDRESS|https?:[^\"'\s]+)", lambda a, nb: a.pip),  # git+ADDRESS
     (
         r"git clone (?:ADDRESS|https?:\S+)",
         lambda a, nb: f"git clone {a.git_url}",
@@ -91,28 +104,51 @@ PLACES = [
 ]
 
 
+# pip install "bertlab[EXTRAS]" in Markdown, and the constant from which the package makes its hints.
+REQUIREMENT = re.compile(r'(?<=pip install ")bertlab[\w-]*(\[[a-z,]+\])?(?: @ [^"]*)?(?=")')
+CONSTANT = re.compile(r'(?<=^REQUIREMENT = ")[^"]*(?=")', re.MULTILINE)
+
+
 def fill(text: str, address: Address, notebook: str) -> str:
     "Fill the address into Markdown."
     for pattern, value in PLACES:
         text = re.sub(pattern, lambda match, value=value: value(address, notebook), text)
-    return text
+    return REQUIREMENT.sub(lambda match: address.requirement(match[1] or ""), text)
 
 
 # What a page says that it needs beyond bertlab itself.
-NEEDED_EXTRAS = re.compile(r'needs? `pip install "bertlab(\[[a-z,]+\])"`')
+NEEDED_EXTRAS = re.compile(r'needs? `pip install "bertlab[\w-]*(\[[a-z,]+\])[^"]*"`')
 
 
-def setup_source(address: Address, extras: str = "") -> str:
-    "Return the hidden cell that installs bertlab where it is missing, as on Colab."
+def extra_packages(root: Path, extras: str) -> list[str]:
+    "Return the names of the packages that extras such as `[export]` bring."
+    listed = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    requirements = listed["optional-dependencies"]
+    names = [name for extra in re.findall(r"\w+", extras) for name in requirements[extra]]
+    return [re.match(r"[\w-]+", name)[0] for name in names]
+
+
+def setup_source(root: Path, address: Address, extras: str = "") -> str:
+    """Return the hidden cell that installs what is missing, as on Colab.
+
+    It asks for the distribution by name, since another package is called `bertlab` on the index,
+    and lets pip print, since Colab offers to restart the session according to what pip prints.
+    """
+    needed = [address.pip_name, *extra_packages(root, extras)]
     return "\n".join(
         [
             "#| hide",
             "#| eval: false",
             SETUP_MARK,
-            "from importlib.util import find_spec",
+            "from importlib.metadata import PackageNotFoundError, version",
             "",
-            'if find_spec("bertlab") is None:',
-            f'    %pip install --quiet "bertlab{extras} @ {address.pip}"',
+            "try:",
+            *(f'    version("{name}")' for name in needed),
+            "except PackageNotFoundError:",
+            f'    %pip install "{address.requirement(extras)}"',
+            "    from bertlab.core.devices import check_loaded_packages",
+            "",
+            "    check_loaded_packages()",
         ]
     )
 
@@ -198,9 +234,15 @@ def sync_notebook(path: Path, root: Path, address: Address) -> None:
         if cell["cell_type"] == "markdown":
             new = fill(old, address, name)
         elif is_setup(old):
-            new = setup_source(address, extras)
+            new = setup_source(root, address, extras)
+        else:
+            new = CONSTANT.sub(lambda _: address.requirement("{extras}"), old)
         if new != old:
             cell["source"] = new.splitlines(keepends=True)
+        for output in cell.get("outputs", []):
+            if "text" in output:  # a message that names the command to install with
+                printed = fill("".join(output["text"]), address, name)
+                output["text"] = printed.splitlines(keepends=True)
     write_whole(path, as_notebook(notebook))
 
 

@@ -23,7 +23,7 @@ from ..core.devices import find_accelerator
 from ..train.reports import environment
 from ..train.run import Run, RunParts, build_objects, build_pretraining
 from ..core.files import RUN_FILE, check_run_directory
-from ..core.names import check_choice, check_range
+from ..core.names import install_command, check_choice, check_range
 from ..core.serialization import load_yaml
 from ..train.parallel import STRATEGIES, FullyShardedStrategy, LaunchInfo, get_strategy
 
@@ -202,7 +202,7 @@ def _import_ray() -> Any:
         import ray.train.torch
     except ImportError as error:
         raise ImportError(
-            'training on Ray needs Ray Train: pip install "bertlab[ray]", on every '
+            f"training on Ray needs Ray Train: {install_command('ray')}, on every "
             "machine of the cluster"
         ) from error
     return ray

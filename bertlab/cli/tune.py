@@ -22,7 +22,7 @@ from .finetune import run_seeds
 from .parser import Command, configuration
 from ..core.files import RUN_FILE, atomic_write, check_run_directory, lock_directory
 from ..core.files import prepare_run_directory
-from ..core.names import check_choice, check_minimum, check_range
+from ..core.names import install_command, check_choice, check_minimum, check_range
 from ..core.serialization import dump_yaml, load_yaml, one_line
 from ..finetuning.runs import BestCheckpoint
 from ..train.history import History, print_line
@@ -34,7 +34,7 @@ def _optuna() -> Any:
     try:
         import optuna
     except ImportError as error:
-        raise ImportError('bertlab tune needs optuna: pip install "bertlab[tune]"') from error
+        raise ImportError(f"bertlab tune needs optuna: {install_command('tune')}") from error
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     return optuna
 

@@ -5,9 +5,9 @@
 # %% auto #0
 __all__ = ['AMPERE', 'PEAK_TFLOPS', 'ACCELERATORS', 'PRECISIONS', 'cpu_multiplies_bfloat16', 'default_precision', 'matmul_dtype',
            'Peaks', 'peak_flops', 'benchmark_matmul', 'benchmark_bandwidth', 'Device', 'installed_version',
-           'count_tpus', 'num_devices', 'find_devices', 'describe_device', 'find_accelerator', 'precision_error',
-           'canonical_precision', 'check_device', 'retain_freed_memory', 'peak_memory_bytes', 'resident_memory_bytes',
-           'device_memory_peaks']
+           'count_tpus', 'num_devices', 'check_loaded_packages', 'find_devices', 'describe_device', 'find_accelerator',
+           'precision_error', 'canonical_precision', 'check_device', 'retain_freed_memory', 'peak_memory_bytes',
+           'resident_memory_bytes', 'device_memory_peaks']
 
 # %% ../../nbs/core/05_devices.ipynb #5f341d85
 import ctypes
@@ -19,13 +19,13 @@ import resource
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, requires, version
 from typing import NamedTuple
 
 import torch
 from torch.utils.benchmark import Timer
 
-from .names import check_choice, look_up
+from .names import REQUIREMENT, install_command, check_choice, look_up
 
 # %% ../../nbs/core/05_devices.ipynb #362d840a
 AMPERE = (8, 0)  # compute capability; the first NVIDIA GPUs that multiply bfloat16
@@ -273,6 +273,21 @@ def num_devices(device_type: str) -> int:  # "cpu", "cuda", "mps" or "tpu"
         return count_tpus() if installed_version("torch_xla") is not None else 0
     return int(device_type == "cpu" or (device_type == "mps" and torch.backends.mps.is_available()))
 
+# %% ../../nbs/core/05_devices.ipynb #b2c0ffee
+def check_loaded_packages() -> None:
+    "Print what to do where pip has replaced a package that this session has loaded."
+    stale = []
+    for requirement in requires(REQUIREMENT.partition("{")[0]) or []:
+        package = re.match(r"[\w-]+", requirement)[0]
+        module = sys.modules.get(package.replace("-", "_"))
+        loaded, installed = getattr(module, "__version__", None), installed_version(package)
+        if loaded and installed and loaded.partition("+")[0] != installed.partition("+")[0]:
+            stale.append(f"{package} {loaded} (now {installed})")
+    if stale:
+        print(
+            f"Restart the session (in Colab: Runtime, Restart session): {', '.join(stale)} is loaded"
+        )
+
 # %% ../../nbs/core/05_devices.ipynb #ed768c0b
 def _name_and_memory(device_type: str, index: int) -> tuple[str, int]:
     if device_type == "tpu":
@@ -332,7 +347,7 @@ def _missing_tpu() -> str:
     if xla is None:
         return (
             "torch_xla is not installed; in Colab, choose a TPU runtime, which has it; elsewhere, "
-            'install it in a separate environment with pip install "bertlab[tpu]"'
+            f"install it in a separate environment with {install_command('tpu')}"
         )
     if torch.__version__.split(".")[:2] != xla.split(".")[:2]:
         return (

@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 
 from ..core.files import atomic_directory, move_aside
-from ..core.names import check_range, import_object, look_up
+from ..core.names import install_command, check_range, import_object, look_up
 from .documents import split_words
 from .readers import MALFORMED, ErrorHandler, Position, ReadOptions, read_rows
 from .readers import text_of
@@ -175,7 +175,7 @@ def _need_datatrove(what: str) -> None:
         import_module("datatrove")
     except ImportError:
         raise ValueError(
-            f'{what} is done by datatrove, which is not installed: pip install "bertlab[prepare]"'
+            f"{what} is done by datatrove, which is not installed: {install_command('prepare')}"
         ) from None
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..core.files import atomic_write
-from ..core.names import check_options, check_range, look_up
+from ..core.names import install_command, check_options, check_range, look_up
 from .config import matmul_parameters
 from .encoder import BertLabPreTrainedModel
 from .families import key_table, their_names
@@ -39,7 +39,7 @@ def _peft() -> Any:
     try:
         import peft
     except ImportError as error:
-        raise ImportError('adapter needs peft: pip install "bertlab[adapters]"') from error
+        raise ImportError(f"adapter needs peft: {install_command('adapters')}") from error
     return peft
 
 
@@ -102,7 +102,10 @@ def add_adapter(
         if not any(_contains(part, name) for name in names):
             raise ValueError(f"adapter: modules_to_save {part!r} is not a part of the model")
     config.modules_to_save = None  # peft would train copies of these parts
-    _peft().inject_adapter_in_model(config, model)  # which freezes everything else
+    try:
+        _peft().inject_adapter_in_model(config, model)  # which freezes everything else
+    except ImportError as error:  # of an old torchao, which peft asks for wherever it is installed
+        raise ImportError(f"adapter: {error}; pip install -U torchao, or remove it") from error
     config.modules_to_save = parts or None
     for name, parameter in model.named_parameters():
         if any(_contains(part, name) for part in parts):

@@ -14,7 +14,7 @@ from importlib import import_module
 import torch
 from torch import nn
 
-from ..core.names import look_up
+from ..core.names import install_command, look_up
 from .activation_checkpointing import transformer_blocks
 
 # %% ../../nbs/model/17_float8.ipynb #84341237
@@ -79,7 +79,7 @@ def convert_to_float8(
     try:
         torchao = import_module("torchao.float8")
     except ImportError as error:
-        raise ImportError('float8 needs torchao: pip install "bertlab[quantized]"') from error
+        raise ImportError(f"float8 needs torchao: {install_command('quantized')}") from error
     # Rows without padding have any number of tokens; the weights' gradient sums over them.
     config = replace(
         torchao.Float8LinearConfig.from_recipe_name(recipe), emulate=emulate, pad_inner_dim=True

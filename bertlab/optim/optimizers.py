@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.optim import Optimizer
 
-from ..core.names import resolve
+from ..core.names import install_command, resolve
 from .muon import MuonWithAdamW, BatchedMuon
 
 # %% ../../nbs/optim/05_optimizers.ipynb #72f96599
@@ -393,7 +393,7 @@ def _eight_bit_class(
         try:
             optimizer_class = getattr(import_module(module), class_name)
         except ImportError:
-            reasons.append(f'{library} is missing (pip install "bertlab[quantized]")')
+            reasons.append(f"{library} is missing ({install_command('quantized')})")
             continue
         _check_options(name, optimizer_class, options)
         if library == "bitsandbytes" and unsupported:
@@ -460,7 +460,7 @@ def _optimizer_class(name: str) -> type[Optimizer]:
         return getattr(import_module("pytorch_optimizer"), class_name)
     except ImportError as error:
         raise ImportError(
-            f'optimizer {name!r} needs pytorch-optimizer: pip install "bertlab[optimizers]"'
+            f"optimizer {name!r} needs pytorch-optimizer: {install_command('optimizers')}"
         ) from error
 
 

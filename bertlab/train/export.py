@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..core.files import atomic_directory, write_json
-from ..core.names import check_choice, look_up
+from ..core.names import install_command, check_choice, look_up
 from ..core.serialization import load_json, one_line
 from ..data.corpus import load_corpus
 from ..data.sources import iter_documents
@@ -191,7 +191,7 @@ def check_extra() -> None:
     "Raise `ImportError` without the packages of the extra `export`."
     missing = [name for name in ("onnx", "onnxruntime", "onnxscript") if find_spec(name) is None]
     if missing:
-        raise ImportError(f'ONNX files need {", ".join(missing)}: pip install "bertlab[export]"')
+        raise ImportError(f"ONNX files need {', '.join(missing)}: {install_command('export')}")
 
 
 @contextlib.contextmanager

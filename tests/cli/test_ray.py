@@ -1,6 +1,6 @@
 """A `bertlab pretrain` on Ray's workers is the same run: equal losses, deaths, resumes, and mistakes before it begins.
 
-What needs Ray is skipped where Ray is missing; `pip install "bertlab[ray]"` brings it.
+What needs Ray is skipped where Ray is missing; the extra `ray` brings it.
 """
 
 import csv
@@ -24,7 +24,7 @@ from bertlab.cli.ray import check_shared, count_places, launch_of, ray_strategy,
 from bertlab.train.parallel import FullyShardedStrategy
 
 WITH_RAY = find_spec("ray") is not None
-needs_ray = pytest.mark.skipif(not WITH_RAY, reason='needs Ray: pip install "bertlab[ray]"')
+needs_ray = pytest.mark.skipif(not WITH_RAY, reason="needs Ray: the extra `ray`")
 STEPS = 8
 MODEL = "{hidden_size: 32, intermediate_size: 32, num_hidden_layers: 2, num_attention_heads: 2}"
 
@@ -115,7 +115,7 @@ def test_a_mistake_is_one_sentence_before_ray_is_imported(
 def test_without_ray_the_extra_is_named(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_text(Path("text.txt"))
-    with pytest.raises(ImportError, match=r"bertlab\[ray\]"):
+    with pytest.raises(ImportError, match=r"bertlab-encoders\[ray\]"):
         train_on_ray(words_of("run"))
     assert not Path("run").exists()
 

@@ -212,7 +212,7 @@ def test_a_missing_gpu_is_refused(bare):
 
 
 def test_a_tpu_needs_torch_xla_of_the_torch_version(bare):
-    assert "bertlab[tpu]" in refused("tpu")
+    assert "bertlab-encoders[tpu]" in refused("tpu")
     pretend_versions(bare, torch="2.13.0+cpu", torch_xla="2.9.0")
     assert "2.9.0" in refused("tpu") and "2.13.0" in refused("tpu")
     pretend_versions(bare, torch="2.9.1+cpu", torch_xla="2.9.0")  # the third number is free

@@ -265,7 +265,12 @@ def run_sync(tree: Path) -> None:
 def test_the_public_address_is_read_from_settings_alone(tree):
     old = sync.Address.read(tree)
     settings = (tree / "settings.ini").read_text(encoding="utf-8")
-    for key, value in {"user": "somebody", "repo": "elsewhere", "branch": "trunk"}.items():
+    for key, value in {
+        "user": "somebody",
+        "repo": "elsewhere",
+        "branch": "trunk",
+        "pip_name": "other",
+    }.items():
         settings = re.sub(rf"^{key} = .*$", f"{key} = {value}", settings, flags=re.MULTILINE)
     (tree / "settings.ini").write_text(settings, encoding="utf-8")
     run_sync(tree)
@@ -275,6 +280,7 @@ def test_the_public_address_is_read_from_settings_alone(tree):
         old.site_url,
         f"{old.user}/{old.repo}/blob",
         f"{old.user}/{old.repo}.git",
+        f'install "{old.pip_name}',
     ]
     leftovers = [
         f"{path.relative_to(tree)}: {trace}"
@@ -288,7 +294,9 @@ def test_the_public_address_is_read_from_settings_alone(tree):
         page = f"https://colab.research.google.com/github/somebody/elsewhere/blob/trunk/{path.relative_to(tree)}"
         if lint.page_type(path) != "index":
             assert f"[Open in Colab]({page})" in text, path
-        assert "git+https://github.com/somebody/elsewhere@trunk" in text, path
+        assert (
+            "other @ git+https://github.com/somebody/elsewhere@trunk" in text or "other[" in text
+        ), path
     readme = (tree / "README.md").read_text(encoding="utf-8")
     assert "github.com/somebody/elsewhere" in readme
     assert (

@@ -106,7 +106,7 @@ def test_wrong_float8_options_are_named(options, name):
 
 @needs_no_torchao
 def test_a_missing_torchao_is_named_with_its_extra():
-    with pytest.raises(ImportError, match=r"bertlab\[quantized\]"):
+    with pytest.raises(ImportError, match=r"bertlab-encoders\[quantized\]"):
         convert_to_float8(BertLabForMaskedLM(small()), emulate=True)
 
 

@@ -31,7 +31,7 @@ without_xla = pytest.mark.skipif(
 
 @without_xla
 def test_a_tpu_without_torch_xla_is_refused_in_one_line_that_says_what_to_install():
-    with pytest.raises(ValueError, match=r"bertlab\[tpu\]") as refused:
+    with pytest.raises(ValueError, match=r"bertlab-encoders\[tpu\]") as refused:
         make_trainer(1, accelerator="tpu")
     assert "\n" not in str(refused.value)
 
