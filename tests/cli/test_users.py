@@ -145,6 +145,8 @@ def test_a_wrong_input_is_one_line_that_names_it(folder, capsys):
     (["--data.max_sequence_length", "3"], ["max_sequence_length=3", "8 or more"]),
     (["--data.train_batch_size", "0"], ["train_batch_size=0"]),
     (["--run.shape", "bert_tiny", "--model.pretrained_model_name_or_path", "somebody/bert"], ["run.shape", "bert_tiny"]),
+    (["--model.model_config_kwargs.norm", "mine.MyCollator"], ["norm=", "torch.nn.Module"]),
+    (["--model.adapter", "dora", "--model.adapter.r", "4"], ["model.adapter.r", "'dora'"]),
 ])  # fmt: skip
 def test_a_wrong_value_is_named_before_a_file_is_written(folder, capsys, words, parts):
     message = refuse(capsys, "pretrain", "own.txt", *SMALL, *words)
