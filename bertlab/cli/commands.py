@@ -92,7 +92,7 @@ def pretrain(
 def distill(
     config: dict[str, Any],  # in sections
     overrides: dict[str, Any],  # options of flags, by dotted name: for all stages
-    stages: str,  # YAML file with stages, such as configs/kl-two-stage.yaml
+    stages: str,  # YAML file with stages, such as kl-two-stage
     output: str = "bertlab-stages",  # directory of the run
     resume: bool = False,  # continue the run in --output
     overwrite: bool = False,  # start again; an earlier run there is moved into previous-N

@@ -23,7 +23,7 @@ from types import UnionType
 from typing import Any, Union, get_args, get_origin
 
 from ..core.names import did_you_mean, source_comments
-from ..core.serialization import load_yaml, parse_yaml
+from ..core.serialization import find_config, load_yaml, parse_yaml
 
 # %% ../../nbs/cli/01_parser.ipynb #6ff00db0
 @dataclass(frozen=True)
@@ -354,7 +354,11 @@ def _set_flag(
     from jsonargparse import Namespace
 
     option, before = _find_option(flag, command), Namespace()
-    types = _members(option.type)
+    types, current = _members(option.type), overrides.get(option.name)
+    if flag != option.name and not (current is None or isinstance(current, Mapping)):
+        raise ValueError(
+            f"{flag} sets an entry of {option.name}, which is {current!r}; give one of the two"
+        )
     if option.name in overrides and (grows or flag != option.name):
         before[option.name] = copy.deepcopy(overrides[option.name])
     # jsonargparse takes a text for one item of a list only where the list grows.
@@ -378,7 +382,7 @@ def parse(
     overrides = _read_content(command, base or {})
     for name, value in flags:
         if name == "config":
-            content = load_yaml(value)
+            content = load_yaml(find_config(value))
             try:
                 overrides |= _read_content(command, read_lightning_cli(content))
             except ValueError as error:

@@ -23,7 +23,7 @@ from .parser import Command, configuration
 from ..core.files import RUN_FILE, atomic_write, check_run_directory, lock_directory
 from ..core.files import prepare_run_directory
 from ..core.names import install_command, check_choice, check_minimum, check_range
-from ..core.serialization import dump_yaml, load_yaml, one_line
+from ..core.serialization import dump_yaml, find_config, load_yaml, one_line
 from ..finetuning.runs import BestCheckpoint
 from ..train.history import History, print_line
 from ..train.run import Run, build_pretraining, check_one_process
@@ -102,7 +102,7 @@ def read_search(
     path: str,  # YAML of pretrain or finetune, with a section search
 ) -> tuple[SearchConfig, dict[str, Any]]:  # and the rest of the file
     "Read a search, and try the ends of its ranges as options. Raises `ValueError`."
-    content = load_yaml(path)
+    content = load_yaml(find_config(path))
     options = content.pop("search", None)
     if not isinstance(options, Mapping):
         raise ValueError(f"{path} has no section search, with ranges")

@@ -527,6 +527,8 @@ def tokenize_dataset(
         text_column, None, file_format, sample_by, header, delimiter, encoding, on_error, split,
         config_name,
     )  # fmt: skip
+    if executor_options and executor == "local" and not near_duplicates:
+        raise ValueError("executor_options are for executor 'slurm' or 'ray', not for 'local'")
     parts = find_parts(source, reading)
     check_not_inside(output, expand_sources(source), "output")
     loaded = _load_as_saved(tokenizer)

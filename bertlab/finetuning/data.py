@@ -420,7 +420,7 @@ class FinetuningDataModule(L.LightningDataModule):
                     raise
                 return self._encode(split)
         used = {*PADDING, *collator.sequences, *collator.scalars, "labels", "example_index",
-                "first_word", "num_cut_tokens", "num_moved_labels"}  # fmt: skip
+                "first_word", "num_cut_tokens"}  # fmt: skip
         return [{k: np.asarray(row[k]) for k in row if k in used} for row in encoded]
 
     @property

@@ -347,7 +347,9 @@ def resolve_layers(
             continue
         elif hasattr(layer, "__qualname__"):
             name = ".".join(_qualified_name(layer))
-        if not isinstance(name, str) or table is not ACTIVATIONS and not isinstance(layer, type):
+        is_class = isinstance(layer, type)
+        fits = issubclass(layer, nn.Module) if is_class else table is ACTIVATIONS
+        if not isinstance(name, str) or not fits:
             raise ValueError(
                 f"{key}={layer!r} is no torch.nn.Module: give a class of one, or a name by "
                 f"bertlab.register_layer({key!r}, 'my_name', ...)"

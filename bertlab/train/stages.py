@@ -19,7 +19,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from ..core.files import RUN_FILE, atomic_write, check_run_directory, lock_directory
 from ..core.files import prepare_run_directory
 from ..core.names import check_choice
-from ..core.serialization import dump_yaml, load_json, load_yaml, parse_yaml
+from ..core.serialization import dump_yaml, find_config, load_json, load_yaml, parse_yaml
 from ..data.sources import expand_sources, is_local
 from .resume import latest_checkpoint, read_checkpoint
 from .history import print_line
@@ -38,7 +38,7 @@ def load_stage_configs(
     path: str | os.PathLike,  # YAML: sections of a run, and `stages`, a list of such sections
 ) -> list[dict[str, Any]]:  # a configuration for each stage
     "Read a run in stages. Raises `ValueError` that names the stage."
-    shared = load_yaml(path)
+    shared = load_yaml(find_config(path))
     stages = shared.pop("stages", None)
     if not isinstance(stages, list) or not stages:
         raise ValueError(f"{path} needs `stages`, a list of one or more")

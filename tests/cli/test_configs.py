@@ -1,4 +1,4 @@
-"The configurations in configs/: every name in them is read, and the small ones train."
+"The configurations in bertlab/configs/: every name in them is read, and the small ones train."
 
 import json
 from pathlib import Path
@@ -16,7 +16,7 @@ from bertlab.data.module import PretrainingDataModule
 from bertlab.train.modules import PretrainingModule
 
 ROOT = Path(__file__).parents[2]
-EVERY = sorted((ROOT / "configs").glob("*.yaml"))
+EVERY = sorted((ROOT / "bertlab/configs").glob("*.yaml"))
 CONFIGS = [
     path
     for path in EVERY
@@ -94,7 +94,7 @@ def test_a_published_shape_is_the_one_that_its_preset_builds(name, preset):
 def test_the_laptop_takes_the_recipe_that_won_at_ten_minutes():
     table = json.loads((ROOT / "benchmarks/results/final_project.json").read_text())["recipes"]
     worst = {name: max(seed["nats"][0] for seed in one["seeds"]) for name, one in table.items()}
-    won, ours = table[min(worst, key=worst.get)]["recipe"], read(ROOT / "configs" / "laptop.yaml")
+    won, ours = table[min(worst, key=worst.get)]["recipe"], read(ROOT / "bertlab/configs" / "laptop.yaml")
     for name, value in won["model"].items():
         if not name.startswith("scheduler_"):  # as long as its schedule is, this one is not
             held = ours["model"][name]

@@ -24,7 +24,7 @@ from bertlab.finetuning.runs import finetune
 from bertlab.model.loading import read_state_dict
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-CONFIGS = Path(__file__).parents[2] / "configs"
+CONFIGS = Path(__file__).parents[2] / "bertlab/configs"
 MODEL = json.dumps(
     {key: value for key, value in CONFIG.items() if value is not None and key != "vocab_size"}
 )

@@ -296,7 +296,7 @@ def run_script(script: str, place: Path, **environment: str) -> list[str]:
         (place / name).write_text(FAKE_SRUN)
         (place / name).chmod(0o755)
     paths = f"{place}{os.pathsep}{os.environ['PATH']}"
-    done = subprocess.run(["bash", "-c", script, "script", "--config", "configs/several-nodes.yaml"], cwd=ROOT,
+    done = subprocess.run(["bash", "-c", script, "script", "--config", "bertlab/configs/several-nodes.yaml"], cwd=ROOT,
                           env={**os.environ, "PATH": paths, "PLACE": str(place), **environment}, capture_output=True, text=True)  # fmt: skip
     assert done.returncode == 0, done.stderr
     return (place / "words").read_text().splitlines()
@@ -310,7 +310,7 @@ def test_a_launcher_s_file_starts_a_run_and_goes_on_with_one_that_is_there(
     monkeypatch.chdir(
         ROOT
     )  # the cluster, where there is one, stands in its own directory to the end
-    file, output = ROOT / "configs/launchers" / name, tmp_path / "my run"
+    file, output = ROOT / "bertlab/configs/launchers" / name, tmp_path / "my run"
     environment = {"OUTPUT": str(output)}
     script = file.read_text()
     if name.endswith(".yaml"):

@@ -44,7 +44,7 @@ def plan(tmp_path):
 
 
 def test_the_search_in_configs_is_one_that_the_command_reads():
-    search, content = read_search(ROOT / "configs" / "search.yaml")
+    search, content = read_search(ROOT / "bertlab/configs" / "search.yaml")
     assert set(search.ranges) == {"model.learning_rate", "model.optimizer_class"}
     assert content["data"]["collator_kwargs"] == {"mlm_probability": 0.3}
 

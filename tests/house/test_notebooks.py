@@ -6,6 +6,7 @@ runs these notebooks at full length too.
 """
 
 import ast
+import ctypes
 import json
 import multiprocessing
 import os
@@ -24,6 +25,7 @@ LONGEST = (
     1800  # at full length, of which the final project takes ten minutes of two cores that it shares
 )
 NOTEBOOKS = sync.notebooks(ROOT)
+PR_SET_PDEATHSIG = 1  # of Linux's prctl: the signal that a process gets when its parent ends
 
 
 def solutions(text: str) -> list[str]:
@@ -106,6 +108,8 @@ def shortened(notebook: dict) -> dict:
 def run_here(path: str, flags: str, output: str) -> None:
     "Run a notebook with nbdev's test runner in this process, what it prints going to a file."
     os.setsid()  # so that a notebook that hangs is ended with all that it started
+    if sys.platform == "linux":  # and so that none outlives tests that were killed
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     os.chdir(ROOT)
     sys.path.append(str(ROOT / "benchmarks"))  # two pages of the course race
     multiprocessing.set_start_method(

@@ -18,7 +18,7 @@ PACKAGE = ROOT / "bertlab"
 MODULES = {path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py")}
 DATA = {
     path.relative_to(PACKAGE).as_posix()
-    for pattern in ("*.pyi", "py.typed", "page/*", "*.md")
+    for pattern in ("*.pyi", "py.typed", "page/*", "*.md", "configs/*.yaml", "launchers/*")
     for path in PACKAGE.rglob(pattern)
 }
 

@@ -233,7 +233,7 @@ def test_a_wrong_file_of_stages_is_refused(tmp_path, content, words):
 
 @pytest.mark.parametrize("name", ["kl-two-stage", "longer-rows"])
 def test_the_stages_of_the_repository_are_complete(name, tmp_path):
-    path = ROOT / "configs" / f"{name}.yaml"
+    path = ROOT / "bertlab/configs" / f"{name}.yaml"
     shared, stages = yaml.safe_load(path.read_text()), load_stage_configs(path)
     assert stages[1]["model"]["weight_decay"] == shared["model"]["weight_decay"]
     config = stage_config(stages[1], 2, "before", tmp_path)

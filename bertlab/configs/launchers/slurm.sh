@@ -1,6 +1,6 @@
 #!/bin/bash
 # A run on two machines of eight GPUs with SLURM. From the folder with the text or the configuration:
-#     OUTPUT=/shared/my-run sbatch configs/launchers/slurm.sh --config configs/several-nodes.yaml
+#     OUTPUT=/shared/my-run sbatch bertlab/configs/launchers/slurm.sh --config several-nodes
 # The arguments after the file's name are passed to `bertlab pretrain`. Submit the same line again to resume the run;
 # it also resumes when SLURM requeues the job after a machine was preempted.
 
