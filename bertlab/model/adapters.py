@@ -259,7 +259,8 @@ def save_adapter(
     tensors = _adapter_tensors(state_dict, layers)
     tensors |= {n: w for n, w in weights.items() if any(n.startswith(f"{o}.") for o in owners)}
     config.target_modules = sorted(name for names in layers.values() for name in names)
-    config.modules_to_save, config.base_model_name_or_path = owners or None, base
+    config.modules_to_save = owners or None
+    config.base_model_name_or_path = None if base is None else str(base)
     config.inference_mode = True
     config.save_pretrained(directory)
     file = directory / "adapter_model.safetensors"

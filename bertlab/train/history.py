@@ -234,7 +234,8 @@ class ProgressBar(Callback):
     def show(self, trainer, text: str) -> None:
         "Move the bar, or print a line."
         if self._bar is None:
-            print_line(f"step {trainer.global_step}/{self._last_step}: {text}")
+            total = "" if self._last_step == math.inf else f"/{self._last_step}"
+            print_line(f"step {trainer.global_step}{total}: {text}")
         else:
             self._bar.n = trainer.global_step
             self._bar.set_postfix_str(text)

@@ -18,6 +18,7 @@ from inspect import signature
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -273,7 +274,9 @@ class PretrainingModule(TrainingModule):
         super().__init__()
         is_config = args and isinstance(args[0], PretrainingConfig)
         config = args[0] if is_config else PretrainingConfig(*args, **options)
-        config = replace(config, objective=find_objective(config.objective))
+        # A sweep's numbers are often NumPy's, which a checkpoint of plain data cannot hold.
+        plain = {k: v.item() for k, v in config.to_dict().items() if isinstance(v, np.generic)}
+        config = replace(config, objective=find_objective(config.objective), **plain)
         check_parts(config)
         self.loss_config = LossConfig(**(config.loss_kwargs or {}))
         self.reports_z_loss = self.loss_config.z_weight > 0

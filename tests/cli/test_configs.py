@@ -94,7 +94,10 @@ def test_a_published_shape_is_the_one_that_its_preset_builds(name, preset):
 def test_the_laptop_takes_the_recipe_that_won_at_ten_minutes():
     table = json.loads((ROOT / "benchmarks/results/final_project.json").read_text())["recipes"]
     worst = {name: max(seed["nats"][0] for seed in one["seeds"]) for name, one in table.items()}
-    won, ours = table[min(worst, key=worst.get)]["recipe"], read(ROOT / "bertlab/configs" / "laptop.yaml")
+    won, ours = (
+        table[min(worst, key=worst.get)]["recipe"],
+        read(ROOT / "bertlab/configs" / "laptop.yaml"),
+    )
     for name, value in won["model"].items():
         if not name.startswith("scheduler_"):  # as long as its schedule is, this one is not
             held = ours["model"][name]

@@ -257,7 +257,7 @@ def test_a_skipped_step_is_printed_and_logged(tmp_path, capsys):
 
     slow = lambda w: torch.optim.SGD(w, lr=0.01)  # noqa: E731
     bad, guards = {30: NAN, 80: 1e4, 83: 1e4}, [SpikeGuard(), NonFiniteGuard(50)]
-    fit(99, Numbered(range(100), bad), guards, slow, logger=build_loggers("csv", tmp_path))
+    fit(99, Numbered(range(100), bad), guards, slow, logger=build_loggers(["csv"], tmp_path))
     said = [line for line in capsys.readouterr().out.splitlines() if "skipped by" in line]
     assert [line.split(":")[0] for line in said] == [
         "step 31 skipped by SpikeGuard", "step 31 skipped by NonFiniteGuard",

@@ -73,9 +73,9 @@ def test_time_counts_over_all_sessions(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "epochs, said", [(2, ["step 10/10: ", "0:00 left"]), (-1, ["step 3/-1: "])]
+    "epochs, expected", [(2, ["step 10/10: ", "0:00 left"]), (-1, ["step 3: "])]
 )
-def test_a_trainer_that_counts_epochs_has_a_last_step(epochs, said, capsys):
+def test_a_trainer_that_counts_epochs_has_a_last_step(epochs, expected, capsys):
     class Enough(Callback):
         def on_train_batch_end(self, trainer, *_):
             trainer.should_stop = epochs < 0 and trainer.global_step == 3
@@ -85,7 +85,7 @@ def test_a_trainer_that_counts_epochs_has_a_last_step(epochs, said, capsys):
               enable_model_summary=False, callbacks=[history, ProgressBar(history, 0.0, plain=True), Enough()]
               ).fit(Line(), Numbered(range(5)))  # fmt: skip
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
-    assert all(words in lines[-1] for words in said) and (" left" in lines[-1]) == (epochs > 0)
+    assert all(words in lines[-1] for words in expected) and (" left" in lines[-1]) == (epochs > 0)
 
 
 def test_a_stopped_run_resumes_bit_identically(tmp_path):
