@@ -485,6 +485,25 @@ def _load_as_saved(tokenizer: Any) -> Any:
         return load_tokenizer(directory)
 
 
+def _run_job(
+    job: TokenizeJob,
+    executor: str,
+    options: dict[str, Any],  # of datatrove's executor
+    num_proc: int | None,
+    progress: bool | None,
+) -> dict[str, Any]:
+    "Tokenize the parts of a job here, or queue them on a cluster."
+    if executor != "local":
+        run_stages(job, executor, num_proc or len(job.parts), options)
+        return {"queued": len(job.parts), "executor": executor, "output": job.output}
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    num_proc = num_proc or cores
+    if job.near_duplicates:
+        run_stages(job, "local", num_proc, options, writes=False)
+    run_locally(job, num_proc, progress)
+    return _finish_job(job)
+
+
 def tokenize_dataset(
     source: Sequence[Any] | str | os.PathLike[str],  # files, directories, patterns, hub datasets
     tokenizer: Any,  # hub name or directory of a tokenizer
@@ -542,12 +561,4 @@ def tokenize_dataset(
         return _read_info(output)
     with atomic_directory(output / "tokenizer") as directory:
         loaded.save_pretrained(directory)
-    if executor != "local":
-        run_stages(job, executor, num_proc or len(parts), executor_options or {})
-        return {"queued": len(parts), "executor": executor, "output": str(output)}
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    num_proc = num_proc or cores
-    if near_duplicates:
-        run_stages(job, "local", num_proc, executor_options or {}, writes=False)
-    run_locally(job, num_proc, progress)
-    return _finish_job(job)
+    return _run_job(job, executor, executor_options or {}, num_proc, progress)
