@@ -184,7 +184,11 @@ def print_line(*lines: str) -> None:
 
 # %% ../../nbs/train/06_history.ipynb #1e5166f4
 class ProgressBar(Callback):
-    "Show the progress of a run from its `History`: a bar on a terminal, lines elsewhere."
+    """Show the progress of a run from its `History`.
+
+    A bar on a terminal; in a notebook one line that is renewed, below those of the validations;
+    elsewhere lines.
+    """
 
     def __init__(
         self,
@@ -194,17 +198,25 @@ class ProgressBar(Callback):
     ):
         self.history, self.every_seconds, self.plain = history, every_seconds, plain
         self._bar: tqdm | None = None
+        self._display: Any = None  # of a notebook
+        self._validations: list[str] = []  # lines that stay in it
 
     def on_train_start(self, trainer, pl_module) -> None:
         self._started = trainer.global_step, time.perf_counter(), *self.history.totals()
         self._shown, self._last_step = -math.inf, trainer.estimated_stepping_batches
-        if trainer.is_global_zero and not self.plain and sys.stderr.isatty():
+        if not trainer.is_global_zero or self.plain:
+            return
+        if in_notebook():
+            from IPython.display import display
+
+            self._display = display({"text/plain": "..."}, raw=True, display_id=True)
+        elif sys.stderr.isatty():
             form = "training {percentage:3.0f}% |{bar}| {n_fmt}/{total_fmt} {postfix}"
             self._bar = tqdm(total=self._last_step, bar_format=form, dynamic_ncols=True)
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
         step, now = trainer.global_step, time.perf_counter()
-        pause = self.every_seconds if self._bar is None else 0.5
+        pause = 0.5 if self._bar or self._display else self.every_seconds
         is_due = step == self._last_step or now - self._shown >= pause
         if trainer.is_global_zero and step > self._started[0] and is_due:
             self._shown = now
@@ -215,7 +227,7 @@ class ProgressBar(Callback):
         is_fit = trainer.state.fn == "fit" and not trainer.sanity_checking
         if is_fit and loss is not None and trainer.is_global_zero:
             training = f"{self.line(trainer)}, " if self._bar is not None else ""
-            self.show(trainer, f"{training}validation loss {float(loss):.3f}")
+            self.show(trainer, f"{training}validation loss {float(loss):.3f}", stays=True)
 
     def line(self, trainer) -> str:
         "Describe the last step."
@@ -231,18 +243,25 @@ class ProgressBar(Callback):
         pace = (time.perf_counter() - start) / max(1, step - first)
         return f"{text}, {format_seconds(pace * (self._last_step - step))} left"
 
-    def show(self, trainer, text: str) -> None:
-        "Move the bar, or print a line."
-        if self._bar is None:
-            total = "" if self._last_step == math.inf else f"/{self._last_step}"
-            print_line(f"step {trainer.global_step}{total}: {text}")
-        else:
+    def show(self, trainer, text: str, stays: bool = False) -> None:
+        "Move the bar, renew the notebook's line, or print a line."
+        if self._bar is not None:
             self._bar.n = trainer.global_step
             self._bar.set_postfix_str(text)
+            return
+        total = "" if self._last_step == math.inf else f"/{self._last_step}"
+        line = f"step {trainer.global_step}{total}: {text}"
+        if self._display is None:
+            print_line(line)
+            return
+        shown = "\n".join([*self._validations, line])
+        self._display.update({"text/plain": shown}, raw=True)
+        if stays:
+            self._validations.append(line)
 
     def teardown(self, trainer, pl_module, stage: str) -> None:
         if self._bar is not None:
             self._bar.close()
-        self._bar = None
+        self._bar, self._display, self._validations = None, None, []
 
     on_exception = teardown  # an interrupted run is not torn down
