@@ -276,8 +276,10 @@ def num_devices(device_type: str) -> int:  # "cpu", "cuda", "mps" or "tpu"
 # %% ../../nbs/core/05_devices.ipynb #b2c0ffee
 def check_loaded_packages() -> None:
     "Print what to do where pip has replaced a package that this session has loaded."
-    stale = []
-    for requirement in requires(REQUIREMENT.partition("{")[0]) or []:
+    stale, distribution = [], REQUIREMENT.partition("{")[0]
+    if installed_version(distribution) is None:  # pip has said why
+        return
+    for requirement in requires(distribution) or []:
         package = re.match(r"[\w-]+", requirement)[0]
         module = sys.modules.get(package.replace("-", "_"))
         loaded, installed = getattr(module, "__version__", None), installed_version(package)
@@ -285,7 +287,8 @@ def check_loaded_packages() -> None:
             stale.append(f"{package} {loaded} (now {installed})")
     if stale:
         print(
-            f"Restart the session (in Colab: Runtime, Restart session): {', '.join(stale)} is loaded"
+            "Restart the session (in Colab: Runtime, Restart session), because it still uses the "
+            f"old version of {', '.join(stale)}"
         )
 
 # %% ../../nbs/core/05_devices.ipynb #ed768c0b

@@ -107,7 +107,8 @@ def atomic_directory(
 ) -> Iterator[Path]:  # a hidden empty directory next to it; fill this one
     """Replace a directory by the one that the block fills, if the block succeeds.
 
-    Raises `OSError` with `new` if the directory was created while the block ran.
+    If the directory appears while a block with `new` runs, what the block wrote goes to a
+    directory beside it, which the `FileExistsError` names.
     """
     recover_directory(directory)
     directory = Path(os.path.realpath(directory))  # keeps a link to a directory
@@ -120,7 +121,16 @@ def atomic_directory(
         for path in [*temporary.iterdir(), temporary]:
             _flush(path)
         if new or not directory.exists():
-            temporary.rename(directory)  # refuses a directory that has content
+            try:
+                temporary.rename(directory)  # refuses a directory that has content
+            except OSError:
+                if not directory.exists():
+                    raise
+                rescued = directory.with_name(f"{directory.name}-{token_hex(4)}")
+                temporary.rename(rescued)
+                raise FileExistsError(
+                    f"{directory} was created while it was being written; the output is in {rescued}"
+                ) from None
             return
         shutil.copymode(directory, temporary)
         if keep:

@@ -178,9 +178,11 @@ def test_an_output_that_appears_meanwhile_stays(finetuned, tmp_path, monkeypatch
         return save_model(*arguments)
 
     monkeypatch.setattr(adapting, "save_model", save_meanwhile)
-    with pytest.raises((OSError, ValueError), match="longer"):
+    with pytest.raises(FileExistsError, match="longer-"):
         lengthen(str(finetuned), 64, output=str(output))
     assert [path.name for path in output.iterdir()] == ["thesis.txt"]
+    (rescued,) = tmp_path.glob("longer-*")
+    assert (rescued / "config.json").exists()
 
 
 @pytest.mark.parametrize("options, part", [

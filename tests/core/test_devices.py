@@ -1,5 +1,6 @@
 "Devices are described with reasons and sources; missing ones are refused."
 
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -259,3 +260,17 @@ def test_freed_memory_is_retained_unless_configured(monkeypatch, variables, call
     monkeypatch.setattr(devices.platform, "libc_ver", lambda: ("glibc", "2.36"))
     monkeypatch.setattr(devices.sys, "platform", "linux")
     assert retain_freed_memory() is bool(calls) and seen == calls
+
+
+def test_a_package_replaced_while_it_was_loaded_is_named(bare, capsys):
+    bare.setattr(devices, "requires", lambda name: ["pyarrow>=21", "numpy>=2; extra == 'x'"])
+    bare.setitem(sys.modules, "pyarrow", SimpleNamespace(__version__="18.1.0"))
+    bare.setitem(sys.modules, "numpy", SimpleNamespace(__version__="2.1.0"))
+    pretend_versions(bare, bertlab_encoders="0.1.0", pyarrow="21.0.0", numpy="2.1.0")
+    devices.check_loaded_packages()
+    printed = capsys.readouterr().out
+    assert "Restart" in printed and "pyarrow 18.1.0 (now 21.0.0)" in printed
+    assert "numpy" not in printed
+    pretend_versions(bare)  # nothing was installed
+    devices.check_loaded_packages()
+    assert capsys.readouterr().out == ""

@@ -143,11 +143,13 @@ def test_a_kill_at_any_step_loses_neither_model_nor_user_files(tmp_path):
 
 def test_a_directory_created_in_the_meantime_stays(tmp_path):
     path = tmp_path / "model"
-    with pytest.raises(OSError), atomic_directory(path, new=True) as temporary:
+    with pytest.raises(FileExistsError) as refused, atomic_directory(path, new=True) as temporary:
         (temporary / "weights").write_text("new")
         path.mkdir()
         (path / "thesis.txt").write_text("x")
-    assert names(path) == ["thesis.txt"] and names(tmp_path) == ["model"]
+    (rescued,) = tmp_path.glob("model-*")
+    assert names(path) == ["thesis.txt"] and names(rescued) == ["weights"]
+    assert len(names(tmp_path)) == 2 and str(rescued) in str(refused.value)
 
 
 # ---- run directories ------------------------------------------------------------------------------
