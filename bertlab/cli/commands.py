@@ -269,7 +269,7 @@ _COMMANDS = (
     Command("lengthen", "cli/adapt.py:lengthen", "directory"),
     Command("tune", "cli/tune.py:tune", "search"),
     Command("devices", "cli/commands.py:devices"),
-    Command("embed finetune", "cli/embed.py:finetune_embeddings", **_EMBED),
+    Command("embed finetune", "cli/embed.py:finetune_embeddings", "*data.dataset_name_or_path", **_EMBED),
     Command("embed encode", "cli/embed.py:embed_encode", "model *source"),
     Command("embed mine", "cli/embed.py:embed_mine", "pairs model"),
     Command("embed search", "cli/embed.py:embed_search", "model place *queries"),

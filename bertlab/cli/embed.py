@@ -15,6 +15,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from .models import find_model_directory
 from ..core.devices import find_accelerator, num_devices
 from ..core.files import atomic_write, check_output_file, lock_directory, write_json
 from ..core.names import check_choice, check_range
@@ -70,9 +71,9 @@ def load_bi_encoder(
     max_sequence_length: int | None = None,
     pooling: str | None = None,
 ) -> BiEncoder:  # on the GPU if there is one
-    "Load a model for a command. Raises `ValueError` for a directory that does not exist."
+    "Load a model, or the best one of a run. Raises `ValueError` for a missing directory."
     if Path(model).expanduser().exists():
-        model = str(Path(model).expanduser())
+        model = str(find_model_directory(model))
     elif not looks_like_hub_name(model):
         raise ValueError(f"there is no model {model}")
     options = {"max_sequence_length": max_sequence_length, "pooling": pooling}

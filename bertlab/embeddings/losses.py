@@ -4,13 +4,14 @@
 
 # %% auto #0
 __all__ = ['DISTILLATIONS', 'info_nce', 'EmbeddedTexts', 'false_negative_mask', 'ContrastiveLoss', 'distillation_loss',
-           'distill_batch']
+           'distill_batch', 'similarity_loss', 'vector_loss', 'fit_projection']
 
 # %% ../../nbs/embeddings/02_losses.ipynb #59903a8c
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -183,3 +184,48 @@ def distill_batch(
     with torch.autocast(q_QD.device.type, enabled=False):  # as in `ContrastiveLoss`
         student_QC = torch.einsum("qd,qcd->qc", q_QD, candidates_QCD)
     return distillation_loss(student_QC, teacher_QC, temperature, distillation)
+
+# %% ../../nbs/embeddings/02_losses.ipynb #cf99cb49
+def similarity_loss(
+    cosines_Q: Tensor,
+    similarities_Q: Tensor,  # only their order counts
+    counts_Q: Tensor,  # bool; False: padding
+    temperature: Tensor | float,
+) -> LossSums:
+    "Order pairs by their similarity (CoSENT; Su 2022); correct is the share of pairs in order."
+    differences_QQ = cosines_Q[None] - cosines_Q[:, None]
+    ordered_QQ = (similarities_Q[:, None] > similarities_Q[None]) & counts_Q & counts_Q[:, None]
+    exponents_QQ = (differences_QQ / temperature).masked_fill(~ordered_QQ, -torch.inf)
+    loss, count = F.pad(exponents_QQ.flatten(), (1, 0)).logsumexp(0), counts_Q.sum()
+    share = ((differences_QQ < 0) & ordered_QQ).sum() / ordered_QQ.sum().clamp_min(1)
+    return LossSums(loss * count, count, torch.zeros_like(loss), share * count)
+
+
+def vector_loss(
+    vectors_ND: Tensor,
+    teacher_ND: Tensor,  # of a larger model, for the same texts
+    counts_N: Tensor,  # bool; False: padding
+) -> LossSums:
+    "Turn vectors towards a teacher's; correct are those whose own text has the nearest teacher."
+    student_ND, teacher_ND = F.normalize(vectors_ND, dim=1), F.normalize(teacher_ND, dim=1)
+    with torch.autocast(student_ND.device.type, enabled=False):  # as in `ContrastiveLoss`
+        cosines_NN = student_ND.float() @ teacher_ND.T
+    loss_sum = (1 - cosines_NN.diagonal())[counts_N].sum()
+    is_nearest_N = cosines_NN.argmax(1) == torch.arange(len(cosines_NN), device=counts_N.device)
+    return LossSums(
+        loss_sum, counts_N.sum(), torch.zeros_like(loss_sum), (is_nearest_N & counts_N).sum()
+    )
+
+
+def fit_projection(
+    vectors_ND: np.ndarray,
+    width: int,  # of the projected vectors
+) -> np.ndarray | None:  # (D, width); None: they have this width
+    "Find the projection that keeps products of vectors best; shorter vectors are padded by zeros."
+    dim = vectors_ND.shape[1]
+    if dim <= width:
+        return None if dim == width else np.eye(dim, width, dtype=np.float32)
+    products_DD = vectors_ND.T.astype(np.float64) @ vectors_ND
+    basis = np.linalg.eigh(products_DD)[1][:, : -width - 1 : -1]  # largest eigenvalue first
+    signs = np.sign(basis[np.abs(basis).argmax(0), np.arange(width)])  # the same on any machine
+    return (basis * signs).astype(np.float32)

@@ -19,6 +19,7 @@ from lightning.fabric.utilities.data import AttributeDict
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torchmetrics import SpearmanCorrCoef
 
 from ..core.names import check_choice, check_range
 from ..data.rows import IGNORE_INDEX
@@ -27,6 +28,7 @@ from ..data.tokenizers import check_same_vocabulary, load_tokenizer
 from .bi_encoder import BiEncoder, read_st_config, max_text_length
 from .gradcache import all_gather, all_gather_with_grad, rank_and_world_size
 from .losses import DISTILLATIONS, ContrastiveLoss, EmbeddedTexts, distill_batch
+from .losses import similarity_loss, vector_loss
 from .pairs import EmbeddingDataModule
 from ..model.adapters import add_adapter, freeze_weights, layer_depths
 from ..model.adapters import save_adapter
@@ -407,10 +409,28 @@ class EmbeddingModule(TrainingModule):
         sums = self.score_pairs(*self.embed(batch), batch)
         return sums._replace(loss_sum=sums.loss_sum * self.hparams.contrastive_weight)
 
+    def _supervised_loss(
+        self, queries: EmbeddedTexts, documents: EmbeddedTexts, batch: Mapping[str, Tensor]
+    ) -> LossSums:
+        "Compute the loss of similarities or of a teacher's vectors, over all `matryoshka_dims`."
+        counts_Q, losses = batch["labels"] != IGNORE_INDEX, []
+        for dim in (*self.loss.matryoshka_dims, queries.vectors_ND.shape[1]):
+            q_QD, d_QD = (texts.vectors_ND[:, :dim].float() for texts in (queries, documents))
+            if "teacher_vectors" in batch:
+                sums = vector_loss(q_QD, batch["teacher_vectors"][:, :dim], counts_Q)
+            else:
+                cosines_Q = F.cosine_similarity(q_QD, d_QD)
+                similarities_Q = batch["similarities"]
+                sums = similarity_loss(cosines_Q, similarities_Q, counts_Q, self.temperature())
+            losses.append(sums.loss_sum)
+        return sums._replace(loss_sum=torch.stack(losses).mean())
+
     def score_pairs(
         self, queries: EmbeddedTexts, documents: EmbeddedTexts, batch: Mapping[str, Tensor]
     ) -> LossSums:
-        "Compute the contrastive loss of vectors, before `contrastive_weight`."
+        "Compute the loss of vectors that suits the batch, before `contrastive_weight`."
+        if batch.keys() & {"similarities", "teacher_vectors"}:
+            return self._supervised_loss(queries, documents, batch)
         h, temperature, targets_Q = self.hparams, self.temperature(), batch["labels"]
         if h.distillation is not None:
             arguments = queries, documents, batch, temperature
@@ -436,7 +456,7 @@ class EmbeddingModule(TrainingModule):
 
     def reset_metrics(self, stage: str) -> None:  # val or test
         super().reset_metrics(stage)
-        self._ranks = RetrievalRanks()
+        self._ranks, self._correlation = RetrievalRanks(), SpearmanCorrCoef().to(self.device)
 
     def update_metrics(self, batch: dict[str, Tensor], dataloader_idx: int = 0) -> None:
         "Add a batch to the sums, and keep its vectors for the ranks."
@@ -447,19 +467,27 @@ class EmbeddingModule(TrainingModule):
         dtype = torch.float64 if self.device.type == "cpu" else torch.float32
         totals = torch.stack([value.detach().to(dtype) for value in values])
         self._sums[dataloader_idx] = self._sums.get(dataloader_idx, 0) + totals
-        answers = EmbeddedTexts(*(values[:num_pairs] for values in documents))
-        self._ranks.update(queries, answers, batch["text_numbers"][num_pairs : 2 * num_pairs])
+        if "similarities" in batch:
+            counts_Q = batch["labels"] != IGNORE_INDEX
+            cosines_Q = F.cosine_similarity(queries.vectors_ND, documents.vectors_ND)[counts_Q]
+            self._correlation.update(cosines_Q.float(), batch["similarities"][counts_Q])
+        elif "teacher_vectors" not in batch:
+            answers = EmbeddedTexts(*(values[:num_pairs] for values in documents))
+            self._ranks.update(queries, answers, batch["text_numbers"][num_pairs : 2 * num_pairs])
 
     def compute_metrics(self, stage: str) -> dict[str, Tensor]:
         "Return the loss over the split's batches, and ranks over all of its documents."
-        if not self._ranks.batches:
+        if not self._sums:
             return {}
         sums = self.trainer.strategy.reduce(sum(self._sums.values()), reduce_op="sum").cpu()
         metrics = {"loss": sums[0] / sums[1], "accuracy": sums[2] / sums[1]}
         for name, total in zip(self.auxiliary_losses(), sums[3:]):
             metrics[name] = total / sums[1]
-        metrics |= self._ranks.compute(self.device)
-        self._ranks = RetrievalRanks()
+        if self._ranks.batches:
+            metrics |= self._ranks.compute(self.device)
+            self._ranks = RetrievalRanks()
+        elif self._correlation.update_called:
+            metrics["spearman"] = self._correlation.compute().cpu()
         return {f"{stage}_{name}": value.float() for name, value in metrics.items()}
 
 # %% ../../nbs/embeddings/06_module.ipynb #d209855b

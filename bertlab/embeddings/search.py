@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow
 
-from ..core.files import atomic_directory, atomic_write, write_json
+from ..core.files import atomic_directory, atomic_write, lock_directory, write_json
 from ..core.names import check_range, look_up
 from ..core.serialization import load_json
 from ..data.documents import Document
@@ -221,6 +221,20 @@ def _encode_texts(
     return vectors_ND
 
 
+_ZEROS = "blank texts, which have rows of zeros"
+
+
+def _count_blanks(
+    documents: Iterable[Document], notes: Counter, keep: bool
+) -> Iterator[Document]:  # from the first in each run, to count all
+    for document in documents:
+        is_blank = not document.text.strip()
+        if is_blank:
+            notes[_ZEROS if keep else "blank texts, left out"] += 1
+        if keep or not is_blank:
+            yield document
+
+
 def encode_corpus(
     model: BiEncoder,
     documents: Callable[[], Iterable[Document]],  # yields the same texts again with each call
@@ -235,39 +249,34 @@ def encode_corpus(
 ) -> int:  # encoded texts, in all runs together
     """Encode texts in constant memory; a second call continues after the last complete part.
 
-    Raises `ValueError` if a stopped run has another model, source, option or text.
+    Raises `ValueError` if a stopped run has another model, source, option or text, and while
+    another process writes the same output.
     """
     suffix, output = check_output(output, overwrite), Path(output).expanduser()
     check_range("part_size", part_size, 1)
-    prefix, num_blank = find_prompt(model, prompt), 0
+    prefix = find_prompt(model, prompt)
     identity = model_identity(model, prefix) | {"source": source, "part_size": part_size}
     identity["truncate_dim"] = truncate_dim or model.embedding_dim
-    parts = _Parts(output.with_name(f".{output.name}.parts"), identity)
-
-    def read() -> Iterator[Document]:  # from the beginning in each run, to count all blank texts
-        nonlocal num_blank
-        for document in documents():
-            is_blank = not document.text.strip()
-            num_blank += is_blank
-            if suffix == ".npy" or not is_blank:
-                yield document
-
-    stream = read()
-    parts.skip_encoded(stream)
-    progress(parts.state["num_texts"])
-    while chunk := list(islice(stream, part_size)):
-        texts = [document.text for document in chunk]
-        parts.append(chunk, _encode_texts(model, texts, truncate_dim, prefix))
+    blanks = Counter()
+    directory = output.with_name(f".{output.name}.parts")
+    with lock_directory(directory):
+        check_output(output, overwrite)  # another command may have written it meanwhile
+        parts = _Parts(directory, identity)
+        stream = _count_blanks(documents(), blanks, keep=suffix == ".npy")
+        parts.skip_encoded(stream)
         progress(parts.state["num_texts"])
-    num_encoded = parts.state["num_texts"] - (num_blank if suffix == ".npy" else 0)
-    if num_encoded:
-        _WRITERS[suffix](parts, output)
-    shutil.rmtree(parts.directory)
+        while chunk := list(islice(stream, part_size)):
+            texts = [document.text for document in chunk]
+            parts.append(chunk, _encode_texts(model, texts, truncate_dim, prefix))
+            progress(parts.state["num_texts"])
+        num_encoded = parts.state["num_texts"] - blanks[_ZEROS]
+        if num_encoded:
+            _WRITERS[suffix](parts, output)
+        shutil.rmtree(directory)
     if not num_encoded:
         raise ValueError(f"source {source} has no text to encode")
-    if notes is not None and num_blank:
-        result = "which have rows of zeros" if suffix == ".npy" else "left out"
-        notes[f"blank texts, {result}"] += num_blank
+    if notes is not None:
+        notes += blanks
     return num_encoded
 
 # %% ../../nbs/embeddings/08_search.ipynb #0b8f3a98
@@ -394,5 +403,4 @@ def mine_negatives(
         mined = mine_hard_negatives(
             dataset, model, num_negatives=num_negatives, output_format="n-tuple", **options
         )
-    columns = [name for name in mined.column_names if name.startswith("negative")]
-    return read_pairs([*mined], "query", "positive", columns)
+    return read_pairs([*mined])

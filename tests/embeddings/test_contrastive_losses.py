@@ -11,6 +11,7 @@ from bertlab.embeddings.losses import (
     distillation_loss,
     false_negative_mask,
     info_nce,
+    similarity_loss,
 )
 
 
@@ -197,3 +198,20 @@ def test_each_pair_is_distilled_by_its_own_number_of_candidates(kind):
 def test_wrong_loss_options_are_refused(options, word):
     with pytest.raises(ValueError, match=word):
         ContrastiveLoss(**options)
+
+
+def test_similarity_loss_compares_each_two_pairs():
+    generator = torch.Generator().manual_seed(0)
+    cosines = torch.rand(7, generator=generator, dtype=torch.float64, requires_grad=True)
+    grades = torch.tensor([3.0, 0, 5, 3, 1, 5, 0], dtype=torch.float64)
+    counts = torch.tensor([True] * 6 + [False])
+    sums = similarity_loss(cosines, grades, counts, 0.1)
+    pairs = [(i, j) for i in range(6) for j in range(6) if grades[i] > grades[j]]
+    terms = [math.exp((cosines[j] - cosines[i]).item() / 0.1) for i, j in pairs]
+    assert sums.mean().item() == pytest.approx(math.log(1 + sum(terms)))
+    in_order = sum(bool(cosines[i] > cosines[j]) for i, j in pairs) / len(pairs)
+    assert (sums.num_correct / sums.num_labels).item() == pytest.approx(in_order)
+    (gradient,) = torch.autograd.grad(sums.loss_sum, cosines)
+    assert gradient.isfinite().all() and gradient[6] == 0
+    equal = similarity_loss(cosines, torch.ones(7), counts, 0.1)
+    assert equal.loss_sum == 0 and torch.autograd.grad(equal.loss_sum, cosines)[0].eq(0).all()

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from embedding_cases import (
+    WORDS,
     draw_pairs,
     fit,
     small_config,
@@ -18,6 +19,7 @@ from embedding_cases import (
 )
 from lightning.pytorch.callbacks import Callback
 from safetensors import safe_open
+from scipy.stats import spearmanr
 from torch.nn import functional as F
 
 from bertlab.data.tokenizers import train_tokenizer
@@ -39,6 +41,43 @@ def test_training_finds_the_documents_of_held_out_queries():
     held = len(data.pairs["validation"])
     assert found["val_recall_10"] > 3 * 10 / held and found["val_loss"] < math.log(16)
     assert 0 <= found["val_mean_cosine"] < 0.7 and 0 < found["val_mrr"] <= 1
+
+
+def overlap(query, document):
+    "Share of a query's words that a document has."
+    words = {*query.split()} & {*WORDS}
+    return len(words & {*document.split()}) / len(words)
+
+
+def test_scored_pairs_are_ordered_by_similarity():
+    pairs = draw_pairs(160)
+    shifted = [*pairs.positives[80:], *pairs.positives[:80]]
+    positives = [p if n % 2 else s for n, (p, s) in enumerate(zip(pairs.positives, shifted))]
+    rows = [
+        {"sentence1": q, "sentence2": p, "score": overlap(q, p)}
+        for q, p in zip(pairs.queries, positives)
+    ]
+    data, module = small_data(batch=32), small_module()
+    data.set_datasets(rows[:120], rows[120:])
+    metrics = fit(module, data, 40, val_check_steps=40).callback_metrics
+    held_out = data.pairs["validation"]
+    first, second = (module.model.encode(texts) for texts in (held_out.queries, held_out.positives))
+    cosines, scores = (first * second).sum(1), [score for [score] in held_out.scores]
+    expected = spearmanr(cosines, scores).statistic
+    assert float(metrics["val_spearman"]) == pytest.approx(expected, abs=1e-5) and expected > 0.5
+    assert "val_mrr" not in metrics
+
+
+def test_a_small_model_learns_the_vectors_of_a_larger_one():
+    texts = draw_pairs(120).texts()
+    word_vectors = np.random.default_rng(0).normal(size=(len(WORDS), 64))
+    vectors = [sum(word_vectors[WORDS.index(w)] for w in t.split() if w in WORDS) for t in texts]
+    data, module = small_data(batch=32), small_module()
+    data.set_datasets([{"text": t, "vector": v.tolist()} for t, v in zip(texts, vectors)])
+    losses = History()
+    fit(module, data, 60, val_check_steps=30, callbacks=[losses])
+    first, last = losses.column("train_loss")[0], losses.validation[-1]["val_loss"]
+    assert first > 0.6 > 0.3 > last, "one minus the cosine of both vectors"
 
 
 def test_ranks_are_those_of_counting_by_hand():

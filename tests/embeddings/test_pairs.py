@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 import torch
-from embedding_cases import draw_pairs, small_data, small_tokenizer
+from embedding_cases import WORDS, draw_pairs, fit, small_data, small_module, small_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -92,16 +92,79 @@ def test_a_bad_row_is_named_by_its_line_or_left_out(tmp_path, row, words):
     assert pairs.queries == ["q"] and sum(pairs.notes.values()) == 1
 
 
-JUDGED = [{"sentence1": "a b", "sentence2": "b a", "label": n} for n in (1, 0)]
+def labelled(column, *values, **columns):
+    "Rows of two sentences that differ in a label."
+    names = columns or {"first": "sentence1", "second": "sentence2"}
+    return [
+        {names["first"]: "a b", names["second"]: f"b {n}", column: value}
+        for n, value in enumerate(values)
+    ]
 
 
 @pytest.mark.parametrize("rows, options, words", [
     ([pair()], {"positive_column": "asnwer"}, "positive_column.*'asnwer'"), ([{"x": "1"}], {}, "query_column.*'x'"),
-    ([pair()], {"file_format": "jsom"}, "file_format.*'jsom'"), ([pair(positive="a")], {}, "no pair"), (JUDGED, {}, "'label'"),
+    ([pair()], {"file_format": "jsom"}, "file_format.*'jsom'"), ([pair(positive="a")], {}, "no pair"),
+    (labelled("label", "same", "other"), {}, "row 0.*'label'.*'same'"), (labelled("score", 0.5, None), {}, "row 1.*'score'.*None"),
+    (labelled("label", 0, 2, first="premise", second="hypothesis"), {}, "'label'.*class"),
+    ([pair(negative="c", label=1), pair(negative="d", label=0)], {}, "'label'.*negatives"),
+    ([{"text": "a", "vector": [1, 2]}, {"text": "b", "vector": [1]}], {}, "vectors.*1"), ([{"text": "a", "label": 1}], {}, "positive_column"),
 ])  # fmt: skip
 def test_tables_that_hold_no_pairs_are_refused(rows, options, words):
     with pytest.raises(ValueError, match=words):
         read_pairs(rows, **options)
+
+
+@pytest.mark.parametrize(
+    "column", ["label", "score", "Similarity", "relevance", "target", "relevant", "is_duplicate"]
+)
+def test_labels_that_differ_are_similarities(tmp_path, column):
+    path = write(tmp_path / "x.csv", labelled(column, "1", "0.0"))
+    pairs = read_pairs(path)
+    assert pairs.scores == [[1.0], [0.0]] and pairs.has_similarities
+    assert any(repr(column) in note for note in pairs.notes)
+    assert read_pairs(path, scores_column="").scores is None
+    assert read_pairs(labelled(column, "same", "same")).scores is None, "says nothing"
+    assert read_pairs(labelled("grade", 3, 1), scores_column="grade").scores == [[3.0], [1.0]]
+    skipped = read_pairs(labelled(column, 1, "?", 0), on_error="skip")
+    assert skipped.scores == [[1.0], [0.0]]
+
+
+@pytest.mark.parametrize("names", [
+    ["negative_1", "negative_2"], ["negative1", "negative2"], ["neg", "hard_negatives"], ["Negative_1", "negative_10"],
+])  # fmt: skip
+def test_numbered_columns_hold_negatives(names):
+    cells = [["c", "d"], ["c", ""], [None, float("nan")]]
+    rows = [pair(query=f"q{n}", **dict(zip(names, values))) for n, values in enumerate(cells)]
+    assert read_pairs(rows).negatives == [["c", "d"], ["c"], []]
+
+
+@pytest.mark.parametrize("names", [
+    ("sentence1", "sentence2"), ("premise", "hypothesis"), ("question", "context"), ("question1", "question2"),
+    ("Anchor", "Positive"), ("query", "passage"),
+])  # fmt: skip
+def test_usual_names_are_found(names):
+    pairs = read_pairs([{"id": 7, **dict(zip(names, ("a", "b")))}])
+    assert (pairs.queries, pairs.positives) == (["a"], ["b"])
+
+
+def test_a_dataframe_is_read():
+    frame = pytest.importorskip("pandas").DataFrame({"query": ["a", "c"], "positive": ["b", "d"]})
+    assert read_pairs(frame).positives == ["b", "d"]
+
+
+def test_texts_with_vectors_are_projected_to_the_student():
+    vectors = np.random.default_rng(0).normal(size=(40, 48)) * np.linspace(2, 0, 48)
+    texts = [f"{a} {b}" for a, b in zip(WORDS, WORDS[1:])] + ["alpha chi", "psi beta"]
+    data = small_data(batch=8)
+    rows = [{"text": text, "vector": list(v)} for text, v in zip(texts, vectors)]
+    data.set_datasets(rows)
+    module = small_module()
+    fit(module, data, 1)
+    batch = next(iter(data.train_dataloader()))
+    assert batch["teacher_vectors"].shape == (8, 32) and len(batch["text_order"]) == 8
+    numbers = [texts.index(text) for text in data.pairs["train"].queries]
+    products, original = (v @ v.T for v in (data.datasets["train"].vectors, vectors[numbers]))
+    assert np.corrcoef(products.ravel(), original.ravel())[0, 1] > 0.98
 
 
 @pytest.mark.parametrize("options, words", [
@@ -113,13 +176,13 @@ def test_wrong_options_are_named(options, words):
         EmbeddingDataModule(small_tokenizer(), **{"max_sequence_length": 16, **options})
 
 
-def test_cleaning_drops_repeated_pairs_and_answers():
-    pairs = PairDataset(["a", "a", "b", "c"], ["A", "A", "A", "c"], [["B", "x"], ["B", "x"], ["a", "y"], []],
-                    [[1, 0.5, 0.1], [1, 0.5, 0.1], [1, 0.9, 0.2], [1]])  # fmt: skip
-    found = clean_pairs(pairs)
-    assert found.queries == ["a", "b"] and found.negatives == [["B", "x"], ["y"]]
-    assert found.scores == [[1, 0.5, 0.1], [1, 0.2]]
-    assert sorted(found.notes.values()) == [1, 1, 1]
+def test_cleaning_merges_repeated_pairs_and_drops_answers():
+    pairs = PairDataset(["a", "a", "b", "c"], ["A", "A", "A", "c"], [["B", "x"], ["x", "y", "z"], ["a", "y"], []],
+                    [[1, 0.5, 0.1], [1, 0.7, 0.2, 0.3], [1, 0.9, 0.2], [1]])  # fmt: skip
+    cleaned = clean_pairs(pairs)
+    assert cleaned.queries == ["a", "b"] and cleaned.negatives == [["B", "x", "y", "z"], ["y"]]
+    assert cleaned.scores == [[1, 0.5, 0.1, 0.2, 0.3], [1, 0.2]]
+    assert sorted(cleaned.notes.values()) == [1, 1, 1]
 
 
 @settings(max_examples=50, deadline=None)

@@ -1,5 +1,6 @@
 "Search is exact, encoding goes on where it stopped, and an index answers to its own model alone."
 
+import fcntl
 import json
 from collections import Counter
 
@@ -146,6 +147,19 @@ def test_a_continued_run_writes_the_same(tmp_path, output):
         is_blank = not document.text.strip()
         expected = np.zeros(32) if is_blank else model.encode([document.text])[0]
         assert np.abs(vector - expected).max() < 2e-6
+
+
+def test_a_second_writer_of_an_output_is_refused(tmp_path):
+    def watch(count):
+        with open(tmp_path / ".x.parts/.lock") as file, pytest.raises(BlockingIOError):
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+    encode_corpus(make_model(), documents, tmp_path / "x", part_size=25, progress=watch)
+    (tmp_path / ".y.parts").mkdir()
+    with open(tmp_path / ".y.parts/.lock", "w") as file:  # as another process would hold it
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with pytest.raises(ValueError, match=r"at work in .*\.y\.parts"):
+            encode_corpus(make_model(), documents, tmp_path / "y")
 
 
 @pytest.mark.parametrize("change", ["model", "source", "truncate_dim", "texts"])
