@@ -9,6 +9,7 @@ __all__ = ['PROBLEMS', 'align_labels', 'read_texts', 'tokenize_bare', 'RowTempla
            'SpanClassificationCollator']
 
 # %% ../../nbs/data/09_supervised.ipynb #10116c48
+import copy
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
@@ -174,6 +175,27 @@ class SupervisedCollator(Collator):
     def template(self) -> RowTemplate:
         return RowTemplate(self.tokenizer, self.num_texts)
 
+    @cached_property
+    def offset_tokenizer(self) -> Any:
+        "A copy whose offsets are not trimmed: some cut off a letter with a space that they added."
+        tokenizer = copy.deepcopy(self.tokenizer)
+        if getattr(tokenizer, "is_fast", False):
+            tokenizer.backend_tokenizer.post_processor = None
+        return tokenizer
+
+    @cached_property
+    def space_ids(self) -> list[int]:  # tokens that are a space alone, perhaps an added one
+        return [n for token, n in self.tokenizer.get_vocab().items() if not token.strip(" Ġ▁")]
+
+    def _find_offsets(self, texts: list[str]) -> Iterator[tuple[list[int], np.ndarray]]:
+        "Yield the ids of each text, and the characters of each token (L, 2)."
+        encoded = tokenize_bare(self.offset_tokenizer, texts, return_offsets_mapping=True)
+        for ids, offsets in zip(encoded["input_ids"], encoded["offset_mapping"]):
+            offsets_L2 = np.array(offsets, dtype=np.int64).reshape(-1, 2)
+            is_space_L = np.isin(ids, self.space_ids)
+            offsets_L2[is_space_L, 1] = offsets_L2[is_space_L, 0]
+            yield ids, offsets_L2
+
     @property
     def room(self) -> int:  # tokens of texts in a row
         room = self.max_sequence_length - self.template.num_special
@@ -231,7 +253,7 @@ class TokenClassificationCollator(SupervisedCollator):
 
     objective = "token_classification"
     sequences = {**SupervisedCollator.sequences, "labels": IGNORE_INDEX}
-    scalars = {**SupervisedCollator.scalars, "num_dropped_labels": 0}  # of words without a token
+    scalars = {**SupervisedCollator.scalars, "num_dropped_labels": 0, "first_word": 0}
 
     def __init__(
         self,
@@ -338,12 +360,16 @@ def _read_records(
     row: Mapping,
     column: str,  # a list of mappings; or a mapping of lists, as `datasets` may have it
     fields: Mapping[str, Any],  # a type or function for each value of a record
+    optional: Mapping[str, Any]
+    | None = None,  # further values, and their values where they are missing
 ) -> list[tuple]:
     values = row.get(column)
     try:
         if isinstance(values, Mapping):
             values = [dict(zip(values, record)) for record in zip(*values.values(), strict=True)]
-        return [tuple(read(record[name]) for name, read in fields.items()) for record in values]
+        records = [{**(optional or {}), **record} for record in values]
+        return [(*(read(r[name]) for name, read in fields.items()), *map(r.get, optional or ()))
+                for r in records]  # fmt: skip
     except (KeyError, TypeError, ValueError, IndexError):
         raise ValueError(
             f"the column {column!r} must hold {', '.join(fields)} of each item, got "
@@ -411,8 +437,7 @@ class QuestionAnsweringCollator(SupervisedCollator):
     def encode_texts(self, rows):
         questions = tokenize_bare(self.tokenizer, read_texts(rows, self.text_column))["input_ids"]
         contexts = read_texts(rows, self.context_column)
-        encoded = tokenize_bare(self.tokenizer, contexts, return_offsets_mapping=True)
-        windows = []
+        tokens, windows = self._find_offsets(contexts), []
         for n, (row, question, context) in enumerate(zip(rows, questions, contexts)):
             if self.room - len(question) <= self.doc_stride:
                 raise RowError(
@@ -424,8 +449,7 @@ class QuestionAnsweringCollator(SupervisedCollator):
             if self.label_column is not None:
                 with name_row(n):
                     answers = read_answers(row, self.label_column, context)
-            tokens = encoded["input_ids"][n], np.array(encoded["offset_mapping"][n]).reshape(-1, 2)
-            windows.append(self._make_windows(question, *tokens, answers))
+            windows.append(self._make_windows(question, *next(tokens), answers))
         return windows
 
     def _make_windows(
@@ -463,8 +487,13 @@ def read_spans(
     "Read labelled spans. Raises `ValueError` for one without text or label."
     spans = []
     fields = {"start": index, "end": index, "label": lambda x: x}
-    for start, end, label in _read_records(row, column, fields):
+    for start, end, label, own in _read_records(row, column, fields, {"text": None}):
         inside = text[max(0, start) : end]
+        if own is not None and str(own).strip() != inside.strip():
+            raise ValueError(
+                f"the column {column!r} has the span {own!r} from character {start} to {end}, where "
+                f"the text has {inside!r}"
+            )
         is_label = isinstance(label, (str, int, np.integer)) and str(label).strip()
         if not 0 <= start < end <= len(text) or not inside.strip() or not is_label:
             raise ValueError(
@@ -534,9 +563,9 @@ class SpanClassificationCollator(SupervisedCollator):
 
     def encode_texts(self, rows):
         texts, windows = read_texts(rows, self.text_column), []
-        encoded = tokenize_bare(self.tokenizer, texts, return_offsets_mapping=True)
-        for n, (row, text, ids) in enumerate(zip(rows, texts, encoded["input_ids"])):
-            offsets_L2, spans = fit_offsets(text, encoded["offset_mapping"][n]), None
+        tokens = self._find_offsets(texts)
+        for n, (row, text, (ids, offsets_L2)) in enumerate(zip(rows, texts, tokens)):
+            offsets_L2, spans = fit_offsets(text, offsets_L2), None
             with name_row(n):
                 if self.label_column is not None:
                     spans = read_spans(row, self.label_column, text)

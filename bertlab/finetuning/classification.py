@@ -173,14 +173,26 @@ class TextTask(Task):
 
     name = "classification"
     text_columns = {"text": "text", "text_pair": None}
+    usual_texts = (
+        "text text_pair", "sentence1 sentence2", "premise hypothesis", "question1 question2",
+        "text1 text2", "sentence_a sentence_b", "question sentence", "question passage",
+        "query passage", "query document", "text", "sentence", "content", "review", "comment",
+        "tweet", "utterance", "document", "title",
+    )  # fmt: skip
+    usual_labels = "label labels class category intent sentiment topic target score rating stars"
     collator_cls = SequenceClassificationCollator
     metric_names = "accuracy", "f1_macro", "f1_micro", "precision_macro", "recall_macro", "mcc"
     per_token = False
     prediction_key = "predicted_label"  # of a prediction: what `label` is in a row
+    reason = "names and whole numbers"  # labels that this problem is chosen for
 
     @classmethod
     def for_problem(cls, problem_type: str) -> type[Task]:
         return look_up(problem_type, PROBLEMS, "problem_type")
+
+    @property
+    def label_rule(self) -> str:
+        return f"labels are {self.reason}, hence {self.problem_type}; problem_type chooses another"
 
     def collator_options(self) -> dict[str, Any]:
         return {"problem_type": self.problem_type}
@@ -228,12 +240,18 @@ class Classification(TextTask):
     has_classes = True
 
     def resolve(self, labels: Sequence) -> Task:
-        "Several labels a text, a number, or one label."
-        if any(isinstance(label, (list, tuple, np.ndarray)) for label in labels):
+        "Lists are several labels a text, numbers with fractions are regressed, others are classes."
+        if any(isinstance(label, list) for label in labels):
             return MultiLabelClassification()
-        if any(isinstance(label, float) and not label.is_integer() for label in labels):
-            return Regression()
-        return self
+        return Regression() if any(isinstance(label, float) for label in labels) else self
+
+    def learn_labels(self, labels, names=None, class_names=None):
+        super().learn_labels(labels, names, class_names)
+        if self.num_labels < 2:
+            raise ValueError(
+                f"all {len(labels):,} training rows have the label {self.labels.names[0]!r}: there is "
+                "nothing to tell apart; check label_column and train_split"
+            )
 
     def label_values(self, label: Any) -> list:
         return [label]
@@ -286,6 +304,7 @@ class MultiLabelClassification(TextTask):
     problem_type = "multi_label_classification"
     monitor = "f1_micro"
     prediction_key = "predicted_labels"
+    reason = "lists or sets"
     has_classes = True
     multi_hot = False  # whether the data has 0 or 1 for each label
 
@@ -300,7 +319,7 @@ class MultiLabelClassification(TextTask):
         return [name for name, value in values.items() if value]
 
     def label_values(self, label: Any) -> list:
-        return list(label)
+        return flatten([label])  # a row may have its only label by itself
 
     def learn_labels(self, labels, names=None, class_names=None):
         values, widths = set(flatten(labels)), {np.size(label) for label in labels}
@@ -319,7 +338,7 @@ class MultiLabelClassification(TextTask):
 
     def name_label(self, label: Any) -> list[str]:
         if not self.multi_hot:
-            return [self.labels.name(value) for value in label]
+            return [self.labels.name(value) for value in self.label_values(label)]
         if len(label) != self.num_labels or not set(label) <= {0, 1}:
             raise ValueError(f"the label {label!r:.60} is not 0 or 1 for {self.num_labels} labels")
         return self.named_label(label)
@@ -375,6 +394,8 @@ class Regression(TextTask):
     metric_names = "pearson", "spearman"
     monitor = "spearman"
     prediction_key = "predicted_value"
+    reason = "numbers with fractions"
+    usual_labels = "label score similarity similarity_score rating stars value target labels"
 
     def __init__(self, labels=None, num_labels=1):
         super().__init__(None, 1)

@@ -24,11 +24,12 @@ from torch.utils.data import DataLoader, Dataset
 from ..core.names import check_choice, check_minimum, check_range, resolve
 from ..data.loaders import EpochBatches, filled_batches, ignore_parent_signals
 from ..data.readers import resolve_column
-from ..data.rows import PADDING
+from ..data.rows import IGNORE_INDEX, PADDING
 from ..data.supervised import SupervisedCollator
 from ..data.tokenizers import resolve_tokenizer, train_tokenizer
 from .files import CONLLU, LABELLED, Table, apply_names, class_names, find_files
-from .files import find_split, load_hub, read_labelled, take_split
+from .files import find_split, is_files, load_hub, read_labelled
+from .files import split_rows, take_split
 from .task import Task, count_long, get_task, save_task
 from .tokens import pack_token_rows
 
@@ -137,11 +138,16 @@ COLUMNS = {"conllu": ("FORM", "UPOS"), "conll2003": (1, -1)}  # words and their 
 
 
 def usual_columns(task: Task, table: Table) -> dict[str, Any]:  # by role, the label's last
-    "Return the columns that a task reads unless others are requested."
+    "Return the columns that a task reads unless others are requested: those of common data sets."
     usual = {**task.text_columns, task.label_column: task.label_column}
     if task.text_type is list and table.file_format in COLUMNS:
-        usual = dict(zip(usual, COLUMNS[table.file_format]))
-    return usual
+        return dict(zip(usual, COLUMNS[table.file_format]))
+    names = {str(name).lower(): name for name in reversed(table.columns)}
+    texts = [columns.split() for columns in task.usual_texts]
+    texts = next((columns for columns in texts if names.keys() >= {*columns}), [])
+    label = next((name for name in task.usual_labels.split() if name in names), None)
+    usual |= {role: names[name] for role, name in zip(task.text_columns, texts)}
+    return usual | ({task.label_column: names[label]} if label else {})
 
 
 def find_column(table: Table, column: Any, argument: str) -> Any:
@@ -171,8 +177,8 @@ class FinetuningDataModule(L.LightningDataModule):
         self,
         task: Any,  # a key of TASKS, a dotted name, a class or an object
         pretrained_tokenizer_name_or_path: Any = None,  # or a loaded one; None: one is trained
-        # A file, a directory, a hub name, or a file for each split; None: set_datasets.
-        dataset_name_or_path: str | dict[str, str] | None = None,
+        # A file, a directory, a hub name, files by split, or rows; None: set_datasets.
+        dataset_name_or_path: str | list[str] | dict[str, Any] | None = None,
         dataset_config_name: str | None = None,  # of a hub dataset that has several
         max_sequence_length: int = 512,  # longer texts are cut, longer contexts go into windows
         train_split: str | None = "train",  # split to train on, or "train[:10%]"
@@ -242,7 +248,7 @@ class FinetuningDataModule(L.LightningDataModule):
         "Forget what `read` and `setup` have made."
         self.columns: dict[str, Any] = {}  # by role; set by `read`, as the next two
         self.rows: dict[str, Table] = {}  # the good rows of each split, by role, labels by name
-        self.note = ""  # what a user should know about the splits
+        self.note = self.label_rule = ""  # what a user should know about splits and labels
         self.collator: SupervisedCollator | None = None  # set by `setup`, as all below
         self.datasets: dict[str, EncodedRows] = {}
         self.num_cut: dict[str, int] = {}  # texts of each split that are longer than a row
@@ -252,14 +258,15 @@ class FinetuningDataModule(L.LightningDataModule):
     # --- rows -------------------------------------------------------------------------------------
 
     def set_datasets(self, train: Any = None, val: Any = None, test: Any = None) -> None:
-        "Take rows instead of a name: `datasets.Dataset`s, or lists of dicts."
+        "Take rows instead of a name: a `Dataset`, a DataFrame, or a list of dicts for each split."
         splits = dict(zip(SPLITS, (train, val, test)))
         self._forget()
         self.in_memory = {split: rows for split, rows in splits.items() if rows is not None}
 
     def prepare_data(self) -> None:
         "Download, once for each machine; `setup` then finds the data in the cache."
-        if not self.in_memory and self.source[0] and not find_files(*self.source, self.file_format):
+        names_files = self.source[0] and not self.in_memory and is_files(self.source[0])
+        if names_files and not find_files(*self.source, self.file_format):
             load_hub(*self.source)
 
     def read(self) -> None:
@@ -294,12 +301,14 @@ class FinetuningDataModule(L.LightningDataModule):
             return {split: Table.of(rows, split) for split, rows in self.in_memory.items()}
         if self.source[0] is None:
             raise ValueError("dataset_name_or_path is None: name a dataset, or call set_datasets")
-        available = {
-            split: read_labelled(
+        if is_files(self.source[0]):
+            files = find_files(*self.source, self.file_format)
+            read = lambda split, paths: read_labelled(
                 paths, self.file_format, self.bad_rows.handler(split), **self.reader_kwargs
             )
-            for split, paths in find_files(*self.source, self.file_format).items()
-        } or load_hub(*self.source)
+            available = {s: read(s, paths) for s, paths in files.items()} or load_hub(*self.source)
+        else:
+            available = split_rows(self.source[0])
         tables = {
             split: take_split(available, name)
             for split, name in self.split_names.items()
@@ -314,7 +323,10 @@ class FinetuningDataModule(L.LightningDataModule):
     def _find_columns(self, table: Table, labelled: bool) -> dict[str, Any]:
         "Find the column of each role. Raises `ValueError` with the names that exist."
         columns = usual_columns(self.task, table)
-        columns |= {r: name for r, name in self.requested_columns.items() if name is not None}
+        requested = {r: name for r, name in self.requested_columns.items() if name is not None}
+        if requested.keys() & self.task.text_columns:  # one text alone is no pair
+            columns |= self.task.text_columns
+        columns |= requested
         for role, column in columns.items():
             is_label = role == self.task.label_column
             is_missing = is_label and not labelled and column not in table.columns
@@ -328,11 +340,19 @@ class FinetuningDataModule(L.LightningDataModule):
         self, split: str, table: Table, read_cell: Callable, classes: Sequence[str] | None
     ) -> Table:
         "Read the rows of a split by role."
-        label = self.columns[self.task.label_column]
+        label, is_test = self.columns[self.task.label_column], split == "test"
         is_single, is_text = isinstance(label, str), table.file_format in ("csv", "tsv")
-        labelled = split != "test" or (
-            table.is_labelled(label) if is_single else set(label) <= set(table.columns)
+        is_hidden = (  # data sets hide labels of the test split by -1
+            not table.is_labelled(label, -1 if is_test else IGNORE_INDEX)
+            if is_single
+            else not set(label) <= set(table.columns)
         )
+        if is_hidden and split == "validation":
+            raise ValueError(
+                f"no row of the validation split has a label in the column {label!r}: name another "
+                "val_split, or val_split=None to hold out training rows"
+            )
+        labelled = not (is_hidden and is_test)
 
         def read(row: Any) -> dict:
             if is_single and labelled and isinstance(row, Mapping) and label in row:
@@ -350,6 +370,7 @@ class FinetuningDataModule(L.LightningDataModule):
         labels = [row[role] for row in train if role in row]
         if labels and not self.task_is_given:
             self.task = self.task.resolve(labels)
+            self.label_rule = self.task.label_rule
         if isinstance(self.columns[role], list):  # each column is a label, also if no row has it
             classes = self.columns[role]
         if labels:
@@ -534,7 +555,10 @@ class FinetuningDataModule(L.LightningDataModule):
 
     def describe(self, num_rows: int = 2) -> str:
         "Describe rows and labels of each split. Call `setup` first."
-        lines = [*filter(None, [self.note]), *self.bad_rows.describe()]
+        roles = [*self.task.text_columns, self.task.label_column]
+        columns = [str(self.columns[role]) for role in roles if self.columns.get(role)]
+        lines = [f"columns {', '.join(columns[:-1])} -> {columns[-1]}", self.label_rule, self.note]
+        lines = [*filter(None, lines), *self.bad_rows.describe()]
         for split in self.datasets:
             lines += self._describe_split(split)
         rows = next(iter(self.datasets.values())).rows[:num_rows]

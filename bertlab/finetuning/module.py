@@ -150,8 +150,7 @@ class FinetuningModule(TrainingModule):
         self.hparams.update(self._objects)  # a subclass may pass other objects
         self._default_rate = learning_rate is None
         _check_options(self.hparams)
-        names = tuple(id2label.values() if isinstance(id2label, Mapping) else id2label or ())
-        self.requested_labels = LabelNames(names, names) if names else None
+        self.requested_labels = LabelNames.from_ids(id2label) if id2label else None
         self.task: Task = get_task(task, problem_type)
         self.task_is_settled = False
         self.register_buffer("class_weights_C", None, persistent=False)

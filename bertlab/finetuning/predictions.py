@@ -70,16 +70,15 @@ class Predictor:
         self, table: Table, text_column: str | int | Sequence | None = None
     ) -> dict[str, str]:  # by role
         "Find the columns of texts: as given, as in training, or the task's. Raises `ValueError`."
-        columns = usual_columns(self.task, table)
+        roles = self.columns or self.task.text_columns
+        columns = {role: usual_columns(self.task, table)[role] for role in roles}
         # Of CoNLL-U, a model of other files reads the words: "# text" is one string.
         words = CONLLU if table.file_format == "conllu" else table.columns
         if set(self.columns.values()) <= set(words):
             columns |= self.columns
         requested = request_columns(self.task, text_column)
         columns |= {role: name for role, name in requested.items() if name is not None}
-        columns = {
-            role: columns[role] for role in self.task.text_columns if columns[role] is not None
-        }
+        columns = {role: name for role, name in columns.items() if name is not None}
         if missing := self.columns.keys() - columns.keys():
             raise ValueError(
                 f"this model was trained on the columns {self.columns}: name a text_column for "
@@ -113,6 +112,12 @@ class Predictor:
                 output = self.model(**{n: batch[n].to(device) for n in names if n in batch})
             if device.type == "xla":
                 output = {name: output[name].cpu() for name in self.task.outputs}
+            for name in self.task.outputs:
+                if not output[name].isfinite().all():
+                    raise ValueError(
+                        f"the model's {name} are not finite: its weights are damaged, or training "
+                        "diverged; load another checkpoint, or train with a lower learning_rate"
+                    )
             for n, row in zip(members, self.task.row_outputs(output, batch), strict=True):
                 results[n] = row
         return results
@@ -198,7 +203,7 @@ def load_predictor(
     learned = memory.get("max_sequence_length", longest)
     length = max_sequence_length or min(longest, learned)
     check_range("max_sequence_length", length, 8, longest)
-    names = tuple(config.id2label[i] for i in sorted(config.id2label))
+    names = LabelNames.from_ids(config.id2label).names
     name, problem = memory.get("task", _TASK_OF[head]), None
     if name == "classification":
         usual = "regression" if len(names) == 1 else "single_label_classification"

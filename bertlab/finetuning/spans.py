@@ -139,6 +139,7 @@ class SpanClassification(Task):
 
     name = "span_classification"
     label_column = "spans"
+    usual_labels = "spans entities"
     collator_cls = SpanClassificationCollator
     architecture = None
     inputs = (*Task.inputs, "special_tokens_mask")

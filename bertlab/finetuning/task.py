@@ -24,7 +24,7 @@ from ..core.names import import_object, look_up
 from ..data.rows import IGNORE_INDEX
 from ..data.supervised import SupervisedCollator, read_texts
 from .files import choose_reader, flatten
-from .files import read_number_cell
+from .files import plain_label, read_number_cell
 
 # %% ../../nbs/finetuning/02_task.ipynb #2be467a5
 @dataclass(frozen=True)
@@ -47,8 +47,17 @@ class LabelNames:
         if len({isinstance(label, str) for label in labels}) > 1:
             raise ValueError(f"labels are names and numbers: {list(labels)[:20]}; use one of them")
         in_order = tuple(sorted(labels))
-        are_whole = all(isinstance(v, float) and v.is_integer() for v in in_order)
-        return cls(in_order, tuple(str(int(v) if are_whole else v) for v in in_order))
+        return cls(in_order, tuple(map(str, in_order)))
+
+    @classmethod
+    def from_ids(cls, names: Sequence[str] | Mapping) -> "LabelNames":
+        "Take names in the order of ids, or by id in any order. Raises `ValueError` for a gap."
+        if isinstance(names, Mapping):
+            by_id = {int(number): name for number, name in names.items()}
+            if sorted(by_id) != list(range(len(by_id))):
+                raise ValueError(f"id2label={names}: its keys must be the ids from 0 on")
+            names = [by_id[number] for number in range(len(by_id))]
+        return cls(tuple(names), tuple(names))
 
     @classmethod
     def from_user(cls, names: Sequence[str] | Mapping, values: Sequence) -> "LabelNames":
@@ -60,7 +69,9 @@ class LabelNames:
         numbers = sorted({v for v in values if not isinstance(v, str)} - {IGNORE_INDEX})
         if isinstance(names, Mapping):  # JSON has text as keys
             keys = [read_number_cell(k) if isinstance(k, str) and numbers else k for k in names]
-            return cls(tuple(keys), tuple(map(str, names.values())))
+            pairs = zip(keys, map(str, names.values()))
+            pairs = sorted(pairs) if numbers else pairs  # ids go from the smallest number on
+            return cls(*zip(*pairs))
         names = tuple(map(str, names))
         if any(isinstance(value, str) for value in values):
             return cls(names, names)
@@ -94,6 +105,9 @@ class Task:
     problem_type: str | None = None  # of a configuration of transformers
     text_columns: dict[str, str | None] = {"text": "text"}  # role: usual column; None: optional
     label_column = "label"  # role of the label, and its usual column
+    # Columns, in lower case, that data sets have for the texts together, and for the label.
+    usual_texts: tuple[str, ...] = ()
+    usual_labels = ""
     text_type: type = str  # or list: the words of a text
     collator_cls: type[SupervisedCollator]
     architecture: str | None = "ForSequenceClassification"  # None: bertlab's own
@@ -129,11 +143,16 @@ class Task:
 
     def read_label(self, row: Mapping, column: Any, texts: Mapping) -> Any:
         "Return the label as the data has it. Raises `ValueError` if it is missing."
-        label = row.get(column)
+        label = plain_label(row.get(column))
         for value in flatten([label]):
             is_blank = isinstance(value, str) and not value.strip()
             if value is None or is_blank or value != value:  # only NaN differs from itself
                 raise ValueError(f"the column {column!r} has no label: it holds {label!r:.60}")
+            if isinstance(value, Mapping):
+                raise ValueError(
+                    f"the column {column!r} holds {value!r:.60}: a label is a name, a number, a list "
+                    "of names, or a mapping of names to 0 or 1"
+                )
         return label
 
     def read(self, row: Any, columns: Mapping[str, Any], labelled: bool = True) -> dict:
@@ -154,6 +173,11 @@ class Task:
     def resolve(self, labels: Sequence) -> "Task":
         "Return the task that the labels of the training rows belong to."
         return self
+
+    @property
+    def label_rule(self) -> str:  # empty: there is no choice
+        "Say what the labels are taken for, and why."
+        return ""
 
     def label_values(self, label: Any) -> list:
         "List the classes of a row, which training must have."

@@ -16,6 +16,7 @@ from bertlab.data.supervised import (
     PROBLEMS,
     QuestionAnsweringCollator,
     SequenceClassificationCollator,
+    SpanClassificationCollator,
     TokenClassificationCollator,
     align_labels,
     sliding_windows,
@@ -322,6 +323,49 @@ def test_the_best_answer_is_cut_out_of_the_text_to_the_character(kind):
         for answer in best[n]:
             assert answer.text == CONTEXT[answer.start : answer.stop]
     assert best[1][0].start == 51, "the second of two equal texts was marked"
+
+
+def trimming(words: bool, add_prefix_space: bool):
+    "A tokenizer that adds spaces and, to trim them, cuts a letter off the first or of each word."
+    from tokenizers import pre_tokenizers, processors
+
+    tokenizer = copy.deepcopy(byte_level(True))
+    backend = tokenizer.backend_tokenizer
+    if words:
+        split = pre_tokenizers.WhitespaceSplit()
+        bytes_of = pre_tokenizers.ByteLevel(add_prefix_space=True, use_regex=False)
+        backend.pre_tokenizer = pre_tokenizers.Sequence([split, bytes_of])
+    ends = ("</s>", 2), ("<s>", 0)
+    backend.post_processor = processors.RobertaProcessing(*ends, add_prefix_space=add_prefix_space)
+    return tokenizer
+
+
+@pytest.mark.parametrize("words, add_prefix_space", [(False, False), (True, False), (True, True)])
+def test_offsets_that_lose_letters_are_not_believed(words, add_prefix_space):
+    tokenizer, text = trimming(words, add_prefix_space), "fox paid in São Paulo"
+    bare = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    assert {n for a, b in bare["offset_mapping"] for n in range(a, b)} < {*range(len(text))} - {
+        3,
+        8,
+    }
+    options = {"tokenizer": tokenizer, "max_sequence_length": 64}
+    for answer in ("fox", "paid", "São Paulo"):
+        start = text.index(answer)
+        spans = SpanClassificationCollator.from_tokenizer(**options)
+        span = {"start": start, "end": start + len(answer), "label": 0}
+        [row] = spans.encode([{"text": text, "spans": [span]}])
+        [(first, last, _)] = row["labels"].tolist()
+        assert (row["offsets"][first, 0], row["offsets"][last, 1]) == (span["start"], span["end"])
+        answers = QuestionAnsweringCollator.from_tokenizer(**options, doc_stride=4)
+        record = {
+            "question": "Who?",
+            "context": text,
+            "answers": [{"text": answer, "answer_start": start}],
+        }
+        batch = answers([record])
+        logits = [torch.nn.functional.one_hot(batch[f"{end}_positions"], batch["input_ids"].shape[1])
+                  for end in ("start", "end")]  # fmt: skip
+        assert rank_answers(*logits, batch["offsets"], [0], [text])[0][0].text == answer
 
 
 def test_a_blank_row_and_the_question_are_never_an_answer():

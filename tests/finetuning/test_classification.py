@@ -115,7 +115,7 @@ def test_rows_without_any_decision_are_not_judged():
 
 
 @pytest.mark.parametrize("labels, names, ids", [
-    (["b", "a", "b"], ("a", "b"), [1, 0, 1]), ([3, 1, 1], ("1", "3"), [1, 0, 0]), ([0.0, 1.0], ("0", "1"), [0, 1]),
+    (["b", "a", "b"], ("a", "b"), [1, 0, 1]), ([3, 1, 1], ("1", "3"), [1, 0, 0]),
 ])  # fmt: skip
 def test_ids_are_sorted_labels(labels, names, ids):
     task = Classification()
@@ -124,17 +124,35 @@ def test_ids_are_sorted_labels(labels, names, ids):
     assert [task.label_ids(task.name_label(label)) for label in labels] == ids
 
 
-@pytest.mark.parametrize("labels, kind", [
-    (["a", "b"], Classification), ([1, 2], Classification), ([1.0, 0.0], Classification),
-    ([0.5, 1.0], Regression), ([["a"], []], MultiLabelClassification), ([[1, 0]], MultiLabelClassification),
+@pytest.mark.parametrize("labels, kind, named", [
+    (["a", "b"], Classification, ["a", "b"]), ([1, 2], Classification, ["1", "2"]),
+    ([1.0, 0.0], Classification, ["1", "0"]), (np.float32([1, 0]), Classification, ["1", "0"]),
+    ([True, False], Classification, ["True", "False"]), (torch.tensor([3, 4]), Classification, ["3", "4"]),
+    ([0.5, 1.0], Regression, [0.5, 1.0]), (np.float16([0.5, 1]), Regression, [0.5, 1.0]),
+    ([["a"], []], MultiLabelClassification, [["a"], []]), ([{"b", "a"}, {"b"}], MultiLabelClassification, [["a", "b"], ["b"]]),
+    ([["spam", "ad"], "spam"], MultiLabelClassification, [["spam", "ad"], ["spam"]]), ([["ad"], "ad"], MultiLabelClassification, [["ad"], ["ad"]]),
+    ([{"ad": 1, "new": 0}, {"ad": 1, "new": True}], MultiLabelClassification, [["ad"], ["ad", "new"]]),
+    (np.array([[1, 0], [0, 1]]), MultiLabelClassification, [["LABEL_0"], ["LABEL_1"]]),
 ])  # fmt: skip
-def test_labels_say_what_they_are_for(labels, kind):
-    assert type(Classification().resolve(labels)) is kind
+def test_labels_of_any_class_say_what_they_are_for(labels, kind, named):
+    rows = [{"text": "a", "label": label} for label in labels]
+    columns = {"text": "text", "label": "label"}
+    labels = [Classification().read(row, columns)["label"] for row in rows]
+    task = Classification().resolve(labels)
+    assert type(task) is kind and task.problem_type in task.label_rule
+    task.learn_labels(labels)
+    assert [task.name_label(label) for label in labels] == named
+
+
+@pytest.mark.parametrize("label", [{"name": "a"}, None, " ", float("nan"), [None]])
+def test_what_is_no_label_is_refused(label):
+    with pytest.raises(ValueError, match="'label'"):
+        Classification().read({"text": "a", "label": label}, {"text": "text", "label": "label"})
 
 
 @pytest.mark.parametrize("labels, names, message", [
     (["a", 1], None, "'a'"), ([1, 2], ["x", "y", "z"], "3 names"),
-    ([1, 2, 3], ["x", "y"], "2 names"), ([-100], None, "no row"),
+    ([1, 2, 3], ["x", "y"], "2 names"), ([-100], None, "no row"), (["a", "a"], None, "'a'"),
 ])  # fmt: skip
 def test_labels_that_cannot_be_named_are_refused(labels, names, message):
     with pytest.raises(ValueError, match=message):
@@ -145,6 +163,17 @@ def test_users_names_are_for_ids_from_0_for_sorted_numbers_or_by_mapping():
     cases = [(["x", "y"], [0, 1], 1), (["x", "y"], [3, 7], 7), ({"7": "y", "3": "x"}, [3, 7], 7)]
     for names, labels, value in cases:
         assert LabelNames.from_user(names, labels).name(value) == "y"
+        assert LabelNames.from_user(names, labels).names == ("x", "y")
+
+
+def test_names_by_id_may_come_in_any_order():
+    assert (
+        LabelNames.from_ids({"10": "k", **{n: str(n) for n in reversed(range(10))}}).names[10]
+        == "k"
+    )
+    assert LabelNames.from_ids(["b", "a"]).names == ("b", "a")
+    with pytest.raises(ValueError, match="id2label"):
+        LabelNames.from_ids({1: "a", 2: "b"})
 
 
 def test_lists_of_0_and_1_are_marks_and_lists_of_names_are_names():

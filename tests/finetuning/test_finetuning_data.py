@@ -6,16 +6,17 @@ import json
 from types import SimpleNamespace
 
 import numpy as np
+import pandas
+import pyarrow
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bertlab.data.tokenizers import train_tokenizer
-from bertlab.finetuning.data import (
-    FinetuningDataModule,
-    hold_out_texts,
-)
+from bertlab.finetuning.data import FinetuningDataModule, hold_out_texts, usual_columns
+from bertlab.finetuning.files import Table
+from bertlab.finetuning.task import get_task
 from bertlab.data.loaders import EpochBatches
 
 many = settings(max_examples=100, deadline=None, derandomize=True)
@@ -139,6 +140,56 @@ def test_slices_take_the_rows_that_they_name(tmp_path):
     )
 
 
+def as_splits(rows):
+    import datasets
+
+    return datasets.DatasetDict({"train": datasets.Dataset.from_list(rows)})
+
+
+@pytest.mark.parametrize("make", [list, pandas.DataFrame, pyarrow.Table.from_pylist, as_splits])
+def test_rows_in_memory_are_read_like_a_file(make, tmp_path):
+    rows = rows_of(20)
+    write(tmp_path / "rows.csv", rows)
+    from_file, in_memory = (module(source=s) for s in (str(tmp_path / "rows.csv"), make(rows)))
+    sliced = module(source=make(rows), train_split="train[:5]")
+    for data in (from_file, in_memory, sliced):
+        data.setup()
+    assert from_file.rows["train"].rows == in_memory.rows["train"].rows and len(in_memory.rows) == 2
+    assert sum(map(len, sliced.rows.values())) == 5
+
+
+@pytest.mark.parametrize("rows", ["a text", {"text": ["a"], "label": ["b"]}])
+def test_what_iterates_over_names_is_no_rows(rows):
+    with pytest.raises(ValueError, match="train rows are a"):
+        given_rows(rows)
+
+
+COLUMNS = [
+    ("classification", {"Premise": "a text", "Hypothesis": "a text", "gold": 1, "Label": "x"}, "Premise Hypothesis Label"),
+    ("regression", {"sentence1": "a text", "sentence2": "a text", "score": 0.5}, "sentence1 sentence2 score"),
+    ("classification", {"id": 1, "review": "a text", "stars": 4}, "review None stars"),
+    ("token_classification", {"tokens": ["text"], "ner_tags": ["X"]}, "tokens ner_tags"),
+    ("token_classification", {"words": ["text"], "upos": ["X"]}, "words upos"),
+    ("question_answering", {"question": "a", "context": "text", "answers": []}, "question context answers"),
+    ("span_classification", {"text": "a text", "entities": []}, "text entities"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("task, row, expected", COLUMNS)
+def test_usual_columns_are_found(task, row, expected):
+    columns = usual_columns(get_task(task), Table.of([row], "train"))
+    assert [str(name) for name in columns.values()] == [
+        *expected.split()[:-1], *["None"] * (len(columns) - len(expected.split())), expected.split()[-1],
+    ]  # fmt: skip
+
+
+def test_a_named_text_is_no_pair():
+    rows = [{"sentence1": f"text {n}", "sentence2": "good", "label": n % 2} for n in range(8)]
+    assert given_rows(rows, rows[:2]).columns["text_pair"] == "sentence2"
+    data = given_rows(rows, rows[:2], text_column="sentence1")
+    assert data.columns["text_pair"] is None and "sentence1 -> label" in data.describe()
+
+
 # --- what is held out -----------------------------------------------------------------------------
 
 
@@ -250,7 +301,7 @@ def test_wrong_options_are_named(options, words, tmp_path):
 
 
 @pytest.mark.parametrize("train, val, words", [
-    (1, None, "too few"), (4, [{"text": "", "label": "bad"}], "no row is good"), (8, [{"text": "good", "label": "ugly"}], "'ugly'"),
+    (1, None, "'bad'"), (8, [{"text": "good", "label": -100}], "validation split"), (4, [{"text": "", "label": "bad"}], "no row is good"), (8, [{"text": "good", "label": "ugly"}], "'ugly'"),
 ])  # fmt: skip
 def test_rows_that_nothing_is_learned_from_are_refused(train, val, words):
     with pytest.raises(ValueError, match=words):

@@ -140,6 +140,14 @@ def test_several_labels_and_numbers_are_predicted_and_evaluated(tmp_path, kind):
 # --- what is remembered and refused ---------------------------------------------------------------
 
 
+@pytest.mark.parametrize("task", TASKS)
+def test_a_model_that_is_not_finite_predicts_nothing(trained, task):
+    predictor = load_predictor(trained[task][2])
+    next(predictor.model.task_head.parameters()).data.fill_(math.nan)
+    with pytest.raises(ValueError, match="not finite"):
+        predictor.predict(rows_for(task))
+
+
 def test_a_directory_remembers_columns_length_and_windows(trained):
     predictor = load_predictor(trained["question_answering"][2])
     assert predictor.max_sequence_length == 16 and predictor.task.doc_stride == 4

@@ -245,6 +245,10 @@ def test_spans_that_nest_and_cross_come_back_to_the_letter():
     offsets, labels = batch["offsets"][0].tolist(), batch["labels"][0].tolist()
     assert {(offsets[a][0], offsets[b][1], c) for a, b, c in labels if c >= 0} == {*spans}
     assert batch["labels"].shape == (1, 8, 3) and batch["labels"].dtype == torch.int64
+    wrong = {"spans": [{"start": 4, "end": 8, "label": 0, "text": "Bank"}]}
+    with pytest.raises(ValueError, match="'Bank'"):
+        read_spans(wrong, "spans", text)
+    assert read_spans({"spans": [{**wrong["spans"][0], "text": "bank "}]}, "spans", text)
     row["spans"] = [{"start": 5, "end": 7, "label": 0}]  # within "bank": widened to its tokens
     [window] = collator.encode([row])
     first, last, _ = window["labels"][0]

@@ -9,42 +9,57 @@ from seqeval import metrics as seq
 
 from bertlab.data.tokenizers import train_tokenizer
 from bertlab.finetuning.task import count_long
-from bertlab.finetuning.tokens import (
-    EntityF1,
-    TokenClassification,
-    iob2_spans,
-    split_documents,
-    word_shape,
-)
+from bertlab.finetuning.task import LabelNames
+from bertlab.finetuning.tokens import TagScores, TokenClassification, entity_scores, entity_spans
+from bertlab.finetuning.tokens import find_scheme, word_shape
 
 NAMES = ["B-LOC", "I-LOC", "O", "B-PER", "I-PER"]
-sentence = st.lists(st.tuples(*[st.integers(0, 4)] * 2), min_size=1, max_size=12)
+SCHEMES = {
+    "IOB": "BI",
+    "IO": "I",
+    "BIOES": "BIES",
+    "BILOU": None,
+    "suffix": "BI",
+}  # marks besides O; seqeval knows BIOES by the same rules, and BILOU by other letters
+sentence = st.lists(st.tuples(*[st.integers(0, 8)] * 2), min_size=1, max_size=12)
 
 
-def ids_of(rows, filler=-100):
-    width = max(map(len, rows))
-    return torch.tensor([[*row, *[filler] * (width - len(row))] for row in rows])
+def scheme_names(name):
+    marks = SCHEMES[name] or "BIES"
+    return ["O", *(f"{mark}-{kind}" for mark in marks for kind in ("LOC", "PER"))]
 
 
-@given(st.lists(sentence, min_size=1, max_size=4))
-@settings(derandomize=True, deadline=None, max_examples=60)
+@pytest.mark.parametrize("name", SCHEMES)
+@given(sentences=st.lists(sentence, min_size=1, max_size=4))
+@settings(derandomize=True, deadline=None, max_examples=30)
 @pytest.mark.filterwarnings("ignore")  # seqeval warns where nothing is found
-def test_entity_scores_are_seqevals(sentences):
-    true, predicted = ([[pair[i] for pair in row] for row in sentences] for i in (0, 1))
-    metric = EntityF1(NAMES)
-    metric.update(ids_of(predicted, 2), ids_of(true))
-    names = [[[NAMES[i] for i in row] for row in part] for part in (true, predicted)]
-    if not any(name != "O" for part in names for row in part for name in row):
+def test_entity_scores_are_seqevals(name, sentences):
+    known = scheme_names(name)
+    names = [[[known[pair[i] % len(known)] for pair in row] for row in sentences] for i in (0, 1)]
+    if not any(label != "O" for part in names for row in part for label in row):
         return
     options = {"zero_division": 0}
+    write = {
+        "BILOU": lambda label: {"E": "L", "S": "U"}.get(label[0], label[0]) + label[1:],
+        "suffix": lambda label: "-".join(reversed(label.split("-"))),
+    }.get(name, str)
+    true, predicted = ([[write(label) for label in row] for row in part] for part in names)
+    scheme = find_scheme([write(label) for label in known])
+    scores = entity_scores(predicted, true, scheme)
     expected = {
         "entity_precision": seq.precision_score(*names, **options),
         "entity_recall": seq.recall_score(*names, **options),
         "entity_f1": seq.f1_score(*names, **options),
         "entity_f1_macro": seq.f1_score(*names, average="macro", **options),
     }
-    found = {name: value.item() for name, value in metric.compute().items()}
-    assert found == pytest.approx(expected, abs=1e-6)
+    assert {k: v.item() for k, v in scores.items()} == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    "names", [["NOUN", "VERB", "O"], ["B-A", "I-A"], ["O"], ["O", "B-A", "LOC"]]
+)
+def test_tags_that_mark_no_entities_have_no_scheme(names):
+    assert find_scheme(names) is None
 
 
 @pytest.mark.parametrize("labels, spans", [
@@ -52,19 +67,37 @@ def test_entity_scores_are_seqevals(sentences):
     ("B-A B-A", [(0, 1, "A"), (1, 2, "A")]), ("B I O", [(0, 2, "")]), ("B-A-B I-A-B", [(0, 2, "A-B")]), ("O", []),
 ])  # fmt: skip
 def test_entities_by_hand(labels, spans):
-    assert iob2_spans(labels.split()) == spans
+    assert entity_spans(labels.split()) == spans
+
+
+def judged(predicted, labels, documents, **columns):
+    "The score of entities, batch by batch."
+    task, metric = TokenClassification(LabelNames(tuple(NAMES), tuple(NAMES))), TagScores(NAMES)
+    for n in range(len(predicted)):
+        batch = {
+            "labels": torch.tensor([labels[n]]),
+            "attention_mask": torch.tensor([documents[n]]),
+        }
+        batch |= {name: torch.tensor([values[n]]) for name, values in columns.items()}
+        logits = torch.eye(len(NAMES))[torch.tensor([predicted[n]])]
+        metric.update(*task.for_metric({"logits": logits}, batch))
+    return metric.compute()["entity_f1"].item()
 
 
 def test_sub_words_and_padding_are_as_if_absent():
-    plain, cut = EntityF1(NAMES), EntityF1(NAMES)
-    plain.update(torch.tensor([[0, 1, 2]]), torch.tensor([[0, 1, 2]]))
-    cut.update(torch.tensor([[0, 2, 1, 3, 2]]), torch.tensor([[0, -100, 1, -100, 2]]))
-    assert cut.compute() == plain.compute()
+    assert judged([[0, 2, 1, 3, 2]], [[0, -100, 1, -100, 2]], [[1, 1, 1, 1, 0]]) == 1
 
 
-def test_packed_documents_are_judged_each_by_itself():
-    rows = split_documents(torch.tensor([[0, 1, 1, 2]]), torch.tensor([[1, 1, 2, 0]]), -100)
-    assert rows.tolist() == [[0, 1, -100, -100], [-100, -100, 1, -100]]
+def test_packed_documents_are_judged_each_by_itself():  # else the two would be one entity
+    assert judged([[0, 1, 3]], [[0, 1, 1]], [[1, 1, 2]]) == pytest.approx(0.5)
+
+
+def test_an_entity_on_both_sides_of_a_cut_is_one():
+    pieces = {"example_index": [4, 4], "first_word": [2, 0]}  # in any order
+    labels, documents = [[1, 2, -100], [2, 0, 1]], [[1, 1, 0], [1, 1, 1]]
+    assert judged([[1, 2, 2], [2, 0, 1]], labels, documents, **pieces) == 1
+    shortened = [[2, 2, 2], [2, 0, 1]]  # its last word is wrong
+    assert judged(shortened, labels, documents, **pieces) == 0
 
 
 def test_a_table_knows_words_then_shapes_then_all():
