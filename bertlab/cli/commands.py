@@ -122,7 +122,8 @@ def validate(
     "Measure a model on validation text."
     from bertlab.cli.models import validate_model
 
-    print(json.dumps(validate_model(config, overrides), indent=2), flush=True)
+    rows = [{k: v for k, v in row.items() if v == v} for row in validate_model(config, overrides)]
+    print(json.dumps(rows, indent=2), flush=True)
 
 
 def tokenize(

@@ -124,6 +124,8 @@ class RunConfig:
             seconds = parse_amount(self.time_limit, "seconds", "run.time_limit")
             check_range("run.time_limit", float(seconds), 0, exclude_low=True)
         check_range("run.ema_decay", self.ema_decay, 0, 1, exclude_high=True)
+        check_range("run.stop_below", self.stop_below)
+        check_range("run.stop_above", self.stop_above)
         if isinstance(self.peak_flops, str) and self.peak_flops != "measured":
             raise ValueError(f"run.peak_flops={self.peak_flops!r} must be a number or measured")
 

@@ -21,7 +21,6 @@ from tqdm import tqdm
 
 from ..core.files import atomic_write
 from ..core.names import check_choice
-from .steps import data_parallel_size
 
 # %% ../../nbs/train/06_history.ipynb #02fb1073
 class Clock(Callback):
@@ -85,12 +84,11 @@ class History(Clock):
         self.evaluations: list[dict[str, Any]] = []  # step, evaluator, and its metrics
         self.first_step_at: float | None = None  # time.perf_counter() after this session's first
         self._pending: list[dict[str, Any]] = []
-        self._earlier_tokens, self._processes = 0, 1  # of earlier sessions; with rows of their own
 
     def totals(self) -> tuple[int, float]:
         "Return real tokens of all processes and training seconds, over all sessions."
         self._tokens = int(self._tokens)
-        return self._earlier_tokens + self._tokens * self._processes, self.elapsed()
+        return self._tokens, self.elapsed()
 
     def _names(self) -> list[str]:
         return list(dict.fromkeys([*self.COLUMNS, *(key for row in self.rows for key in row)]))
@@ -108,19 +106,17 @@ class History(Clock):
             writer.writerows(self.rows)
 
     def on_train_start(self, trainer, pl_module) -> None:
-        self._earlier_tokens, self._tokens = self.totals()[0], 0
-        self._processes = data_parallel_size(trainer)
         self._recorded_step = trainer.global_step
         self._since = None  # an error may have left it running
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
-        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
         if trainer.global_step == self._recorded_step:
             return  # inside an accumulation window
+        self._tokens = self._tokens + pl_module.step_tokens
         self.first_step_at = self.first_step_at or time.perf_counter()
         self._recorded_step = trainer.global_step
-        metrics = trainer.callback_metrics.items()
-        row = {k: v for k, v in metrics if not k.startswith(("val_", "test_"))}
+        row = {name: value for name, value in trainer.callback_metrics.items()
+               if not name.startswith(("val_", "test_")) and name not in pl_module.unlogged}  # fmt: skip
         counts = {"step": self._recorded_step, "tokens": self._tokens, "seconds": self.elapsed()}
         self._pending.append(counts | row)
         if len(self._pending) >= self.fetch_every:
@@ -131,8 +127,7 @@ class History(Clock):
         pending, self._pending = self._pending, []
         for values in pending:
             row = {name: float(value) for name, value in values.items()}
-            row["tokens"] = self._earlier_tokens + row["tokens"] * self._processes
-            self.rows.append(row)
+            self.rows.append({name: value for name, value in row.items() if value == value})
         if pending:  # the last one includes the wait
             self.rows[-1]["seconds"] = self.elapsed()
 
@@ -140,6 +135,7 @@ class History(Clock):
         super().on_validation_end(trainer, pl_module)
         if trainer.state.fn == "fit" and not trainer.sanity_checking:
             metrics = {k: v.item() for k, v in trainer.callback_metrics.items() if "val_" in k}
+            metrics = {k: v for k, v in metrics.items() if math.isfinite(v)}
             self.validation.append({"step": trainer.global_step, **metrics})
 
     def on_train_end(self, trainer, pl_module) -> None:
@@ -155,8 +151,7 @@ class History(Clock):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for name in ("rows", "validation", "evaluations"):
             setattr(self, name, list(state[name]))
-        self._earlier_tokens, self._tokens = state["tokens"], 0
-        self._seconds, self._pending = state["seconds"], []
+        self._tokens, self._seconds, self._pending = state["tokens"], state["seconds"], []
 
 # %% ../../nbs/train/06_history.ipynb #874f886f
 def format_seconds(
@@ -234,8 +229,9 @@ class ProgressBar(Callback):
         self.history.fetch()
         first, start, tokens, seconds = self._started
         tokens, seconds = (a - b for a, b in zip(self.history.totals(), (tokens, seconds)))
-        row, step = self.history.rows[-1], trainer.global_step
-        loss, rate = (row.get(name, math.nan) for name in ("train_loss", "learning_rate"))
+        rows, step = self.history.rows, trainer.global_step
+        loss, rate = (next((row[name] for row in reversed(rows) if name in row), math.nan)
+                      for name in ("train_loss", "learning_rate"))  # fmt: skip
         speed = tokens / max(seconds, 1e-9)
         text = f"loss {loss:.3f}, rate {rate:.2e}, {speed:,.0f} tokens/s"
         if self._last_step == math.inf:

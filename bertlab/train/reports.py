@@ -18,7 +18,7 @@ from typing import Any
 import lightning as L
 import numpy as np
 import torch
-from lightning.pytorch.callbacks import Callback, Timer
+from lightning.pytorch.callbacks import Callback
 from matplotlib.figure import Figure
 
 import bertlab
@@ -137,8 +137,6 @@ def stop_reason(trainer: L.Trainer, exception: BaseException | None = None) -> s
     if exception is not None:
         return f"{_FAILED}{type(exception).__name__}"
     for callback in (*trainer.callbacks, trainer.lightning_module):
-        if isinstance(callback, Timer) and (callback.time_remaining() or 1) <= 0:
-            return f"its time is over ({format_seconds(callback.time_elapsed())})"
         reason = getattr(callback, "reason", None)
         if trainer.should_stop and not reason:
             reason = getattr(callback, "stopping_reason_message", None)  # of EarlyStopping

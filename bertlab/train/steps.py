@@ -5,7 +5,8 @@
 # %% auto #0
 __all__ = ['LOSS_SCALE', 'full_tensor', 'total_grad_norm', 'device_scalar', 'data_parallel_size', 'any_rank', 'num_devices',
            'scale_gradients', 'can_flag', 'skip_step', 'optimizer_averages', 'check_scaler', 'gathered_labels',
-           'label_bytes', 'validation_sums', 'validation_metrics', 'import_path', 'plain_options', 'TrainingModule']
+           'label_bytes', 'validation_sums', 'validation_metrics', 'check_weights', 'import_path', 'plain_options',
+           'TrainingModule']
 
 # %% ../../nbs/train/02_steps.ipynb #f4407764
 import math
@@ -21,6 +22,7 @@ import torch.distributed as dist
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
+from ..core.names import check_range
 from ..data.rows import IGNORE_INDEX
 from ..model.layers import gather_positions
 from ..model.losses import LossSums, allows_dynamic_shapes
@@ -224,13 +226,13 @@ def validation_metrics(
     sums: Tensor,  # (S, 5) of `validation_sums`, a row for each validation set
     stage: str = "val",  # or test
 ) -> dict[str, Tensor]:  # val_loss, val_accuracy, ... over all sets, and val_loss_i of each
-    "Divide the sums once, at the end; a set without labels gives NaN."
+    "Divide the sums once, at the end; without labels, or with a loss of NaN, all are NaN."
     loss_sum, divisor, num_correct, scored, num_bytes = sums.sum(0)
     loss = loss_sum / divisor
     # Where a run keeps its numbers in 16 bits, a tensor without a type would be one of those.
     metrics = {
         "loss": loss,
-        "accuracy": num_correct / scored,
+        "accuracy": num_correct / scored + 0 * loss,
         "perplexity": torch.tensor(perplexity(loss.item()), dtype=torch.float32),
     }
     if num_bytes > 0:
@@ -240,6 +242,16 @@ def validation_metrics(
     return {f"{stage}_{name}": value for name, value in metrics.items()}
 
 # %% ../../nbs/train/02_steps.ipynb #604836f4
+def check_weights(module: torch.nn.Module) -> None:
+    "Raise `ValueError` for weights that are not finite: what they score or predict is no result."
+    for name, weight in module.named_parameters():
+        if not full_tensor(weight.detach()).isfinite().all():
+            raise ValueError(
+                f"the model's weights are not finite (NaN or infinite), such as {name}: its scores "
+                "and predictions mean nothing; take an earlier checkpoint"
+            )
+
+
 def import_path(part: Any) -> str | None:
     """Return the dotted name of a class or function, such as my_file.MyOptimizer.
 
@@ -284,6 +296,8 @@ class TrainingModule(L.LightningModule):
         super().__init__()
         self.model: torch.nn.Module | None = None  # built by `configure_model`
         self.skipped: Tensor | None = None  # whether the last step was skipped; None: no guard
+        self.step_tokens: Tensor | None = None  # real tokens of the last step, over all processes
+        self.unlogged: set[str] = set()  # metrics that the last step does not have
         self._divisor: Tensor | float = 1.0  # labels of the last micro-batch
         self._window: Tensor | None = None  # sums of the micro-batches since the last step
         self._norm: Tensor | None = None  # of the whole gradient, for the clip
@@ -326,6 +340,7 @@ class TrainingModule(L.LightningModule):
         creates_graph = any(hasattr(o, "backward_options") for o in self.trainer.optimizers)
         check_scaler(self.trainer.precision_plugin, creates_graph)
         _warn_of_rounding(self.trainer.optimizers)
+        check_range("gradient_clip_val", self.trainer.gradient_clip_val, 0)
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         "Return the mean loss of a micro-batch, and remember its sums."
@@ -336,7 +351,10 @@ class TrainingModule(L.LightningModule):
         loss_sum = (
             parts.loss_sum + parts.z_loss + sum(weight * value for weight, value in auxiliary)
         )
-        sums = (parts.loss_sum, parts.num_labels, parts.z_loss, *(value for _, value in auxiliary))
+        mask = batch.get("attention_mask")
+        tokens = (torch.zeros_like(parts.loss_sum) if mask is None else mask > 0).sum()
+        auxiliary_sums = [value for _, value in auxiliary]
+        sums = (parts.loss_sum, parts.num_labels, parts.z_loss, tokens, *auxiliary_sums)
         window = torch.stack([value.detach().float() for value in sums])
         self._window = window if self._window is None else self._window + window
         self._divisor = torch.as_tensor(parts.num_labels).detach().clamp_min(1)
@@ -353,7 +371,9 @@ class TrainingModule(L.LightningModule):
         _unscale(self.trainer.precision_plugin, optimizer)
         sums = self.trainer.strategy.reduce(self._window, reduce_op="sum")
         self._window, divisor, empty = None, sums[1].clamp_min(1), sums[1] == 0
-        loss, _, z_loss, *auxiliary = (sums / divisor).masked_fill(empty, math.nan)
+        loss, _, z_loss, _, *auxiliary = (sums / divisor).masked_fill(empty, math.nan)
+        sharers = self.trainer.world_size // data_parallel_size(self.trainer)
+        self.step_tokens = sums[3].long() // sharers
         factor = self.trainer.world_size / (LOSS_SCALE * divisor)
         self._norm = scale_gradients(self.parameters(), factor)
         self.apply_guards(optimizer, loss, empty)
@@ -369,7 +389,10 @@ class TrainingModule(L.LightningModule):
             values["train_z_loss"] = z_loss
         if self.skipped is not None:
             values["skipped"] = self.skipped.float()
-        self.log_dict(values)
+        # Without a label there is no loss: on a CPU nothing is logged, elsewhere NaN.
+        is_empty = allows_dynamic_shapes(empty) and bool(empty)
+        self.unlogged = {name for name in values if is_empty and name.startswith("train_")}
+        self.log_dict({name: value for name, value in values.items() if name not in self.unlogged})
 
     def apply_guards(
         self,
@@ -379,14 +402,10 @@ class TrainingModule(L.LightningModule):
     ) -> None:
         "Skip the step where a guard says so, or where the batch has no label."
         guards = [c for c in self.trainer.callbacks if hasattr(c, "should_skip")]
-        if allows_dynamic_shapes(empty) and empty:  # elsewhere they see a loss of NaN
-            guards, self.skipped = [], empty
-        elif guards:
-            skips = [guard.should_skip(loss, self._norm) for guard in guards]
-            self.skipped = torch.stack([*skips, empty]).any()
-        else:
+        skips = [guard.should_skip(loss, self._norm) for guard in guards]
+        self.skipped = torch.stack([*skips, empty]).any()
+        if not guards and not (allows_dynamic_shapes(empty) and empty):
             self.skipped = None
-        if self.skipped is None:
             return
         if getattr(self.trainer.precision_plugin, "scaler", None) is None:
             skip_step(optimizer, self.skipped)
@@ -449,6 +468,8 @@ class TrainingModule(L.LightningModule):
 
     def _start_evaluation(self, stage: str) -> None:
         self._take_averages()
+        if self.trainer.state.fn != "fit":
+            check_weights(self)
         self.reset_metrics(stage)
 
     def _evaluate_batch(self, batch: dict[str, Tensor], dataloader_idx: int) -> Tensor | None:
@@ -456,7 +477,15 @@ class TrainingModule(L.LightningModule):
         return None if parts is None else parts.loss_sum / parts.num_labels
 
     def _end_evaluation(self, stage: str) -> None:
-        self.log_dict(self.compute_metrics(stage))
+        metrics = self.compute_metrics(stage)
+        undefined = {k: v for k, v in metrics.items() if not math.isfinite(v)}
+        self.log_dict({name: v for name, v in metrics.items() if name not in undefined})
+        if undefined:  # callbacks see NaN, loggers nothing
+            self.log_dict(undefined, logger=False)
+            rank_zero_warn(
+                f"{', '.join(undefined)} cannot be computed: no row of the set has a label, or the "
+                "loss is not finite"
+            )
         self._leave_averages()  # before a callback writes a checkpoint
 
     def _take_averages(self) -> None:
@@ -493,6 +522,7 @@ class TrainingModule(L.LightningModule):
 
     def on_predict_epoch_start(self) -> None:
         self._take_averages()
+        check_weights(self)
 
     def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
         return self(**batch)

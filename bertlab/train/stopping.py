@@ -7,33 +7,89 @@ __all__ = ['TimeLimit', 'StepGuard', 'NonFiniteGuard', 'spike_limits', 'SpikeWin
 
 # %% ../../nbs/train/11_stopping.ipynb #18a78b6f
 import math
-from datetime import timedelta
+import time
 from typing import Any
 
 import torch
-from lightning.pytorch.callbacks import Callback, Timer
+from lightning.pytorch.callbacks import Callback
 
 from ..core.durations import Duration, parse_amount
 from ..core.names import check_minimum, check_range
-from .history import print_line
+from ..optim.budgets import TimeBudgetLR
+from .history import Clock, format_seconds, print_line
+from .steps import any_rank
 
 # %% ../../nbs/train/11_stopping.ipynb #2cdc3c09
-class TimeLimit(Timer):
-    "Lightning's `Timer` for a time such as 2h30m, over all sessions; it ends after a whole step."
+class TimeLimit(Clock):
+    """End a run after some training time over all sessions, after a whole step.
 
-    def __init__(self, limit: int | float | str | Duration):  # seconds, or a text such as "1d"
-        seconds = float(parse_amount(limit, "seconds", "limit"))
-        check_range("limit", seconds, 0, exclude_low=True)
-        super().__init__(timedelta(seconds=seconds))
+    Validation and checkpoints do not count, neither here nor in a `TimeBudgetLR`, which follows
+    this clock.
+    """
+
+    PACE_STEPS = 20  # steps after which the number of steps in the limit is estimated
+    VALIDATION_SHARE = 0.1  # of the limit, at most, where validations are placed by time
+
+    def __init__(
+        self,
+        limit: int | float | str | Duration,  # seconds, or a text such as "1d"
+        num_validations: int = 0,  # to place within the limit; 0: the trainer places them
+    ):
+        super().__init__()
+        self.limit, self.num_validations = (
+            float(parse_amount(limit, "seconds", "limit")),
+            num_validations,
+        )
+        check_range("limit", self.limit, 0, exclude_low=True)
+        self.reason: str | None = None  # why it stopped the session
+        self._validation_started = self._validation_seconds = 0.0
+
+    def on_fit_start(self, trainer, pl_module) -> None:
+        self.reason, self._since = None, None
+        self._stop_if_over(trainer)  # a resumed run may have no time left
 
     def on_train_start(self, trainer, pl_module) -> None:
-        super().on_train_start(trainer, pl_module)
-        self._step = trainer.global_step
+        self._first = self._step = trainer.global_step
+        self._first_seconds = self.elapsed()
+        for config in trainer.lr_scheduler_configs:
+            if isinstance(config.scheduler, TimeBudgetLR):
+                config.scheduler.follow(self.elapsed)
 
-    def on_train_batch_end(self, trainer, *args: Any) -> None:
+    def _stop_if_over(self, trainer) -> None:
+        if any_rank(trainer, self.elapsed() >= self.limit):
+            self.reason = f"its time is over ({format_seconds(self.elapsed())})"
+            trainer.should_stop = True
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
         if trainer.global_step != self._step:  # else inside an accumulation window
             self._step = trainer.global_step
-            super().on_train_batch_end(trainer, *args)
+            self._stop_if_over(trainer)
+            if self.num_validations and self._step == self._first + self.PACE_STEPS:
+                self._place_validations(trainer)
+
+    def _place_validations(self, trainer) -> None:
+        "Let validations be evenly spaced in time, and few enough for their share of it."
+        pace = (self.elapsed() - self._first_seconds) / (self._step - self._first)
+        seconds = self._validation_seconds / self.VALIDATION_SHARE  # between two of them, at least
+        steps = max(self.limit / self.num_validations, seconds) / max(pace, 1e-9)
+        steps = trainer.strategy.broadcast(max(1, round(steps)))
+        trainer.val_check_batch = steps * trainer.accumulate_grad_batches
+
+    def on_validation_start(self, trainer, pl_module) -> None:
+        self.stop()
+        self._validation_started = time.perf_counter()
+
+    def on_validation_end(self, trainer, pl_module) -> None:
+        super().on_validation_end(trainer, pl_module)
+        self._validation_seconds = time.perf_counter() - self._validation_started
+        if self.num_validations and trainer.state.fn == "fit" and self._step > self._first:
+            self._place_validations(trainer)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seconds": self.elapsed()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._seconds = state["seconds"]
 
 # %% ../../nbs/train/11_stopping.ipynb #bdeeadf1
 class StepGuard(Callback):
@@ -123,7 +179,7 @@ class NonFiniteGuard(StepGuard):
     def should_skip(self, loss: torch.Tensor, norm: torch.Tensor) -> torch.Tensor:
         "Return whether to skip, as a boolean tensor on the device."
         now_2 = torch.stack((loss.detach().float(), norm.detach().float()))
-        bad = ~now_2.isfinite().all()
+        bad = ~now_2.isfinite().all() & (norm != 0)
         self._in_a_row = torch.where(bad, self._in_a_row + 1, 0)
         return self.note(bad, now_2, torch.full_like(now_2, math.inf))
 
@@ -183,13 +239,13 @@ class SpikeWindow:
         now_2: torch.Tensor,  # loss and norm
         limits_2: torch.Tensor,  # a value beyond enters as its limit
     ) -> None:
-        "Overwrite the oldest step, unless the new one is not finite."
+        "Overwrite the oldest step, unless the new one is not finite or has no gradient."
         slots_W = torch.arange(self.values_2W.shape[1], device=now_2.device)
-        finite = now_2.isfinite().all()
-        here_W = (slots_W == self.num_seen % len(slots_W)) & finite
+        is_usual = now_2.isfinite().all() & (now_2[1] > 0)
+        here_W = (slots_W == self.num_seen % len(slots_W)) & is_usual
         entered_2 = torch.minimum(now_2, limits_2)
         self.values_2W = torch.where(here_W, entered_2[:, None], self.values_2W)
-        self.num_seen = self.num_seen + finite
+        self.num_seen = self.num_seen + is_usual
 
 # %% ../../nbs/train/11_stopping.ipynb #5b5be689
 class SpikeGuard(StepGuard):
@@ -220,7 +276,7 @@ class SpikeGuard(StepGuard):
         self.limits_2 = spike_limits(recent.values_2W, recent.num_seen, self.min_steps,
                                      self.sigmas, self.factors)  # fmt: skip
         recent.enter(now_2, self.limits_2)
-        refused = ~(now_2.isfinite() & (now_2 < self.limits_2)).all()
+        refused = ~(now_2.isfinite() & (now_2 < self.limits_2)).all() & (norm != 0)
         return self.note(refused, now_2, self.limits_2)
 
     def state_dict(self) -> dict[str, Any]:

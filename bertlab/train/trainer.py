@@ -79,7 +79,7 @@ def _merge_plugins(theirs: Sequence[Any], ours: Sequence[Any]) -> list[Any]:
 
 
 def make_trainer(
-    max_steps: int,  # optimizer steps of the whole run
+    max_steps: int,  # optimizer steps of the whole run; -1: no end
     # "auto", or one of Lightning's: "32-true", "bf16-mixed", ... 16-bit weights ("bf16-true") lose
     # small updates.
     precision: str | None = "auto",
@@ -99,7 +99,8 @@ def make_trainer(
 
     Raises `ValueError` for options that no trainer can have.
     """
-    check_range("max_steps", max_steps, 1)
+    check_range("max_steps", max_steps, -1 if max_steps == -1 else 1)
+    check_range("gradient_clip_val", gradient_clip_val, 0)
     check_range("val_check_steps", val_check_steps, 1)
     check_range("accumulate_grad_batches", accumulate_grad_batches, 1)
     device_type = check_device(accelerator, precision or "auto")

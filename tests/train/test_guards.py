@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch.loggers import CSVLogger
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import run_on_ranks
@@ -63,9 +64,10 @@ class Numbered:
                 2, 6, self.width, generator=torch.Generator().manual_seed(7 * i + self.rank)
             )
             mask = torch.ones(2, 6, dtype=torch.long)
-            mask[0, 4:] = 0  # 10 real tokens of 12
+            mask[0, 4 - self.rank :] = 0  # 10 real tokens of 12; 9 in a second process
             factor = torch.full((2,), float(self.factors.get(i, 1.0)))
-            yield {"x": x, "attention_mask": mask, "factor": factor}
+            labels = torch.full((2, 6), -100)
+            yield {"x": x, "attention_mask": mask, "factor": factor, "labels": labels}
 
     def state_dict(self):
         return {"delivered": self.delivered}
@@ -122,6 +124,59 @@ def test_a_refused_first_step_leaves_no_momentum(build):
     skip_step(optimizer, torch.tensor(False))
     optimizer.step()
     assert weight.isfinite().all() and (weight < 1).all() and len(set(weight.tolist())) == 1
+
+
+class Labelled(Line):
+    "A batch whose factor is 0 has no label."
+
+    def label_loss(self, batch):
+        sums = super().label_loss(batch)
+        return sums._replace(num_labels=sums.num_labels * (batch["factor"][0] != 0))
+
+    validation_step = TrainingModule.validation_step
+
+
+class Logged(CSVLogger):
+    def __init__(self):
+        super().__init__(save_dir="unused")
+        self.values = []
+
+    def log_metrics(self, metrics, step=None):
+        self.values += metrics.values()
+
+    def save(self):
+        pass
+
+
+def test_batches_without_a_label_leave_no_trace_in_the_run():
+    empty, logger = {i: 0.0 for i in range(60) if i % 3 != 1 or i > 50}, Logged()
+    guards = lambda: [NonFiniteGuard(2), SpikeGuard(window=8, min_steps=4)]  # noqa: E731
+
+    def train(numbers, factors, **options):
+        module, record = Labelled(OPTIMIZERS["adamw"]), History()
+        judges = guards()
+        trainer = make_trainer(len(numbers), "32-true", "cpu", callbacks=[record, *judges],
+                               **options)  # fmt: skip
+        trainer.fit(module, Numbered(numbers, factors), Numbered(range(2), {0: 0.0, 1: 0.0}))
+        return module, record, [judge.num_skipped for judge in judges]
+
+    without, usual, _ = train([i for i in range(60) if i not in empty], {})
+    module, record, skipped = train(range(60), empty, logger=logger, val_check_steps=30,
+                                    log_every_n_steps=1)  # fmt: skip
+    assert same_weights(without, module) and skipped == [0, 0]
+    losses = record.column("train_loss")
+    assert np.flatnonzero(np.isnan(losses)).tolist() == list(empty)
+    np.testing.assert_array_equal(losses[~np.isnan(losses)], usual.column("train_loss"))
+    assert record.validation == [{"step": 30}, {"step": 60}], "no label, no loss"
+    assert np.isfinite(logger.values).all() and len(logger.values) > 60
+
+
+@pytest.mark.parametrize("use", ["validate", "test", "predict"])
+def test_a_model_that_is_not_finite_has_no_scores(use):
+    module = Labelled()
+    module.layer.bias.data.fill_(NAN)
+    with pytest.raises(ValueError, match=r"not finite.*layer\.bias"):
+        getattr(make_trainer(1, "32-true", "cpu", val_check_steps=1), use)(module, Numbered([0]))
 
 
 def test_a_gradient_that_overflows_is_refused_though_its_loss_is_finite():
@@ -356,7 +411,7 @@ def with_one_bad_rank(folder):
     bad = {5: NAN, 70: 1e4, **{i: NAN for i in range(90, 200)}} if rank == 1 else {}
     guards = [NonFiniteGuard(4), SpikeGuard()]
     slow = lambda w: torch.optim.AdamW(w, lr=0.01, fused=True)
-    module, _, trainer = fit(
+    module, record, trainer = fit(
         200, Numbered(range(200), bad, rank), guards, slow, devices=2, strategy="ddp"
     )
     torch.save(
@@ -365,6 +420,7 @@ def with_one_bad_rank(folder):
             trainer.global_step,
             [g.num_skipped for g in guards],
             guards[0].reason,
+            record.column("tokens").tolist(),
         ),
         f"{folder}/{rank}.pt",
     )
@@ -375,6 +431,7 @@ def test_two_processes_decide_alike_about_one_bad_batch(tmp_path):
     one, two = (torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in (0, 1))
     assert torch.equal(one[0], two[0]) and one[0].isfinite().all()
     assert one[1:] == two[1:] and one[1] == 96 and one[2] == [7, 8] and "6 steps" in one[3]
+    assert one[4] == [19 * step for step in range(1, 97)], "tokens of both processes"
 
 
 def test_fused_kernels_that_read_no_flag_are_given_none():

@@ -1,6 +1,7 @@
 "Limits: what ends a run, after which step, and what a resume makes of it."
 
 import os
+import time
 from types import SimpleNamespace
 
 import lightning as L
@@ -12,7 +13,8 @@ from test_guards import Line, Numbered, fit, same_weights
 from ranks import run_on_ranks
 from stop_at import StopAt
 
-from bertlab.optim.budgets import BatchSizeWarmup
+from bertlab.optim.budgets import BatchSizeWarmup, TimeBudgetLR
+from bertlab.train import history, stopping
 from bertlab.train.checkpoints import TrainingCheckpoint
 from bertlab.train.resume import latest_checkpoint
 from bertlab.train.history import History, ProgressBar
@@ -30,46 +32,69 @@ class Watch:
         return self.now
 
 
-TIMER = "lightning.pytorch.callbacks.timer.time"
+def set_clocks(watch):
+    for part in (history, stopping):
+        part.time = SimpleNamespace(perf_counter=watch)
 
 
-class Wind(History):
-    "Set a watch forward by `seconds` with each batch."
+@pytest.fixture(autouse=True)
+def real_clocks():
+    yield
+    for part in (history, stopping):
+        part.time = time
 
-    def __init__(self, watch, seconds):
-        super().__init__()
-        self.watch, self.seconds = watch, seconds
 
-    state_key = "wind"
+class Wind(Callback):
+    "Set a watch forward with each batch, and with each validation."
 
-    def on_train_batch_start(self, *arguments):
-        super().on_train_batch_start(*arguments)
+    def __init__(self, watch, seconds, validation_seconds=0):
+        set_clocks(watch)
+        self.watch, self.seconds, self.validation_seconds = watch, seconds, validation_seconds
+
+    def on_train_batch_start(self, *_):
         self.watch.now += self.seconds
+
+    def on_validation_batch_start(self, *_):
+        self.watch.now += self.validation_seconds
 
 
 def slow(weights):
     return torch.optim.SGD(weights, lr=0.01)
 
 
-def test_time_ends_the_run_after_a_whole_step(tmp_path, monkeypatch):
-    watch, path = Watch(), tmp_path / "last.ckpt"
-    monkeypatch.setattr(TIMER, SimpleNamespace(monotonic=watch))
-    _, _, trainer = fit(50, Numbered(range(200)), [Wind(watch, 7), TimeLimit("1m30s"), TrainingCheckpoint(path)],
+def test_time_ends_the_run_after_a_whole_step(tmp_path):
+    path = tmp_path / "last.ckpt"
+    _, _, trainer = fit(50, Numbered(range(200)), [TimeLimit("1m30s"), Wind(Watch(), 7), TrainingCheckpoint(path)],
                         accumulate_grad_batches=4)  # fmt: skip
     assert trainer.global_step == 4, "12 batches are 84 seconds, 13 are 91: step 4 is under way"
     assert torch.load(latest_checkpoint(path), weights_only=True)["global_step"] == 4
 
 
-def test_time_counts_over_all_sessions(tmp_path, monkeypatch):
+def test_time_counts_over_all_sessions(tmp_path):
     path, steps = tmp_path / "last.ckpt", []
     for limit in (3, 3, 10):
         watch = Watch()  # a new process: its clock starts elsewhere
         watch.now += 1000 * limit
-        monkeypatch.setattr(TIMER, SimpleNamespace(monotonic=watch))
-        callbacks = [Wind(watch, 1), TimeLimit(limit), TrainingCheckpoint(path)]
+        callbacks = [TimeLimit(limit), Wind(watch, 1), TrainingCheckpoint(path)]
         _, _, trainer = fit(18, Numbered(range(200)), callbacks, ckpt_path=path if path.exists() else None)  # fmt: skip
         steps.append(trainer.global_step)
     assert steps == [3, 3, 10]
+
+
+def test_validation_takes_no_time_from_a_budget(tmp_path):
+    class Timed(Line):
+        def configure_optimizers(self):
+            schedule = TimeBudgetLR(optimizer := super().configure_optimizers(), 60, base=1.0)
+            return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+    callbacks = [record := history.History(), TimeLimit(60, 2), Wind(Watch(), 1, 26)]
+    make_trainer(-1, "32-true", "cpu", callbacks=callbacks, val_check_steps=10**6).fit(
+        Timed(), Numbered(range(200)), Numbered(range(1))
+    )
+    # Half time and the end: another one would take more than a tenth of the budget.
+    assert len(record.rows) == 60 and [row["step"] for row in record.validation] == [30, 60]
+    factors = [min(1, 4 * (1 - second / 60)) for second in range(60)]
+    np.testing.assert_allclose(record.column("learning_rate"), np.multiply(0.05, factors))
 
 
 @pytest.mark.parametrize(
@@ -80,9 +105,9 @@ def test_a_trainer_that_counts_epochs_has_a_last_step(epochs, expected, capsys):
         def on_train_batch_end(self, trainer, *_):
             trainer.should_stop = epochs < 0 and trainer.global_step == 3
 
-    history = History()
+    record = History()
     L.Trainer(accelerator="cpu", max_epochs=epochs, logger=False, enable_progress_bar=False, enable_checkpointing=False,
-              enable_model_summary=False, callbacks=[history, ProgressBar(history, 0.0, plain=True), Enough()]
+              enable_model_summary=False, callbacks=[record, ProgressBar(record, 0.0, plain=True), Enough()]
               ).fit(Line(), Numbered(range(5)))  # fmt: skip
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
     assert all(words in lines[-1] for words in expected) and (" left" in lines[-1]) == (epochs > 0)
@@ -219,8 +244,6 @@ def test_a_growth_that_would_not_be_followed_is_refused():
 
 def with_two_clocks(folder):
     "What each of two processes does: the second one's clock is the fast one."
-    from lightning.pytorch.callbacks import timer
-
     rank, watch, steps = int(os.environ["RANK"]), Watch(), []
 
     def run(steps_at_most, callbacks, kept=None):
@@ -231,8 +254,8 @@ def with_two_clocks(folder):
         steps.append(trainer.global_step)
         return module
 
-    timer.time = SimpleNamespace(monotonic=watch)
-    run(50, [Wind(watch, 10 if rank else 1), TimeLimit(45)])
+    run(50, [TimeLimit(45), Wind(watch, 10 if rank else 1)])
+    set_clocks(time.perf_counter)
     module = run(12, [BatchSizeScheduler(BatchSizeWarmup(1, 4, 240, 10, 2))])
     weights = torch.cat([p.detach().flatten() for p in module.parameters()])
     torch.save((steps, weights), f"{folder}/{rank}.pt")

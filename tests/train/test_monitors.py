@@ -266,18 +266,6 @@ def test_every_logged_number_is_a_column_of_the_history(tmp_path):
         history.column("loss")
 
 
-def test_tokens_of_earlier_sessions_are_those_of_all_their_processes(monkeypatch):
-    history, batch = History(), {"attention_mask": torch.ones(1, 8)}
-    history.load_state_dict(
-        {"rows": [], "validation": [], "evaluations": [], "tokens": 100, "seconds": 1.0}
-    )
-    monkeypatch.setattr("bertlab.train.history.data_parallel_size", lambda trainer: 2)
-    trainer = SimpleNamespace(global_step=1, callback_metrics={})
-    history.on_train_start(trainer, None)
-    history.on_train_batch_end(trainer, None, None, batch, 0)  # inside an accumulation window
-    assert history.totals()[0] == history.state_dict()["tokens"] == 116
-
-
 def test_plain_progress_prints_lines_with_the_validation_loss(capsys):
     history = History()
     bar = get_progress("plain", history)
