@@ -199,7 +199,7 @@ def embed_search(
         if index is None:
             encode_corpus(loaded, documents, Path(temporary) / "index", str(path))
             index = TextIndex.open(Path(temporary) / "index")
-            if notes and on_error != "raise":  # apart from the results, which a program may read
+            if notes:  # apart from the results, which a program may read
                 print("\n".join(_count_lines(notes)), file=sys.stderr)
         results = index.search(loaded, queries, max(top_k, rerank_k) if reranker else top_k)
     if reranker:

@@ -5,7 +5,8 @@
 # %% auto #0
 __all__ = ['COMPRESSIONS', 'OnError', 'MALFORMED', 'Rows', 'READERS', 'SUFFIXES', 'suffix_of', 'open_binary', 'ReadOptions',
            'ErrorHandler', 'Line', 'Position', 'SourceFile', 'read_lines', 'read_text', 'resolve_column', 'read_csv',
-           'parse_json', 'read_json', 'read_parquet', 'read_arrow', 'is_table', 'read_rows', 'text_of']
+           'parse_json', 'read_json', 'read_parquet', 'read_arrow', 'html_to_text', 'read_html', 'is_table',
+           'read_rows', 'text_of']
 
 # %% ../../nbs/data/02_readers.ipynb #01901144
 import bz2
@@ -21,6 +22,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from html.parser import HTMLParser
 from itertools import chain, groupby
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -501,17 +503,66 @@ def read_arrow(file: SourceFile, options: ReadOptions) -> Rows:
 
     return _column_rows(file, batches)
 
+# %% ../../nbs/data/02_readers.ipynb #3f3085bb
+_HIDDEN = {"script", "style", "template", "noscript", "svg"}
+_HEADINGS = {f"h{level}": "#" * level + " " for level in range(1, 7)} | {"title": "# "}
+_BLOCKS = {"address", "article", "aside", "blockquote", "caption", "dd", "div", "dl", "dt", "fieldset",
+           "figcaption", "figure", "footer", "form", "header", "hr", "main", "nav", "ol", "p", "pre",
+           "section", "summary", "table", "ul", *_HEADINGS}  # fmt: skip
+_IN_LINE = {"br": "\n", "tr": "\n", "li": "\n- ", "td": " ", "th": " "}
+
+
+class _PageText(HTMLParser):
+    def __init__(self):
+        super().__init__()
+        self.parts: list[str] = []
+        self.depths = Counter()  # open elements that are hidden, or keep their white space
+
+    def handle_starttag(self, tag: str, attrs: list) -> None:
+        self.depths[tag] += tag in _HIDDEN or tag == "pre"
+        block = f"\n\n{_HEADINGS.get(tag, '')}" if tag in _BLOCKS else ""
+        self.parts.append(block or _IN_LINE.get(tag, ""))
+
+    def handle_endtag(self, tag: str) -> None:
+        self.depths[tag] = max(0, self.depths[tag] - 1)
+        self.parts.append("\n\n" * (tag in _BLOCKS))
+
+    def handle_data(self, data: str) -> None:
+        if not any(self.depths[tag] for tag in _HIDDEN):
+            self.parts.append(data if self.depths["pre"] else re.sub(r"\s+", " ", data))
+
+
+def html_to_text(
+    page: str,  # HTML
+) -> str:  # paragraphs with blank lines between them
+    "Return the text of a web page; headings begin with #, as in Markdown."
+    parser = _PageText()
+    parser.feed(page)
+    parser.close()
+    paragraphs = re.split(r"\n\s*\n", "".join(parser.parts))
+    texts = (re.sub(r" *\n ?", "\n", paragraph).strip() for paragraph in paragraphs)
+    return "\n\n".join(text for text in texts if text.strip("#- "))
+
+
+def read_html(file: SourceFile, options: ReadOptions) -> Rows:
+    "Read a web page: a document per paragraph, unless `sample_by` says otherwise."
+    text, position = html_to_text("\n".join(line.text for line in file.lines())), file.position
+    cuts = {"document": [text], "line": [*filter(str.strip, text.split("\n"))]}
+    documents = cuts.get(options.sample_by, text.split("\n\n"))
+    for position.row, document in enumerate(documents[position.row :], position.row + 1):
+        yield f"row {position.row}", {(file.columns or ["text"])[0]: document}
+
 # %% ../../nbs/data/02_readers.ipynb #7c0a8318
 READERS = {"text": read_text, "csv": read_csv, "json": read_json, "parquet": read_parquet,
-           "arrow": read_arrow}  # fmt: skip
+           "arrow": read_arrow, "html": read_html}  # fmt: skip
 SUFFIXES = {".txt": "text", ".text": "text", ".md": "text", ".rst": "text", ".csv": "csv",
             ".tsv": "csv", ".json": "json", ".jsonl": "json", ".ndjson": "json",
-            ".parquet": "parquet", ".arrow": "arrow"}  # fmt: skip
+            ".parquet": "parquet", ".arrow": "arrow", ".html": "html", ".htm": "html"}  # fmt: skip
 
 
 def is_table(path: Path, file_format: str | None = None) -> bool:
     "Return whether a file has columns."
-    return (file_format or SUFFIXES.get(suffix_of(path), "text")) != "text"
+    return (file_format or SUFFIXES.get(suffix_of(path), "text")) not in ("text", "html")
 
 
 def read_rows(

@@ -64,7 +64,9 @@ def directory_files(
     suffixes = [s for s, name in SUFFIXES.items() if file_format in (None, name)]
     readable = [path for path in files if not suffixes or suffix_of(path) in suffixes]
     if len(files) > len(readable):
-        notes["files of other kinds, not read"] += len(files) - len(readable)
+        kinds = Counter(suffix_of(path) or "no suffix" for path in {*files} - {*readable})
+        counts = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
+        notes[f"files of other kinds, not read ({counts})"] += len(files) - len(readable)
     if not readable:
         raise ValueError(
             f"directory {root} has no file to read ({len(files)} of other kinds); known suffixes "

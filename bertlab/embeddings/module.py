@@ -17,9 +17,9 @@ import numpy as np
 import torch
 from lightning.fabric.utilities.data import AttributeDict
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from scipy.stats import spearmanr
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torchmetrics import SpearmanCorrCoef
 
 from ..core.names import check_choice, check_range
 from ..data.rows import IGNORE_INDEX
@@ -192,7 +192,7 @@ class EmbeddingModule(TrainingModule):
         start = torch.tensor(math.log(temperature))
         self.log_temperature = nn.Parameter(start) if learn_temperature else None
         self._distilled: Tensor | None = None  # distillation loss of the last batch
-        self._ranks = RetrievalRanks()
+        self._ranks, self._scored = RetrievalRanks(), []
         self._is_configured = False
 
     # --- the model --------------------------------------------------------------------------------
@@ -456,7 +456,7 @@ class EmbeddingModule(TrainingModule):
 
     def reset_metrics(self, stage: str) -> None:  # val or test
         super().reset_metrics(stage)
-        self._ranks, self._correlation = RetrievalRanks(), SpearmanCorrCoef().to(self.device)
+        self._ranks, self._scored = RetrievalRanks(), []
 
     def update_metrics(self, batch: dict[str, Tensor], dataloader_idx: int = 0) -> None:
         "Add a batch to the sums, and keep its vectors for the ranks."
@@ -468,9 +468,9 @@ class EmbeddingModule(TrainingModule):
         totals = torch.stack([value.detach().to(dtype) for value in values])
         self._sums[dataloader_idx] = self._sums.get(dataloader_idx, 0) + totals
         if "similarities" in batch:
-            counts_Q = batch["labels"] != IGNORE_INDEX
-            cosines_Q = F.cosine_similarity(queries.vectors_ND, documents.vectors_ND)[counts_Q]
-            self._correlation.update(cosines_Q.float(), batch["similarities"][counts_Q])
+            cosines_Q = F.cosine_similarity(queries.vectors_ND, documents.vectors_ND).float()
+            cosines_Q = cosines_Q.where(batch["labels"] != IGNORE_INDEX, math.nan)  # padding
+            self._scored.append(torch.stack([cosines_Q, batch["similarities"]], 1))
         elif "teacher_vectors" not in batch:
             answers = EmbeddedTexts(*(values[:num_pairs] for values in documents))
             self._ranks.update(queries, answers, batch["text_numbers"][num_pairs : 2 * num_pairs])
@@ -486,8 +486,10 @@ class EmbeddingModule(TrainingModule):
         if self._ranks.batches:
             metrics |= self._ranks.compute(self.device)
             self._ranks = RetrievalRanks()
-        elif self._correlation.update_called:
-            metrics["spearman"] = self._correlation.compute().cpu()
+        elif self._scored:
+            scored_Q2 = all_gather(torch.cat(self._scored)).cpu()
+            columns = scored_Q2[~scored_Q2.isnan().any(1)].T.numpy()
+            metrics["spearman"] = torch.tensor(spearmanr(*columns).statistic)
         return {f"{stage}_{name}": value.float() for name, value in metrics.items()}
 
 # %% ../../nbs/embeddings/06_module.ipynb #d209855b

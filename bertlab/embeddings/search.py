@@ -4,16 +4,17 @@
 
 # %% auto #0
 __all__ = ['SIDES', 'exact_search', 'model_identity', 'check_output', 'find_prompt', 'encode_corpus', 'SearchHit', 'TextIndex',
-           'source_documents', 'rerank', 'mine_negatives']
+           'join_headings', 'source_documents', 'rerank', 'mine_negatives']
 
 # %% ../../nbs/embeddings/08_search.ipynb #d68788fa
 import os
+import re
 import shutil
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import islice
+from dataclasses import dataclass, replace
+from itertools import groupby, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,7 +25,7 @@ from ..core.files import atomic_directory, atomic_write, lock_directory, write_j
 from ..core.names import check_range, look_up
 from ..core.serialization import load_json
 from ..data.documents import Document
-from ..data.readers import ReadOptions
+from ..data.readers import ReadOptions, suffix_of
 from ..data.sources import iter_documents, source_parts
 from .bi_encoder import DOCUMENT_PROMPTS, BiEncoder
 from .bi_encoder import find_similarity, normalize_rows
@@ -362,6 +363,29 @@ class TextIndex:
         ]
 
 
+_HEADING = re.compile(r"#{1,6}[ \t]+\S.*|\S.*\n(=+|-{2,})[ \t]*(?=\n|$)")
+
+
+def join_headings(documents: Iterable[Document]) -> Iterator[Document]:
+    "Put the headings of Markdown and of web pages before each paragraph of their section."
+    for file, paragraphs in groupby(documents, key=lambda document: document.group):
+        if suffix_of(Path(file)) not in (".md", ".html", ".htm"):
+            yield from paragraphs
+            continue
+        heading, in_code, is_open = "", False, False  # is_open: no paragraph has followed yet
+        for paragraph in paragraphs:
+            match, text = None if in_code else _HEADING.match(paragraph.text), paragraph.text
+            in_code ^= text.count("```") % 2 == 1
+            if match:
+                heading = f"{heading}\n{match[0]}" if is_open else match[0]
+                text = text[match.end() :].strip("\n")
+            is_open = not text
+            if text:
+                yield replace(paragraph, text=f"{heading}\n{text}".lstrip("\n"))
+        if is_open:
+            yield replace(paragraph, text=heading)
+
+
 def source_documents(
     source: str | Sequence[str],  # files, directories, hub names
     notes: Counter | None = None,  # receives what was left out
@@ -370,7 +394,8 @@ def source_documents(
     "Return a function that reads documents anew with each call. Raises `ValueError`."
     options, notes = ReadOptions(**reading), Counter() if notes is None else notes
     source_parts(source, options, Counter(), can_slice=True)  # reports a wrong source now
-    return lambda: iter_documents(source, options, notes)
+    join = join_headings if options.sample_by in ("auto", "paragraph") else iter
+    return lambda: join(iter_documents(source, options, notes))
 
 # %% ../../nbs/embeddings/08_search.ipynb #5ea4c007
 def rerank(

@@ -195,6 +195,7 @@ def test_malformed_rows_are_skipped_and_counted(folder, capsys, tmp_path):
     (tmp_path / "bad.jsonl").write_text('{"text": "alpha beta"}\n{"text":\n{"text": "gamma"}\n')
     words = folder / "run", tmp_path / "bad.jsonl"
     assert "line 2" in refuse(capsys, "encode", *words, "--output", tmp_path / "v.npy")
+    (tmp_path / "bad.bin").write_bytes(b"")
     skip = "--on_error", "skip"
     printed = succeed(capsys, "encode", *words, "--output", tmp_path / "v.npy", *skip)
     assert "2 texts" in printed and "1 malformed rows" in printed

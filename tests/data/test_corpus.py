@@ -448,7 +448,7 @@ def test_a_moved_directory_is_split_by_file_as_before(tmp_path):
     assert corpus.sha256 == moved.sha256
     train, validation = ({d.group for d in part} for part in (corpus.train, corpus.validation))
     assert len(validation) >= 4 and not train & validation and len(train | validation) == 60
-    assert "1 files of other kinds, not read" in corpus.describe()
+    assert "1 files of other kinds, not read (1 .png)" in corpus.describe()
 
 
 # --- datasets -------------------------------------------------------------------------------------

@@ -233,3 +233,56 @@ def test_texts_of_a_folder_have_their_sources(tmp_path):
     assert found == [("first line", "a.txt:1"), ("second line", "a.txt:2"), ("third", "b.jsonl:1")]
     with pytest.raises(ValueError, match="missing.txt"):
         source_documents([str(tmp_path / "missing.txt")])
+
+
+MARKDOWN = """# Tools
+
+## Hammers
+
+They hit
+nails.
+
+```
+# not a heading
+
+def hit(): ...
+```
+
+Saws
+====
+They cut.
+
+### Empty
+"""
+PAGE = """<html><head><title>Tools</title><style>p {color: red}</style></head><body><h2>Hammers</h2>
+<p>They hit <b>nails</b> &amp; toes.<script>hit("<p>")</script><ul><li>one<li>two</ul>
+<h2>Saws</h2><pre>cut(
+    wood)</pre></body></html>"""
+
+
+def test_headings_are_joined_to_their_sections(tmp_path):
+    for name, text in (("a.md", MARKDOWN), ("b.html", PAGE), ("c.txt", "# one\n\ntwo\n")):
+        (tmp_path / name).write_text(text)
+    (tmp_path / "d.pdf").write_bytes(b"%PDF")
+    notes = Counter()
+    texts = {"a.md": [], "b.html": [], "c.txt": []}
+    for document in source_documents([str(tmp_path)], notes)():
+        texts[document.group].append(document.text)
+    assert texts == {
+        "a.md": [
+            "# Tools\n## Hammers\nThey hit\nnails.",
+            "# Tools\n## Hammers\n```\n# not a heading",
+            "# Tools\n## Hammers\ndef hit(): ...\n```",
+            "Saws\n====\nThey cut.",
+            "### Empty",
+        ],
+        "b.html": [
+            "# Tools\n## Hammers\nThey hit nails & toes.",
+            "# Tools\n## Hammers\n- one\n- two",
+            "## Saws\ncut(\n   wood)",
+        ],
+        "c.txt": ["# one", "two"],
+    }
+    assert any("1 .pdf" in note for note in notes)
+    whole = source_documents(str(tmp_path / "b.html"), sample_by="document")()
+    assert [document.text.count("##") for document in whole] == [2]
