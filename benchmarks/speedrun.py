@@ -23,7 +23,7 @@ import torch
 from torch.nn import functional as F
 
 from bertlab.cli.demo import FIRST_DEMO, pretraining_config
-from bertlab.cli.models import find_model_directory
+from bertlab.core.files import find_model_directory
 from bertlab.train.reports import environment
 from bertlab.train.run import Run, pretraining_on
 from bertlab.core.devices import find_accelerator

@@ -1,5 +1,6 @@
 "Train BERT-style encoders. Public names load on first use, so that `import bertlab` costs almost nothing."
 
+import logging as _logging
 import os as _os
 
 __version__ = "0.1.0"
@@ -8,6 +9,9 @@ __version__ = "0.1.0"
 # beside one other program a training step took twice as long (benchmarks/NOTES.md). Alone on
 # the machine it costs three hundredths. It is read when torch is imported, so `import bertlab` goes first.
 _os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+
+# peft imports bitsandbytes, which warns on every machine without a kernel that bertlab never calls.
+_logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(_logging.ERROR)
 
 # The public face, by chapter: what a user comes for. Everything else is reached by its chapter,
 # for example `bertlab.data.packing.best_fit_decreasing`. `__init__.pyi` is written from this list by `make sync`,

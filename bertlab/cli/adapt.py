@@ -14,7 +14,7 @@ from torch import Tensor
 from .finetune import build_finetuning, check_same_finetuning
 from .commands import COMMANDS
 from .parser import configuration
-from .models import find_model_directory
+from ..core.files import find_model_directory
 from .vocabularies import copy_sentence_transformers_files
 from ..core.serialization import load_json, load_yaml
 from ..core.files import RUN_FILE, write_json
@@ -143,7 +143,7 @@ def lengthen(
     output: str = "bertlab-longer",  # directory of the longer model; it must not exist
 ) -> str:  # a summary
     "Let a model read longer rows: `bertlab lengthen`. Raises `ValueError`."
-    path_of_model, target = find_model_directory(directory), Path(output)
+    path_of_model, target = Path(find_model_directory(directory)), Path(output)
     if target.exists():
         raise ValueError(f"output {target} exists; choose another directory")
     read_sentence_transformers_files(path_of_model)  # refuses modules that could not be copied

@@ -149,7 +149,7 @@ def card(
     overwrite: bool = False,  # replace an existing card
 ) -> Any:
     "Write a model card beside a model."
-    from bertlab.cli.models import find_model_directory
+    from bertlab.core.files import find_model_directory
     from bertlab.train.model_cards import CardConfig, write_card
 
     return write_card(find_model_directory(directory), CardConfig(**config), overwrite)
@@ -164,7 +164,7 @@ def push(
     dry_run: bool = False,  # check everything, send nothing
 ) -> str:
     "Send a model and its card to a hub, in one commit."
-    from bertlab.cli.models import find_model_directory
+    from bertlab.core.files import find_model_directory
     from bertlab.train.model_cards import CardConfig, push_model
 
     sent = push_model(

@@ -9,7 +9,7 @@ __all__ = ['TARGETS', 'export']
 import os
 from pathlib import Path
 
-from .models import find_model_directory
+from ..core.files import find_model_directory
 from ..train.export import describe_export, export_model
 from ..train.web_page import EXAMPLES, export_web_page
 

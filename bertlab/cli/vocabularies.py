@@ -28,7 +28,7 @@ from ..model.vocabulary import ModelAndTokenizer, extend_vocabulary
 from ..model.vocabulary import masked_bits_per_byte, transplant_vocabulary, trim_vocabulary
 from ..model.huggingface import SENTENCE_TRANSFORMERS_FILES, read_sentence_transformers_files
 from ..train.initialization import load_encoder
-from .models import find_model_directory
+from ..core.files import find_model_directory
 
 # %% ../../nbs/cli/08_vocabularies.ipynb #a64e557f
 def read_text(
@@ -145,13 +145,9 @@ def copy_sentence_transformers_files(
 
 def _open(directory: str) -> tuple[Any, Any, str | Path]:  # tokenizer; model, or None; source
     "Load a tokenizer, with its model if there is one. Raises `ValueError` for neither."
-    source_path: str | Path = directory
-    path = Path(directory)
-    has_no_model = (path / "tokenizer_config.json").exists() and not (path / "config.json").exists()
-    if not has_no_model and path.is_dir():
-        source_path = find_model_directory(path)
-    tokenizer = load_tokenizer(source_path)
-    if has_no_model:
+    source_path = find_model_directory(directory)
+    tokenizer, has_file = load_tokenizer(source_path), lambda name: Path(source_path, name).exists()
+    if has_file("tokenizer_config.json") and not has_file("config.json"):
         return tokenizer, None, source_path
     read_sentence_transformers_files(source_path)  # refuses modules that could not be copied
     return tokenizer, load_encoder(source_path), source_path

@@ -13,8 +13,7 @@ from typing import Any, TextIO
 from unicodedata import category, east_asian_width
 
 from ..core.serialization import load_yaml
-from .models import find_model_directory
-from ..core.files import RUN_FILE
+from ..core.files import RUN_FILE, find_model_directory
 from ..data.tokenizers import load_tokenizer
 from ..model.heads import TokenPredictionModel
 from ..model.sampling import SamplingStep
@@ -135,8 +134,8 @@ def write_texts(
     live: bool | None = None,  # show the unmasking on standard error; null: on a terminal
 ) -> list[str]:  # a text for each prompt
     "Let a model write: `bertlab write`. Raises `ValueError` for one that predicts no words."
-    model_directory = find_model_directory(directory)
-    tokenizer, model = load_tokenizer(model_directory), load_encoder(model_directory)
+    model_directory = Path(find_model_directory(directory))
+    model, tokenizer = load_encoder(model_directory), load_tokenizer(model_directory)
     if not isinstance(model, TokenPredictionModel):
         raise ValueError(
             f"the model in {model_directory} is a {type(model).__name__}, which predicts no "

@@ -14,12 +14,11 @@ import unicodedata
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from ..core.files import write_json
+from ..core.files import explain_missing_content, find_model_directory, write_json
 from ..core.names import check_range, look_up
 from ..core.serialization import load_json
 from .documents import UNSPACED
@@ -414,7 +413,7 @@ def load_tokenizer(
     name_or_path: str | os.PathLike,  # a hub name, or a directory with a tokenizer
 ) -> Any:  # a transformers tokenizer
     "Load a tokenizer that can mask and pad. Raises `ValueError` for any other."
-    name = os.path.expanduser(os.fspath(name_or_path))
+    name = os.fspath(find_model_directory(name_or_path))
     is_local = os.path.isdir(name)
     if not is_local and (os.path.exists(name) or not looks_like_hub_name(name)):
         raise SourceNotFound(f"tokenizer {name!r} is neither a directory nor a hub name")
@@ -425,11 +424,13 @@ def load_tokenizer(
     from transformers import AutoTokenizer  # takes seconds
 
     try:
-        with nullcontext() if is_local else offline_if_unreachable():
+        with offline_if_unreachable(name):
             # None would ask whether to run code from the hub
             tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except Exception as error:  # the hub's clients raise a dozen types
         reason = f"{type(error).__name__}: {error}".split("\n")[0].rstrip(".")
+        files = filter(os.path.isfile, (os.path.join(name, file) for file in TOKENIZER_FILES))
+        reason = next(filter(None, map(explain_missing_content, files)), reason)
         raise SourceNotFound(
             f"tokenizer {name!r} cannot be loaded ({reason}); check "
             f"{'its files' if is_local else 'the name and the network'}"

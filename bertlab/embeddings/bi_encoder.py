@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..core.files import write_json
+from ..core.files import find_model_directory, write_json
 from ..core.names import check_range, look_up
 from ..core.serialization import load_json
 from ..data.tokenizers import load_tokenizer
@@ -264,7 +264,7 @@ def _read_st_file(source: str | os.PathLike, name: str, cls: type = dict) -> Any
     from transformers.utils import cached_file
 
     path = cached_file(
-        source,
+        os.fspath(find_model_directory(source)),
         name,
         _raise_exceptions_for_missing_entries=False,
         _raise_exceptions_for_connection_errors=False,

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from ..core.files import write_json
+from ..core.files import find_model_directory, write_json
 from ..core.names import import_object, look_up
 from ..data.rows import IGNORE_INDEX
 from ..data.supervised import SupervisedCollator, read_texts
@@ -390,7 +390,7 @@ def save_task(
 
 def load_task(directory: str | os.PathLike) -> dict[str, Any]:
     "Read task.json of a directory or of a model on the hub; empty if there is none."
-    path = Path(directory) / TASK_FILE
+    path = Path(find_model_directory(directory)) / TASK_FILE
     if not path.parent.exists() and os.fspath(directory).count("/") < 2:  # a name on the hub
         from transformers.utils import cached_file
 

@@ -16,7 +16,7 @@ import transformers
 from transformers import PretrainedConfig
 
 from ..core.names import look_up
-from .config import ACTIVATION_NAMES, BertLabConfig
+from .config import ACTIVATION_NAMES, SPECIAL_TOKEN_IDS, BertLabConfig
 
 # %% ../../nbs/model/08_families.ipynb #60cde1c0
 @dataclass(frozen=True)
@@ -199,6 +199,7 @@ _MODERNBERT = Family(
         **dict.fromkeys(("ForSequenceClassification", "ForTokenClassification",
                          "ForQuestionAnswering"), _MODERN_HEAD),
     },
+    ignored=("use_cache", "sparse_prediction", "sparse_pred_ignore_index"),
 )  # fmt: skip
 
 FAMILIES: dict[str, Family] = {  # by model_type
@@ -312,9 +313,14 @@ def _read_rope(source: PretrainedConfig) -> dict[str, Any]:
 def _read_settings(source: PretrainedConfig) -> dict[str, Any]:
     "Read a family's settings, those that it does not mention included."
     family = FAMILIES[source.model_type]
-    settings = {setting: getattr(source, name) for setting, name in family.settings} | dict(
-        family.fixed
-    )
+    settings: dict[str, Any] = {}
+    for setting, name in family.settings:
+        value, is_id = getattr(source, name), setting in SPECIAL_TOKEN_IDS
+        if not is_id:
+            settings[setting] = value
+        elif settings.get(setting) is None:  # an id of another vocabulary is a default
+            settings[setting] = value if value in range(source.vocab_size) else None
+    settings |= family.fixed
     from_family = {activation: name for name, activation in _ACTIVATIONS.items()}
     for name in ("hidden_activation", "head_activation"):
         settings[name] = from_family.get(settings.get(name), settings.get(name))
@@ -353,7 +359,9 @@ def to_bertlab_config(
         raise ValueError(f"{family.prefix}{head} has a head that bertlab's classes do not have")
     config = BertLabConfig(**_read_settings(source), family=source.model_type)
     written = _write_config(config, source.model_type)
-    for name in (n for n in type(source).__annotations__ if n not in family.ignored):
+    for name in type(source).__annotations__:
+        if name in family.ignored or name.endswith("token_id"):  # no score depends on them
+            continue
         value, back = getattr(source, name), getattr(written, name)
         if name == "classifier_dropout" and None in (value, back):
             continue  # None is the rate of the other dropouts, as it was read

@@ -28,9 +28,10 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel, PreTrain
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 from transformers.utils import can_return_tuple
 
-from ..core.files import recover_directory
+from ..core.files import find_model_directory, recover_directory
 from ..core.serialization import load_json
 from ..core.names import look_up
+from ..data.sources import offline_if_unreachable
 from ..data.tokenizers import TOKENIZER_FILES, num_token_ids, save_tokenizer
 from .config import SPECIAL_TOKEN_IDS, BertLabConfig
 from .encoder import BertLabModel, BertLabPreTrainedModel
@@ -38,7 +39,8 @@ from .families import FAMILIES, key_table, second_names, their_names
 from .families import to_bertlab_config, to_family_config
 from .heads import BertLabForCausalLM, BertLabForEnhancedMaskedLM
 from .heads import BertLabForMaskedDiffusion, BertLabForMaskedLM
-from .loading import check_finite, get_head, load_state_dict, read_state_dict
+from .loading import check_finite, find_dropped_layers, get_head, load_state_dict
+from .loading import read_state_dict
 from .loading import written_weights
 from .task_heads import BertLabForQuestionAnswering, BertLabForSequenceClassification
 from .task_heads import BertLabForSpanClassification, BertLabForTokenClassification
@@ -102,9 +104,11 @@ def read_config(
 ) -> PretrainedConfig:  # of bertlab or of transformers
     "Read a model's configuration without running its code. Raises `ValueError` in one line."
     try:
-        recover_directory(source)
-        # False and not None, for which transformers would ask at the keyboard.
-        config = AutoConfig.from_pretrained(source, trust_remote_code=False)
+        directory = find_model_directory(source)
+        recover_directory(directory)
+        with offline_if_unreachable(directory):
+            # False and not None, for which transformers would ask at the keyboard.
+            config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
     except Exception as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ValueError(
@@ -142,6 +146,15 @@ def _find_class(config: PretrainedConfig, head: str, state_dict: Mapping[str, Te
     return _CLASSES[f"BertLab{head}"]
 
 
+def _check_layers(source: Any, dropped_layers: list[str], config: PretrainedConfig) -> None:
+    "Raise `ValueError` if a model would lack layers that its weights have."
+    if dropped_layers:
+        raise ValueError(
+            f"{str(source)!r} has num_hidden_layers={config.num_hidden_layers} in config.json and "
+            f"more layers in its weights, such as {dropped_layers[-1]!r}: correct config.json"
+        )
+
+
 def _load_packable(
     source: Any, cls: type, config: BertLabConfig, state_dict: dict[str, Tensor], key_mapping
 ) -> tuple[BertLabPreTrainedModel, list[str]]:
@@ -149,6 +162,8 @@ def _load_packable(
     model = cls(config)
     report = load_state_dict(model, state_dict, key_mapping, strict=False)
     new = sorted(report.missing_keys + [text.partition(":")[0] for text in report.mismatched_keys])
+    if not key_mapping:  # which chooses layers
+        _check_layers(source, report.dropped_layers, config)
     heads = ("head.", "task_head.", "decoder.", "decoder_norm.", "pooler.")
     if lost := [key for key in new if not key.startswith(heads)]:
         raise ValueError(
@@ -180,6 +195,8 @@ def _load_padded(
     finally:
         transformers.utils.logging.set_verbosity(verbosity)
     new = sorted({*report["missing_keys"], *(name for name, *_ in report["mismatched_keys"])})
+    unexpected = {*report["unexpected_keys"]}
+    _check_layers(source, find_dropped_layers(unexpected, state_dict.keys() - unexpected), config)
     prefix = f"{cls.base_model_prefix}."
     if lost := [key for key in new if key.startswith(prefix) and "pooler." not in key]:
         raise ValueError(f"{str(source)!r} lacks weights, such as {lost[0]!r} ({len(lost)} in all)")
@@ -520,7 +537,8 @@ def read_sentence_transformers_files(
 
     missing = dict.fromkeys(("_raise_exceptions_for_missing_entries",
                              "_raise_exceptions_for_connection_errors"), False)  # fmt: skip
-    if (path := cached_file(os.fspath(source), "modules.json", **missing)) is None:
+    directory = os.fspath(find_model_directory(source))
+    if (path := cached_file(directory, "modules.json", **missing)) is None:
         return {}
     modules = {m["type"].rpartition(".")[2]: m["path"] for m in load_json(path, list)}
     for module, folder in modules.items():
@@ -530,7 +548,7 @@ def read_sentence_transformers_files(
                 "copies Transformer, Pooling in 1_Pooling and Normalize in 2_Normalize; do this "
                 "with sentence-transformers"
             )
-    path = cached_file(os.fspath(source), "1_Pooling/config.json", **missing)
+    path = cached_file(directory, "1_Pooling/config.json", **missing)
     pooling = {} if path is None else load_json(path)
     modes = [name for name in pooling if name.startswith("pooling_mode_") and pooling[name] is True]
     modes = modes or [pooling.get("pooling_mode", "mean")]  # later versions name it

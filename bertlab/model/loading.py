@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['WEIGHT_FILES', 'numpy_allowed', 'read_torch_file', 'written_weights', 'weight_files', 'read_state_dict',
-           'apply_key_mapping', 'get_head', 'match_keys', 'LoadReport', 'plan_loading', 'check_finite',
-           'load_state_dict']
+           'apply_key_mapping', 'get_head', 'match_keys', 'LoadReport', 'find_dropped_layers', 'plan_loading',
+           'check_finite', 'load_state_dict']
 
 # %% ../../nbs/model/09_loading.ipynb #5eb059d9
 import functools
@@ -13,7 +13,7 @@ import itertools
 import os
 import re
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,8 +24,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ..core.files import explain_missing_content, find_model_directory
 from ..core.names import did_you_mean
 from ..core.serialization import load_json
+from ..data.sources import offline_if_unreachable
 from .families import FAMILIES, key_table, second_names, their_names
 
 # %% ../../nbs/model/09_loading.ipynb #bd50a973
@@ -47,6 +49,13 @@ def _check_archive(path: Path) -> None:
             raise ValueError(f"the checksum of {part} is wrong")
 
 
+def _unreadable(path: str | os.PathLike, error: Exception) -> ValueError:
+    reason = (str(error) or type(error).__name__).splitlines()[0]
+    return ValueError(
+        explain_missing_content(path) or f"{path} is damaged or cut short: {reason}"
+    )
+
+
 def read_torch_file(
     path: str | os.PathLike,  # written by torch.save, or a checkpoint of Lightning
     weights_only: bool = True,  # False runs whatever code the file holds: for your own files
@@ -66,8 +75,7 @@ def read_torch_file(
                 f"{path} holds {code[1]}, which safe loading refuses; "
                 "read_torch_file(..., weights_only=False) trusts it"
             ) from None
-        reason = (str(error) or type(error).__name__).splitlines()[0]
-        raise ValueError(f"{path} is damaged or cut short: {reason}") from None
+        raise _unreadable(path, error) from None
 
 # %% ../../nbs/model/09_loading.ipynb #9a15bf65
 WEIGHT_FILES = (  # in the order in which transformers looks
@@ -94,26 +102,32 @@ def written_weights(
 
 
 def weight_files(
-    source: str | os.PathLike,  # a directory, or a model on the hub
+    source: str | os.PathLike,  # a directory, of a model or of a run; or a model on the hub
 ) -> list[Path]:
     "Find the files of a model's weights. Raises `ValueError` if there are none."
+    directory = os.fspath(find_model_directory(source))
+    with offline_if_unreachable(directory):
+        return _weight_files(directory)
+
+
+def _weight_files(directory: str) -> list[Path]:
     from transformers.utils import cached_file
 
     for name in WEIGHT_FILES:
         try:
-            path = Path(cached_file(os.fspath(source), name))
+            path = Path(cached_file(directory, name))
         except OSError:
             continue  # try the next name
         if path.suffix != ".json":
             return [path]
         shards = sorted(set((load_json(path).get("weight_map") or {}).values()))
         try:
-            return [Path(cached_file(os.fspath(source), shard)) for shard in shards]
+            return [Path(cached_file(directory, shard)) for shard in shards]
         except OSError as error:
             reason = str(error).splitlines()[0]
             raise ValueError(f"{path} names a file that is missing: {reason}") from None
     raise ValueError(
-        f"{source} is not a file or a directory with {' or '.join(WEIGHT_FILES[::2])}, "
+        f"{directory} is not a file or a directory with {' or '.join(WEIGHT_FILES[::2])}, "
         "and the hub and its cache have no such model"
     )
 
@@ -123,28 +137,24 @@ def _read_file(path: str | os.PathLike) -> Mapping[str, Any]:
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    with open(path, "rb") as file:
-        if file.read(24).startswith(b"version https://git-lfs"):
-            raise ValueError(
-                f"{path} is a Git LFS pointer: run git lfs pull, or download the weights"
-            )
     if Path(path).suffix != ".safetensors":
         return read_torch_file(path)
     try:
         return load_file(path)
     except SafetensorError as error:
-        raise ValueError(f"{path} is damaged or cut short: {error}") from None
+        raise _unreadable(path, error) from None
 
 # %% ../../nbs/model/09_loading.ipynb #5ac1218c
-_LEGACY = {"_orig_mod.": "", "LayerNorm.gamma": "LayerNorm.weight",
-           "LayerNorm.beta": "LayerNorm.bias"}  # fmt: skip
+# What torch's wrappers put into names, wherever they are, and names of the first BERTs.
+_LEGACY = {**dict.fromkeys(("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module."), ""),
+           "LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}  # fmt: skip
 
 
 def _strip_wrappers(state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
     "Take off the prefixes of torch.compile, DDP and a LightningModule."
     for old, new in _LEGACY.items():
         state_dict = {name.replace(old, new): weight for name, weight in state_dict.items()}
-    for prefix in ("module.", "model."):
+    for prefix in ("module.", "model.", "module."):
         if all(name.startswith(prefix) for name in state_dict):
             state_dict = {name.removeprefix(prefix): w for name, w in state_dict.items()}
     return state_dict
@@ -275,6 +285,7 @@ class LoadReport:
     missing_keys: list[str] = field(default_factory=list)  # not in the source: they stay as is
     unexpected_keys: list[str] = field(default_factory=list)  # their names that nothing takes
     mismatched_keys: list[str] = field(default_factory=list)  # "name: shape in the file, ..."
+    dropped_layers: list[str] = field(default_factory=list)  # of the unexpected: whole blocks'
 
     def __str__(self) -> str:
         lists = {"missing": self.missing_keys, "unexpected": self.unexpected_keys,
@@ -290,6 +301,13 @@ class LoadReport:
         return not (self.missing_keys or self.unexpected_keys or self.mismatched_keys)
 
 # %% ../../nbs/model/09_loading.ipynb #9dc34146
+def find_dropped_layers(unexpected: Iterable[str], used: Iterable[str]) -> list[str]:
+    "Return the unexpected weights that are those of a loaded block but for its number."
+    without_number = lambda name: re.sub(r"(?<=\.)\d+(?=\.)", "*", f".{name}")
+    blocks = {pattern for name in used if "*" in (pattern := without_number(name))}
+    return [name for name in unexpected if without_number(name) in blocks]
+
+
 def plan_loading(
     model: nn.Module,  # its shapes are enough: it may be on the meta device
     state_dict: Mapping[str, Tensor],  # of `read_state_dict`
@@ -319,6 +337,7 @@ def plan_loading(
         )
         if not is_copy and not name.endswith(".position_ids"):
             report.unexpected_keys.append(name)
+    report.dropped_layers = find_dropped_layers(report.unexpected_keys, used)
     return plan, report
 
 

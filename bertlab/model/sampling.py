@@ -22,8 +22,7 @@ from ..core.names import check_range, look_up
 from ..data.diffusion import NOISE_SCHEDULES
 from ..data.masking import counter_uniform, row_rng_keys
 from ..data.rows import Vocabulary
-from .mask_filling import eval_mode
-from .heads import TokenPredictionModel
+from .mask_filling import eval_mode, gap_logits
 
 # %% ../../nbs/model/12_sampling.ipynb #8dc48916
 class GapCandidates(NamedTuple):
@@ -178,17 +177,7 @@ def gap_log_probs(
     end_token_id: int | None,  # a special token that may be written; None: no special tokens
 ) -> Tensor:  # (N, V) log-probabilities in the order of open_BL's True, nats
     "Score the gaps; tokens that may not be written have -inf."
-    if isinstance(model, TokenPredictionModel):  # score the gaps alone
-        counts_B = open_BL.sum(1)
-        first_BL = open_BL.int().argsort(dim=1, descending=True, stable=True)
-        positions_BM = first_BL[:, : int(counts_B.max())]
-        logits_BMV = model(
-            input_ids=ids_BL, attention_mask=attention_mask, label_positions=positions_BM
-        ).logits
-        is_gap_BM = torch.arange(positions_BM.shape[1], device=ids_BL.device) < counts_B[:, None]
-        logits_NV = logits_BMV[is_gap_BM]
-    else:
-        logits_NV = model(input_ids=ids_BL, attention_mask=attention_mask).logits[open_BL]
+    logits_NV = gap_logits(model, ids_BL, attention_mask, open_BL)
     excluded_V = torch.from_numpy(vocabulary.is_special_V.copy()).to(ids_BL.device)
     if end_token_id is not None:
         excluded_V[end_token_id] = False

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..core.files import atomic_directory, write_json
+from ..core.files import atomic_directory, find_model_directory, write_json
 from ..core.names import install_command, check_choice, look_up
 from ..core.serialization import load_json, one_line
 from ..data.corpus import load_corpus
@@ -142,7 +142,7 @@ class _Tuple(nn.Module):
 
 
 def load_exportable(
-    directory: str | os.PathLike,  # of a model of bertlab, transformers or sentence-transformers
+    directory: str | os.PathLike,  # of a model or a run: bertlab, transformers or sentence-transformers
     outputs: Sequence[str] | None = None,  # of OUTPUTS; None: those of the model's task
 ) -> nn.Module:  # with `outputs` and `model`
     "Load a model as a module that returns a tuple. Raises `ValueError` for a task without an export."
@@ -166,7 +166,7 @@ def check_exportable(
     directory: str | os.PathLike,
 ) -> None:
     "Raise `ValueError` for a directory without an exportable model; reads no weights."
-    path = Path(directory) / "config.json"
+    path = Path(find_model_directory(directory)) / "config.json"
     if not path.is_file():
         raise ValueError(f"{directory} has no config.json: name the directory of a model")
     name = str((load_json(path).get("architectures") or ["nothing"])[0])
@@ -589,7 +589,8 @@ def export_model(
     """
     check_extra()
     check_output(output)
-    source, module = Path(directory), load_exportable(directory, outputs)
+    source = Path(find_model_directory(directory))
+    module = load_exportable(source, outputs)
     tokenizer, max_length = load_tokenizer(source), max_input_length(module.model)
     is_masked_lm = type(module.model).__name__.endswith(("ForMaskedLM", "ForMaskedDiffusion"))
     check_tokenizer(tokenizer, module.model.config.vocab_size, needs_mask=is_masked_lm)

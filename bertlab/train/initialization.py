@@ -87,6 +87,10 @@ def initialize_model(
     if key_mapping:
         report = load_state_dict(model, source, key_mapping, strict=False)
         missing_keys, mismatch = report.missing_keys, "; ".join(report.mismatched_keys)
+        if report.dropped_layers:
+            rank_zero_info(
+                f"load_key_mapping leaves out layers of {source}, such as {report.dropped_layers[0]}"
+            )
     else:
         loaded = load_encoder(source)
         # The head of another task is no loss.

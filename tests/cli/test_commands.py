@@ -1,11 +1,13 @@
 "`bertlab pretrain`, `validate` and `fill-mask`: one line for every mistake, and a run that can be read and resumed."
 
 import json
+import logging
 import os
 import shutil
 import signal
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -14,13 +16,15 @@ import yaml
 from lightning.pytorch.callbacks import Callback
 from safetensors.torch import load_file, save_file
 
-from bertlab.cli.main import main
-from bertlab.cli.models import find_model_directory
+from bertlab.cli.main import main, silence_libraries
+from bertlab.core.files import find_model_directory
 from called import pretrain, resumed_config, validate  # noqa: E402
 from bertlab.data.module import PretrainingDataModule
 from bertlab.train import run as run_module
 from bertlab.data.tokenizers import train_tokenizer
+from bertlab.finetuning.predictions import load_predictor
 from bertlab.train.checkpoints import TrainingInterrupted
+from bertlab.train.export import check_exportable
 from bertlab.train.resume import latest_checkpoint
 from bertlab.train.parallel import LaunchInfo
 from bertlab.train.run import Run, build_pretraining, complete_config, resolve_config
@@ -33,6 +37,7 @@ CONFIG = {
     "trainer": {"max_steps": 4, "precision": "32-true"},
     "run": {"vocab_size": 60, "val_every_steps": 2, "checkpoint_every_steps": 2, "progress": "none"},
 }  # fmt: skip
+WEIGHTS, EMBEDDING = "model.safetensors", "model.embeddings.tok_embeddings.weight"
 WORDS = "the cat sat on a mat and the dog ran to the door of a red house near the sea".split()
 
 
@@ -587,10 +592,40 @@ def test_fill_mask_refuses_in_one_line(folder, capsys, tmp_path, monkeypatch):
     run = str(folder / "run")
     assert "no such directory" in refuse(capsys, "fill-mask", str(tmp_path / "none"), "x [MASK]")
     assert "[MASK]" in refuse(capsys, "fill-mask", run, "no gap")
-    assert "neither config.json" in refuse(capsys, "fill-mask", str(tmp_path), "x [MASK]")
+    assert "config.json" in refuse(capsys, "fill-mask", str(tmp_path), "x [MASK]")
     assert "top_k" in refuse(capsys, "fill-mask", run, "x [MASK]", "--top_k", "0")
     monkeypatch.setattr(sys, "stdin", open(os.devnull))
     assert "texts" in refuse(capsys, "fill-mask", run)
+
+
+def test_a_run_is_accepted_wherever_a_model_is(folder, words, tmp_path, capsys):
+    run, best = str(folder / "run"), load_file(find_model_directory(folder / "run") / WEIGHTS)
+    text, model = str(folder / "text.txt"), ["--model.pretrained_model_name_or_path", run]
+    for command in (
+        ["embed", "encode", run, text, "--output", str(tmp_path / "vectors.npy")],
+        ["tokenizer", "transplant", run, run, "--output", str(tmp_path / "other")],
+        ["lengthen", run, "--length", "96", "--output", str(tmp_path / "longer")],
+    ):
+        assert main(command) == 0, (command, capsys.readouterr().err)
+    assert torch.equal(load_file(tmp_path / "other" / WEIGHTS)[EMBEDDING], best[EMBEDDING])
+    options = ["--model.model_config_kwargs", "null", "--model.reference_model_name_or_path", run]
+    module = built([*words, *model, *options, "--model.kl_weight", "1"]).module
+    module.configure_model()
+    assert torch.equal(module.model.encoder.embeddings.tokens.weight, best[EMBEDDING])
+    check_exportable(run)
+    with pytest.raises(ValueError, match="run holds .* no head for a task"):
+        load_predictor(run)
+
+
+def test_warnings_are_one_line_without_their_source(monkeypatch):
+    monkeypatch.setattr(warnings, "formatwarning", warnings.formatwarning)
+    with warnings.catch_warnings():
+        silence_libraries()
+    text = warnings.formatwarning("a note\nof two lines", UserWarning, "file.py", 3, "source")
+    assert text == "bertlab: a note of two lines\n"
+    # peft imports bitsandbytes, which warns of a kernel that is not installed.
+    logger = logging.getLogger("bitsandbytes.backends.cpu.ops")
+    assert not logger.isEnabledFor(logging.WARNING)
 
 
 def test_validate_takes_a_bare_model(folder, tmp_path, capsys):
@@ -603,7 +638,7 @@ def test_validate_takes_a_bare_model(folder, tmp_path, capsys):
         [*words, "--trainer.limit_val_batches", "1", "--trainer.precision", "bf16-mixed"]
     )
     assert part["loss"] != whole["loss"]
-    assert "no such directory" in refuse(capsys, "validate", str(tmp_path / "none"))
+    assert "/none" in refuse(capsys, "validate", str(tmp_path / "none"))
     with pytest.raises(ValueError, match="precision"):
         validate([*words, "--trainer.precision", "half"])
 
@@ -627,6 +662,7 @@ def test_distill_runs_resumes_and_overwrites(folder, tmp_path, capsys):
     previews = ["--run.preview_sentences", '["the [MASK] sat"]', "--run.stop_above", "1e9"]
     assert main([*words, "--resume", *previews]) == 0
     assert "stage 2: " in capsys.readouterr().out
+    assert find_model_directory(tmp_path / "run").parts[-3] == "stage-2"
     assert list((tmp_path / "run").rglob("previews.jsonl"))
     assert "--overwrite" in refuse(capsys, *words)
     assert main([*words, "--overwrite"]) == 0

@@ -8,7 +8,7 @@ import yaml
 from test_training import word_tokenizer
 
 from bertlab.model.huggingface import saved_as, save_model
-from bertlab.cli.models import find_model_directory
+from bertlab.core.files import find_model_directory
 from bertlab.train.run import complete_config, default_shape, resolve_config
 from called import pretrain, resumed_config  # noqa: E402
 from bertlab.model.config import BertLabConfig, bert_base, modernbert_base, modernbert_large

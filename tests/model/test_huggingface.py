@@ -29,6 +29,7 @@ from bertlab.model.huggingface import (
     ARCHITECTURES,
     BertLabModelWithPooler,
     from_huggingface,
+    load_model,
     merged_copy,
     save_model,
     saved_as,
@@ -42,11 +43,13 @@ from bertlab.model.families import (
     to_family_config,
     unused_settings,
 )
+from bertlab.data.tokenizers import load_tokenizer
 from bertlab.model.encoder import BertLabModel
 from bertlab.model.heads import (
     BertLabForEnhancedMaskedLM,
     BertLabForMaskedLM,
 )
+from bertlab.model.loading import read_state_dict
 from bertlab.model.task_heads import BertLabForQuestionAnswering
 
 torch.set_num_threads(1)
@@ -134,6 +137,11 @@ def tokenizer() -> PreTrainedTokenizerFast:
     names = dict(pad_token="[PAD]", unk_token="[UNK]", cls_token="[CLS]", sep_token="[SEP]")
     names["model_input_names"] = ["input_ids", "token_type_ids", "attention_mask"]  # as BERT's
     return PreTrainedTokenizerFast(tokenizer_object=backend, mask_token="[MASK]", **names)
+
+
+def equal(one, other):
+    weights = other.state_dict()
+    return all(torch.equal(weight, weights[name]) for name, weight in one.state_dict().items())
 
 
 def there_and_back(config: BertLabConfig, kind: str, head: str = "ForMaskedLM") -> BertLabConfig:
@@ -331,6 +339,45 @@ def test_gradients_equal_those_of_transformers(kind):
                 torch.cat((g[:pad], g[pad + 1 :])) for g in (want, gradients[name])
             )
         torch.testing.assert_close(gradients[name], want, **TOLERANCE)
+
+
+@pytest.mark.parametrize("settings", [{}, {"cls_token_id": 2, "sep_token_id": 3}], ids=str)
+def test_a_modernbert_of_another_vocabulary_is_packed(settings, tmp_path):
+    "Its default ids of [CLS] and [SEP] are those of the published vocabulary: 50281 and 50282."
+    defaults = dict.fromkeys(("cls_token_id", "sep_token_id", "bos_token_id", "eos_token_id"))
+    published = {name: getattr(transformers.ModernBertConfig(), name) for name in defaults}
+    original = theirs(**{**published, **settings}, sparse_prediction=True)
+    original.save_pretrained(tmp_path)
+    loaded, (ids, mask) = load_model(tmp_path), padded_rows()
+    assert loaded.padded_because is None
+    assert loaded.model.config.cls_token_id == settings.get("cls_token_id")
+    want = original(ids, attention_mask=mask).logits
+    torch.testing.assert_close(loaded.model(ids, mask).logits[mask > 0], want[mask > 0], **TOLERANCE)
+
+
+@pytest.mark.parametrize("family", ["Bert", "ModernBert", "DebertaV2"])  # the last one is padded
+def test_layers_are_never_dropped_in_silence(family, tmp_path):
+    config = getattr(transformers, f"{family}Config")(**SHAPE, num_hidden_layers=3, pad_token_id=0)
+    getattr(transformers, f"{family}ForMaskedLM")(config).save_pretrained(tmp_path)
+    config.num_hidden_layers = 2
+    config.layer_types = (getattr(config, "layer_types", None) or [])[:2] or None
+    config.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="num_hidden_layers=2.*layers?.2"):
+        load_model(tmp_path)
+
+
+def test_a_run_is_a_model_its_best_one_first(tmp_path):
+    for name in ("models/step-00000002", "models/step-00000010", "models/best"):
+        newer = ours()
+        save_model(newer, tokenizer(), tmp_path / "run" / name)
+        (tmp_path / "run" / "run.yaml").write_text("")
+        assert equal(load_model(tmp_path / "run").model, newer)
+        assert load_tokenizer(tmp_path / "run").get_vocab() == tokenizer().get_vocab()
+    (tmp_path / "none").mkdir()
+    (tmp_path / "none" / "run.yaml").write_text("")
+    for load in (load_model, load_tokenizer, read_state_dict):
+        with pytest.raises(ValueError, match="none has no model"):
+            load(tmp_path / "none")
 
 
 @pytest.mark.parametrize("head", ["ForMaskedLM", "ForSequenceClassification"])

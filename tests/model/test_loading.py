@@ -62,16 +62,24 @@ def write(model, folder, form):
         save_file({name: w.contiguous() for name, w in state.items()}, folder / "w.safetensors")
         return folder / "w.safetensors"
     content = {
-        "bin": state,
-        "compiled": {f"_orig_mod.{name}": weight for name, weight in state.items()},
-        "parallel": {f"module.{name}": weight for name, weight in state.items()},
         "lightning": {"state_dict": {f"model.{name}": w for name, w in state.items()}, "epoch": 1},
-    }
-    torch.save(content[form], folder / "pytorch_model.bin")
-    return folder / "pytorch_model.bin"
+        "wrapped blocks": {
+            name.replace("blocks.0.", "blocks.0._checkpoint_wrapped_module."): weight
+            for name, weight in state.items()
+        },
+        **{
+            prefix: {f"{prefix}{name}": weight for name, weight in state.items()}
+            for prefix in PREFIXES
+        },
+    }.get(form, state)
+    path, is_archive = folder / "pytorch_model.bin", form != "torch before 1.6"
+    torch.save(content, path, _use_new_zipfile_serialization=is_archive)
+    return path
 
 
-FORMS = ("directory", "shards", "shards of pickles", "safetensors", "bin", "compiled", "parallel", "lightning")  # fmt: skip
+PREFIXES = "_orig_mod.", "module.", "module._orig_mod.", "_fsdp_wrapped_module.", "model.module."
+FORMS = ("directory", "shards", "shards of pickles", "safetensors", "bin", "torch before 1.6",
+         "lightning", "wrapped blocks", *PREFIXES)  # fmt: skip
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -123,12 +131,16 @@ def test_code_in_a_file_is_refused_and_never_run(model, tmp_path):
 
 
 @pytest.mark.parametrize("form", ["safetensors", "bin"])
-@pytest.mark.parametrize("share", [0, 0.5])
-def test_a_damaged_file_is_named_and_the_model_stays_as_it_was(model, tmp_path, form, share):
+@pytest.mark.parametrize("content, word", [
+    (None, "is damaged or cut short"), (b"", "is empty"), (b"<html>404</html>", "is a web page"),
+    (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "is a Git LFS pointer"),
+])  # fmt: skip
+def test_a_file_without_weights_is_named_and_changes_nothing(model, tmp_path, form, content, word):
     path = write(lively(BertLabForMaskedLM(config())), tmp_path, form)
-    path.write_bytes(path.read_bytes()[: int(share * path.stat().st_size)])
+    half = path.read_bytes()[: path.stat().st_size // 2]
+    path.write_bytes(half if content is None else content)
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
-    with pytest.raises(ValueError, match=f"{path.name} is damaged or cut short"):
+    with pytest.raises(ValueError, match=f"{path.name} {word}"):
         load_state_dict(model, path)
     assert all(torch.equal(w, before[n]) for n, w in model.state_dict().items())
 

@@ -9,6 +9,7 @@ import transformers
 from bertlab.model.config import modernbert_tiny
 from bertlab.data.tokenizers import train_tokenizer
 from bertlab.model.families import FAMILIES
+from bertlab.model.generation import generate
 from bertlab.model.mask_filling import eval_mode, fill_mask, fill_masks, max_input_length
 from bertlab.model.heads import BertLabForMaskedLM
 
@@ -80,6 +81,14 @@ def test_a_token_that_the_model_has_no_row_for_is_refused(model, tokenizer):
     assert fill_mask(model, larger, texts) == fill_mask(model, tokenizer, texts)
     with pytest.raises(ValueError, match=f"vocab_size={len(tokenizer) + 1}"):
         fill_mask(model, larger, ["the [MASK] zebra"])
+
+
+@pytest.mark.parametrize("ask", [fill_masks, generate])
+def test_scores_that_are_no_numbers_are_refused(model, tokenizer, ask):
+    broken = copy.deepcopy(model)
+    broken.head.bias.data[7] = float("nan")
+    with pytest.raises(ValueError, match="scores of BertLabForMaskedLM are NaN"):
+        ask(broken, tokenizer, ["the [MASK] sat"])
 
 
 def test_the_mode_is_restored_even_after_an_error(model):
