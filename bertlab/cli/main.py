@@ -81,7 +81,9 @@ def silence_libraries() -> None:
         logging.getLogger(name).setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module=r"lightning\..*")
     # One line instead of a file's name and a line of source.
-    warnings.formatwarning = lambda message, *_, **__: f"bertlab: {' '.join(str(message).split())}\n"
+    warnings.formatwarning = lambda message, *_, **__: (
+        f"bertlab: {' '.join(str(message).split())}\n"
+    )
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['RUN_FILE', 'atomic_write', 'write_json', 'recover_directory', 'atomic_directory', 'lock_directory',
-           'find_model_directory', 'explain_missing_content', 'check_run_directory', 'check_output_file', 'move_aside',
-           'prepare_run_directory']
+           'check_run_directory', 'check_output_file', 'move_aside', 'prepare_run_directory', 'find_model_directory',
+           'explain_missing_content']
 
 # %% ../../nbs/core/01_files.ipynb #8f8e9e4b
 import json
@@ -192,46 +192,6 @@ def _check_writable(output: str | os.PathLike) -> None:
         )
 
 
-def find_model_directory(
-    source: str | os.PathLike,  # a model's directory, a run's, or a name on the hub
-) -> str | Path:  # the model's directory; a name as it is
-    """Find the model in a directory: itself, the best of a run, or the run's newest.
-
-    Raises `ValueError` for a run without a model.
-    """
-    directory = Path(source).expanduser()
-    if not directory.is_dir():
-        return os.fspath(source)
-    # A run in stages has its model in the last one.
-    stages = sorted(directory.glob("stage-*"), key=lambda path: (len(path.name), path.name))
-    for run in (directory, *reversed(stages)):
-        models = [run / "models" / "best", *sorted(run.glob("models/step-*"), reverse=True)]
-        for path in (run, *models):
-            if (path / "config.json").is_file():
-                return path
-    if (directory / RUN_FILE).is_file():
-        raise ValueError(f"the run {directory} has no model: neither config.json nor models/step-*")
-    return directory
-
-
-# The first bytes of what is often there in place of a file that was to be downloaded.
-_NOT_DOWNLOADED = {
-    rb"version https://git-lfs": "is a Git LFS pointer: run git lfs pull, or download the file",
-    rb"\s*<": "is a web page: download the file again",
-    rb"\s*$": "is empty: download the file again",
-}
-
-
-def explain_missing_content(
-    path: str | os.PathLike,  # a file that cannot be read
-) -> str:  # empty: it has content, which must be damaged
-    "Say what a file is that was not downloaded."
-    with open(path, "rb") as file:
-        begin = file.read(24)
-    messages = (m for pattern, m in _NOT_DOWNLOADED.items() if re.match(pattern, begin))
-    return next((f"{path} {message}" for message in messages), "")
-
-
 _FLAGS = "pass --resume to continue it, --overwrite to start again (the old run is moved), or "
 
 
@@ -297,3 +257,43 @@ def prepare_run_directory(
     if overwrite and (directory / RUN_FILE).exists():
         move_aside(directory)
     return directory
+
+# %% ../../nbs/core/01_files.ipynb #f1mod002
+def find_model_directory(
+    source: str | os.PathLike,  # a model's directory, a run's, or a name on the hub
+) -> str | Path:  # the model's directory; a name as it is
+    """Find the model in a directory: itself, the best of a run, or the run's newest.
+
+    Raises `ValueError` for a run without a model.
+    """
+    directory = Path(source).expanduser()
+    if not directory.is_dir():
+        return os.fspath(source)
+    # A run in stages has its model in the last one.
+    stages = sorted(directory.glob("stage-*"), key=lambda path: (len(path.name), path.name))
+    for run in (directory, *reversed(stages)):
+        models = [run / "models" / "best", *sorted(run.glob("models/step-*"), reverse=True)]
+        for path in (run, *models):
+            if (path / "config.json").is_file():
+                return path
+    if (directory / RUN_FILE).is_file():
+        raise ValueError(f"the run {directory} has no model: neither config.json nor models/step-*")
+    return directory
+
+# %% ../../nbs/core/01_files.ipynb #f1mod005
+# The first bytes of what is often there in place of a file that was to be downloaded.
+_NOT_DOWNLOADED = {
+    rb"version https://git-lfs": "is a Git LFS pointer: run git lfs pull, or download the file",
+    rb"\s*<": "is a web page: download the file again",
+    rb"\s*$": "is empty: download the file again",
+}
+
+
+def explain_missing_content(
+    path: str | os.PathLike,  # a file that cannot be read
+) -> str:  # empty: it has content, which must be damaged
+    "Say what a file is that was not downloaded."
+    with open(path, "rb") as file:
+        begin = file.read(24)
+    messages = (m for pattern, m in _NOT_DOWNLOADED.items() if re.match(pattern, begin))
+    return next((f"{path} {message}" for message in messages), "")

@@ -51,9 +51,7 @@ def _check_archive(path: Path) -> None:
 
 def _unreadable(path: str | os.PathLike, error: Exception) -> ValueError:
     reason = (str(error) or type(error).__name__).splitlines()[0]
-    return ValueError(
-        explain_missing_content(path) or f"{path} is damaged or cut short: {reason}"
-    )
+    return ValueError(explain_missing_content(path) or f"{path} is damaged or cut short: {reason}")
 
 
 def read_torch_file(

@@ -142,7 +142,8 @@ class _Tuple(nn.Module):
 
 
 def load_exportable(
-    directory: str | os.PathLike,  # of a model or a run: bertlab, transformers or sentence-transformers
+    directory: str
+    | os.PathLike,  # of a model or a run: bertlab, transformers or sentence-transformers
     outputs: Sequence[str] | None = None,  # of OUTPUTS; None: those of the model's task
 ) -> nn.Module:  # with `outputs` and `model`
     "Load a model as a module that returns a tuple. Raises `ValueError` for a task without an export."

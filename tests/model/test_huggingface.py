@@ -352,7 +352,9 @@ def test_a_modernbert_of_another_vocabulary_is_packed(settings, tmp_path):
     assert loaded.padded_because is None
     assert loaded.model.config.cls_token_id == settings.get("cls_token_id")
     want = original(ids, attention_mask=mask).logits
-    torch.testing.assert_close(loaded.model(ids, mask).logits[mask > 0], want[mask > 0], **TOLERANCE)
+    torch.testing.assert_close(
+        loaded.model(ids, mask).logits[mask > 0], want[mask > 0], **TOLERANCE
+    )
 
 
 @pytest.mark.parametrize("family", ["Bert", "ModernBert", "DebertaV2"])  # the last one is padded
