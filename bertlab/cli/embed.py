@@ -28,7 +28,12 @@ from ..embeddings.search import SIDES, SearchHit, TextIndex, check_output, encod
 from ..embeddings.search import find_prompt, mine_negatives, rerank, source_documents
 from ..embeddings.retrieval import RETRIEVAL_TASKS, RetrievalTask, WordVectors
 from ..embeddings.retrieval import bm25_scores, bootstrap_ci, evaluate_retrieval
-from ..embeddings.retrieval import load_retrieval_task, mteb_scores, retrieval_table
+from bertlab.embeddings.retrieval import (
+    load_retrieval_task,
+    mteb_scores,
+    pair_baselines,
+    retrieval_table,
+)
 from ..embeddings.retrieval import similarity_scorer, tfidf_scores
 from ..model.config import BertLabConfig
 from ..train.reports import environment
@@ -58,10 +63,20 @@ def finetune_embeddings(
         print(run.describe(), flush=True)
         metrics = {name: float(value) for name, value in run.fit().items() if name != "step"}
         logged = {name: float(value) for name, value in run.trainer.callback_metrics.items()}
-        write_json(output / "metrics.json", logged | metrics)
+        validation = run.data.pairs.get("validation")
+        baselines = {
+            name: {f"val_{measure}": value for measure, value in values.items()}
+            for name, values in (pair_baselines(validation) if validation else {}).items()
+        }
+        write_json(output / "metrics.json", {**logged, **metrics, "baselines": baselines})
     is_ours = load_json(output / "config.json")["model_type"] == BertLabConfig.model_type
     load = f"{'import bertlab, then ' * is_ours}load it with SentenceTransformer({str(output)!r})"
-    lines = [f"{name:<18}  {metrics[name]:.4f}" for name in sorted(metrics) if name[:4] == "val_"]
+    lines = []
+    for name in sorted(name for name in metrics if name.startswith("val_")):
+        others = [
+            f"{key} {values[name]:.4f}" for key, values in baselines.items() if name in values
+        ]
+        lines.append(f"{name:<18}  {metrics[name]:.4f}  {', '.join(others)}".rstrip())
     lines += [f"written  {output}: {load}, or: bertlab embed search {output} FOLDER QUERY"]
     print("\n".join(lines), flush=True)
 

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['RETRIEVAL_TASKS', 'Scorer', 'RetrievalTask', 'first_sentence', 'signatures', 'load_retrieval_task', 'bm25_scores',
            'tfidf_scores', 'WordVectors', 'similarity_scorer', 'retrieval_scores', 'bootstrap_ci', 'evaluate_retrieval',
-           'retrieval_table', 'alignment', 'uniformity', 'mteb_scores']
+           'pair_baselines', 'retrieval_table', 'alignment', 'uniformity', 'mteb_scores']
 
 # %% ../../nbs/embeddings/07_retrieval.ipynb #46289dea
 import ast
@@ -277,6 +277,30 @@ def evaluate_retrieval(
             scorer(task.queries, task.documents), task.relevant, left_out=left_out
         )
         for name, scorer in scorers.items()
+    }
+
+
+def pair_baselines(
+    pairs: PairDataset,
+    max_pairs: int = 4000,
+) -> dict[str, dict[str, float]]:  # name: measure: value
+    "Return what counting words reaches on the pairs that a model is validated on."
+    pairs, scorers = (
+        pairs.select(range(min(len(pairs), max_pairs))),
+        {"BM25": bm25_scores, "TF-IDF": tfidf_scores},
+    )
+    if pairs.vectors is not None:
+        return {}
+    if pairs.has_similarities:
+        from scipy.stats import spearmanr
+
+        cosines = tfidf_scores(pairs.queries, pairs.positives).diagonal()
+        return {"TF-IDF": {"spearman": float(spearmanr(cosines, pairs.scores)[0])}}
+    task = RetrievalTask.from_pairs("validation", "", [], [row[:2] for row in pairs.rows()])
+    results = evaluate_retrieval(task, scorers)
+    return {
+        name: {measure: float(values[measure].mean()) for measure in ("mrr", "recall_10")}
+        for name, values in results.items()
     }
 
 

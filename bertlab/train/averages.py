@@ -138,7 +138,9 @@ def average_weights(
         raise ValueError(
             f"shares must be {len(weights)} numbers, 0 or more and not all 0, got {shares}"
         )
-    shapes = [{(name, tensor.shape) for name, tensor in model.items()} for model in weights]
+    shapes = [  # an index buffer may be missing: transformers stores it or not
+        {(n, w.shape) for n, w in model.items() if w.is_floating_point()} for model in weights
+    ]
     for number, other in enumerate(shapes[1:], 2):
         if differing := shapes[0] ^ other:
             name, shape = min(differing)
@@ -150,7 +152,7 @@ def average_weights(
         if first.is_floating_point():
             terms = (s * other[name].double() for s, other in zip(shares, weights) if s)
             mean[name] = (sum(terms) / sum(shares)).to(first.dtype)
-        elif all(torch.equal(first, other[name]) for other in weights[1:]):
+        elif all(torch.equal(first, other.get(name, first)) for other in weights[1:]):
             mean[name] = first.clone()
         else:
             raise ValueError(f"{name} holds integers that differ, so it has no mean")

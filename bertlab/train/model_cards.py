@@ -21,6 +21,7 @@ import yaml
 from ..core.serialization import dump_yaml, load_json, load_yaml
 from ..core.files import RUN_FILE, atomic_write
 from ..core.names import check_range
+from ..data.readers import SUFFIXES, suffix_of
 from ..model.huggingface import SENTENCE_TRANSFORMERS_FILES, read_sentence_transformers_files
 
 # %% ../../nbs/train/24_model_cards.ipynb #4c52af64
@@ -132,6 +133,7 @@ def collect_run_facts(
         "config": load_json(path / "config.json"),
         "parameters": _count_parameters(path),
         "average_of": ", ".join(Path(str(source)).name for source in sources),
+        "is_embedder": (path / "modules.json").is_file(),
         "run": load_yaml(run_directory / RUN_FILE) if run_directory else {},
         "metrics": metrics,
     }
@@ -207,6 +209,9 @@ def _scores(facts: Mapping[str, Any]) -> _Scores:
             line += f" (mean of {len(seeds)} seeds {mean[key]:.4g}, "
             line += f"standard deviation {deviation[key]:.2g})"
         lines.append(line)
+    for baseline, scores in (metrics.get("baselines") or {}).items():
+        common = {name: scores[f"{split}_{name}"] for name in shown if f"{split}_{name}" in scores}
+        lines += [f"{names[name]} of {baseline}: {value:.4g}" for name, value in common.items()]
     origin = "Measured on held-out text of the same origin as the training text."
     if is_finetuned or facts["average_of"]:
         origin = f"Measured on the {_SPLITS[split]} split. The weights were selected by {monitor} "
@@ -257,12 +262,25 @@ def _text_source(run: Mapping[str, Any]) -> str | None:  # None: unknown
     )
 
 
-def _card_data(name: str, architecture: str, scores: _Scores, choices: CardConfig) -> Any:
+def _hub_name(name: Any) -> str | None:
+    "Return a name that has the form owner/name, and is nothing on this machine."
+    is_name = isinstance(name, str) and re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name) is not None
+    return name if is_name and suffix_of(name) not in SUFFIXES and not Path(name).exists() else None
+
+
+def _card_data(
+    name: str, architecture: str, scores: _Scores, choices: CardConfig, facts: Mapping[str, Any]
+) -> Any:
     "The metadata of a card, as the hub's `ModelCardData`."
     from huggingface_hub import EvalResult, ModelCardData
 
     tags = (tag for end, tag in _PIPELINE_TAGS.items() if architecture.endswith(end))
-    pipeline_tag = next(tags, None)
+    is_embedder, (model, data) = (
+        facts["is_embedder"],
+        (facts["run"].get(s) or {} for s in ("model", "data")),
+    )
+    pipeline_tag = "sentence-similarity" if is_embedder else next(tags, None)
+    sources = (data.get("train_dataset_name_or_path"), data.get("dataset_name_or_path"))
     results = [
         EvalResult(
             task_type=pipeline_tag or "feature-extraction",
@@ -279,11 +297,11 @@ def _card_data(name: str, architecture: str, scores: _Scores, choices: CardConfi
         model_name=name,
         license=choices.license,
         language=choices.language,
-        datasets=choices.datasets,
-        base_model=choices.base_model,
-        library_name="transformers",
+        datasets=choices.datasets or next(filter(None, map(_hub_name, sources)), None),
+        base_model=choices.base_model or _hub_name(model.get("pretrained_model_name_or_path")),
+        library_name="sentence-transformers" if is_embedder else "transformers",
         pipeline_tag=pipeline_tag,
-        tags=["bertlab", "encoder"],
+        tags=["bertlab", "encoder", *["sentence-transformers", "feature-extraction"] * is_embedder],
         eval_results=results or None,
     )
 
@@ -303,7 +321,7 @@ def make_card(
     devices = _num_devices(facts)
     recipe = {key: value for key, value in run.items() if key not in ("record", "command")}
     card = ModelCard.from_template(
-        _card_data(name, architecture, scores, choices),
+        _card_data(name, architecture, scores, choices, facts),
         template_path=str(files("bertlab.train") / "model_card.md"),
         name=name,
         description=choices.description,

@@ -79,6 +79,7 @@ def write_pairs(path, pairs):
 def test_a_run_leaves_model_configuration_and_numbers(folder):
     metrics = json.loads((folder / "run/metrics.json").read_text())
     assert metrics.keys() >= {"val_loss", "val_mrr", "val_recall_10", "train_loss"}
+    assert all(0 < values["val_mrr"] <= 1 for values in metrics["baselines"].values())
     assert yaml.safe_load((folder / "run/run.yaml").read_text())["trainer"]["max_steps"] == 8
     names = {path.name for path in (folder / "run").iterdir()}
     assert names >= {"modules.json", "model.safetensors", "tokenizer.json"}

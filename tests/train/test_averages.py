@@ -136,12 +136,20 @@ def test_a_mean_of_models_is_that_of_their_numbers():
     weights = [{"a": torch.tensor([float(i)]), "n": torch.tensor([3])} for i in (1, 2, 6)]
     assert average_weights(weights)["a"].item() == 3
     assert average_weights(weights, [0, 1, 1])["a"].item() == 4
-    for other in ({"a": torch.ones(2), "n": torch.tensor([3])}, {"a": torch.ones(1)},
+    for other in ({"a": torch.ones(2), "n": torch.tensor([3])}, {"n": torch.tensor([3])},
                   {"a": torch.ones(1), "n": torch.tensor([4])}):  # fmt: skip
         with pytest.raises(ValueError):
             average_weights([weights[0], other])
     with pytest.raises(ValueError, match="shares"):
         average_weights(weights, [0, 0, 0])
+
+
+def test_an_index_buffer_may_be_missing_in_one_model():
+    buffer = {"position_ids": torch.arange(3)}
+    models = [{"weight": torch.tensor([1.0])} | buffer, {"weight": torch.tensor([3.0])}]
+    assert average_weights(models)["weight"] == average_weights(models[::-1])["weight"] == 2
+    with pytest.raises(ValueError, match="position_ids"):
+        average_weights([models[0], models[1] | {"position_ids": torch.arange(3) + 1}])
 
 
 def test_a_greedy_soup_keeps_what_helps():

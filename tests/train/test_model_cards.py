@@ -204,6 +204,23 @@ def test_metrics_without_the_saved_seed_give_no_scores(run, damage):
 # ---- writing and pushing --------------------------------------------------------------------------
 
 
+def test_a_card_of_text_vectors_names_base_data_and_baselines(run):
+    directory = model_of(run)
+    (directory / "modules.json").write_text("[]")
+    change(run / "run.yaml", command="embed finetune", data={"dataset_name_or_path": "owner/pairs"},
+           model={"pretrained_model_name_or_path": "owner/base"})  # fmt: skip
+    change(run / "metrics.json", val_mrr=0.5, baselines={"BM25": {"val_mrr": 0.25}})
+    text = make_card(directory)
+    data = check_card(text)
+    assert data["pipeline_tag"] == "sentence-similarity" and data["base_model"] == "owner/base"
+    assert (
+        data["library_name"] == "sentence-transformers" and "sentence-transformers" in data["tags"]
+    )
+    assert data["datasets"] == "owner/pairs" and "reciprocal rank of BM25: 0.25" in text
+    change(run / "run.yaml", model={"pretrained_model_name_or_path": "/home/me/model"})
+    assert "base_model" not in check_card(make_card(directory))
+
+
 def test_power_must_be_positive():
     with pytest.raises(ValueError, match="watts=0"):
         CardConfig(watts=0)
