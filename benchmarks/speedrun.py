@@ -171,7 +171,7 @@ def run_seed(
         resume=(Path(output) / "run.yaml").exists(), notes={"command": "speedrun", "record": record},
     )  # fmt: skip
     run.data.val_datasets, run.parts.validates = [], False  # the judge validates, once
-    run.prepare(may_be_finished=True)
+    run.prepare()
     run.fit()
     with run.module.evaluation_weights():
         save_model(run.module.model, run.tokenizer, output)

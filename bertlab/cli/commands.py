@@ -98,17 +98,14 @@ def distill(
     overwrite: bool = False,  # start again; an earlier run there is moved into previous-N
 ) -> str:
     "Train in stages, each with the weights of the one before."
-    from bertlab.train.stages import TrainingStopped, load_stage_configs, run_stages
+    from bertlab.train.stages import load_stage_configs, run_stages
 
     configs = load_stage_configs(stages)
     for name, value in overrides.items():
         section, _, key = name.rpartition(".")
         for stage in configs if section else ():
             stage[section][key] = value
-    try:
-        metrics = run_stages(configs, output, resume, overwrite)
-    except TrainingStopped as stopped:
-        raise ValueError(str(stopped)) from None
+    metrics = run_stages(configs, output, resume, overwrite)
     lines = ({k: v for k, v in m.items() if k == "steps" or k.startswith("val_")} for m in metrics)
     texts = (", ".join(f"{k} {v:.5g}" for k, v in line.items() if v is not None) for line in lines)
     return "\n".join(f"stage {number}: {text}" for number, text in enumerate(texts, 1))

@@ -193,7 +193,7 @@ def prepare_demo(
     run = Run(pretraining_config(demo, output), pretraining_on(corpus), resume, overwrite, notes)
     seed_everything(demo.seed)
     run.module.configure_model()
-    run.prepare(may_be_finished=True)
+    run.prepare()
     return run
 
 # %% ../../nbs/cli/04_demo.ipynb #2d8c5a78

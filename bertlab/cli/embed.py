@@ -58,8 +58,7 @@ def finetune_embeddings(
     run = Run(config, build_embedding, bool(resume), overwrite, notes)
     output = run.output
     with lock_directory(output):
-        # A run that was stopped after its last step only has to be written.
-        run.prepare(may_be_finished=not (output / "metrics.json").exists())
+        run.prepare()
         print(run.describe(), flush=True)
         metrics = {name: float(value) for name, value in run.fit().items() if name != "step"}
         logged = {name: float(value) for name, value in run.trainer.callback_metrics.items()}

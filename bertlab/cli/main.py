@@ -46,7 +46,7 @@ def run_command(
         return 0
     except BrokenPipeError:  # a reader such as `head` has ended; Python would try again at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+        return 141
     except (ValueError, OSError, ImportError) as mistake:
         if getattr(mistake, "name", None):  # one of our own imports fails
             raise
@@ -62,6 +62,9 @@ def run_command(
         if type(error).__name__ == "TrainingInterrupted":  # its module imports torch
             print(f"\nstopped at step {error.args[0]} and saved; continue with:\n  bertlab {resume}", flush=True)  # fmt: skip
             return 130
+        if type(error).__name__ == "TrainingStopped":
+            report(str(error))
+            return 4
         if not isinstance(error, RuntimeError) or not _LOST_PEER.search(str(error)):
             raise
         report(
@@ -163,7 +166,8 @@ def usage(family: str = "") -> str:  # commands of two words that begin with thi
         *(f"  {command.name:<{width}}  {command.about}" for command in commands),
         "",
         "bertlab COMMAND --help lists the options of a command; bertlab --version the version.",
-        "exit status: 0 done, 2 a mistake in the options, 3 another process of the run died, 130 stopped",
+        "exit status: 0 done, 2 a mistake in the options, 3 another process of the run died, 4 the run",
+        "failed and was saved, 130 stopped, 141 nobody read the output",
     ])  # fmt: skip
 
 

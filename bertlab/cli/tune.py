@@ -25,6 +25,7 @@ from ..core.files import prepare_run_directory
 from ..core.names import install_command, check_choice, check_minimum, check_range
 from ..core.serialization import dump_yaml, find_config, load_yaml, one_line
 from ..finetuning.runs import BestCheckpoint
+from ..train.checkpoints import TrainingStopped
 from ..train.history import History, print_line
 from ..train.run import Run, build_pretraining, check_one_process
 
@@ -187,7 +188,7 @@ def run_trial(
     metric = search.metric or "val_loss"
     watch = PruningCallback(trial, metric, search.prune)
     run.trainer.callbacks.insert(1, watch)
-    run.prepare(may_be_finished=True)
+    run.prepare()
     return _metric_of(run.fit(), metric), watch.pruned
 
 # %% ../../nbs/cli/10_tune.ipynb #80952369
@@ -221,6 +222,8 @@ def _result_of(search: SearchConfig, content: Mapping[str, Any], trial: Any, out
     except (ValueError, torch.OutOfMemoryError) as error:
         trial.set_user_attr("reason", one_line(error))
         return None, states.FAIL
+    except TrainingStopped:  # it diverged, which says something about its settings
+        return None, states.PRUNED
     return (
         (None, states.PRUNED) if is_pruned or not math.isfinite(value) else (value, states.COMPLETE)
     )

@@ -192,6 +192,16 @@ def _check_writable(output: str | os.PathLike) -> None:
         )
 
 
+def _has_results(directory: Path) -> bool:
+    "Whether a run has saved more than its configuration and tokenizer."
+    for path in directory.rglob("[!.]*"):
+        earlier = path.relative_to(directory).parts[0].startswith("previous-")
+        is_start = path.name == RUN_FILE or path.parent.name == "tokenizer"
+        if path.is_file() and not (earlier or is_start):
+            return True
+    return False
+
+
 _FLAGS = "pass --resume to continue it, --overwrite to start again (the old run is moved), or "
 
 
@@ -213,7 +223,7 @@ def check_run_directory(
     visible = sorted(name for name in names if not name.startswith("."))
     if resume and RUN_FILE not in names:
         raise ValueError(f"nothing to resume: {directory} has no {RUN_FILE}; start without resume")
-    if not resume and not overwrite and RUN_FILE in names:
+    if not resume and not overwrite and RUN_FILE in names and _has_results(directory):
         raise ValueError(f"{directory} already holds a run; {flags}choose another directory")
     if RUN_FILE not in names and visible:
         raise ValueError(

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['STATE_FILE', 'SIGNALS', 'rng_state', 'set_rng_state', 'RNGState', 'AtomicCheckpointIO', 'saved_models',
-           'TrainingInterrupted', 'validates_after_batch', 'TrainingCheckpoint']
+           'TrainingInterrupted', 'TrainingStopped', 'validates_after_batch', 'TrainingCheckpoint']
 
 # %% ../../nbs/train/10_checkpoints.ipynb #5a382aba
 import math
@@ -14,6 +14,7 @@ import shutil
 import signal
 import sys
 import threading
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from ..model.huggingface import has_adapter, merged_copy, save_model
 from ..model.loading import numpy_allowed, read_torch_file
 from .history import paused
 from .parallel import full_state_dict
-from .resume import check_same_run, run_fingerprint
+from .resume import check_optimizer_states, check_same_run, run_fingerprint
 from .steps import any_rank
 
 # %% ../../nbs/train/10_checkpoints.ipynb #2add0d30
@@ -107,6 +108,11 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         safe = weights_only is not False  # Lightning's own default would run code
         if Path(path).is_file():
             return read_torch_file(path, safe)
+        if Path(path).is_dir():
+            raise ValueError(
+                f"{path} is a checkpoint in shards, which strategy='fsdp-shards' has written: "
+                "resume with that strategy"
+            )
         with numpy_allowed():  # other file systems are read by Lightning
             return super().load_checkpoint(path, map_location, safe)
 
@@ -121,7 +127,29 @@ def saved_models(directory: str | os.PathLike) -> dict[Path, dict[str, Any]]:
 
 # %% ../../nbs/train/10_checkpoints.ipynb #83ba6b8a
 class TrainingInterrupted(Exception):
-    "A signal asked the run to stop, and it was saved. `args[0]` is the step."
+    "A signal asked the run to stop, and it was saved. A notebook shows its message alone."
+
+    def __init__(
+        self,
+        step: int,
+        directory: str | os.PathLike = "",  # where it was saved
+        model: str | os.PathLike | None = None,  # the best model that was written
+    ):
+        super().__init__(step, directory, model)
+
+    def __str__(self) -> str:
+        step, directory, model = self.args
+        place = f" in {directory}" if directory else ""
+        best = f"; the best weights so far are in {model}" if model else ""
+        return f"stopped after step {step} and saved{place}{best}"
+
+    def _render_traceback_(self) -> list[str]:  # which IPython asks for
+        return [str(self)]
+
+
+class TrainingStopped(RuntimeError):
+    "A run ended before it was done: a guard stopped it, or its weights are not finite."
+
 
 
 def validates_after_batch(trainer: L.Trainer) -> bool:
@@ -154,6 +182,13 @@ def _recount_batches(
         new = most if ended else min(-(-old // before) * now, most)
         for name in ("ready", "started", "processed", "completed"):
             setattr(counts, name, new + getattr(counts, name) - old)
+
+
+def _validation_names(data: Any) -> list[str]:
+    "Name the texts that a run validates on, without the directories of this machine."
+    names = [Path(str(source)).name for source in getattr(data, "val_sources", None) or ()]
+    has_rows = bool(getattr(data, "val_datasets", None))
+    return names or ["held out of the training text"] * has_rows
 
 
 def _remove_leftovers(directory: Path) -> None:
@@ -205,6 +240,7 @@ class TrainingCheckpoint(Checkpoint):
 
     def on_load_checkpoint(self, trainer, pl_module, checkpoint: dict[str, Any]) -> None:
         if trainer.state.fn == "fit":
+            check_optimizer_states(trainer.ckpt_path, checkpoint)
             current = run_fingerprint(pl_module, trainer.datamodule, trainer)
             saved = checkpoint.get("fingerprint", {})
             check_same_run(trainer.ckpt_path, saved, current)
@@ -238,10 +274,31 @@ class TrainingCheckpoint(Checkpoint):
         if step != self._saved and (must_stop or step % self.every_n_steps == 0):
             self.save(trainer, pl_module, value)
         if must_stop:
-            raise TrainingInterrupted(step)
+            raise TrainingInterrupted(step, self.directory, self.best_model())
+
+    def best_model(self) -> Path | None:  # None: no model was written
+        "Return the directory of the best model so far, or of the newest."
+        if self.models is None:
+            return None
+        best = self.models / "best"
+        return best if best.exists() else next(reversed(saved_models(self.models)), None)
+
+    def _check_weights(self, trainer, pl_module) -> None:
+        "Raise `TrainingStopped` for weights that are not finite: no good checkpoint may make way."
+        weights = [p.detach() for p in pl_module.parameters() if p.is_floating_point()]
+        weights = [getattr(weight, "to_local", lambda: weight)() for weight in weights]
+        is_finite = torch.stack([weight.isfinite().all() for weight in weights]).all()
+        if any_rank(trainer, not is_finite):
+            names = sorted(path.name for path in self.directory.glob("step-*.ckpt"))
+            action = f"resume {names[-1]}" if names else "begin again"
+            raise TrainingStopped(
+                f"the weights are not finite after step {trainer.global_step}, and were not saved: "
+                f"{action} with a lower learning_rate, or with run.skip_nonfinite"
+            )
 
     def save(self, trainer, pl_module, value: float | None = None) -> None:
         "Write the model and the checkpoint of a step, and remove those that are too old."
+        self._check_weights(trainer, pl_module)
         step = self._saved = trainer.global_step
         if self.models is not None:
             self._save_model(trainer, pl_module, self.models / f"step-{step:08}", value)
@@ -284,7 +341,8 @@ class TrainingCheckpoint(Checkpoint):
                 save_model(merged_copy(model, weights), tokenizer, temporary)
                 if has_adapter(model):
                     save_adapter(model, temporary / "adapter", weights)
-                state = {"global_step": trainer.global_step, "best_metric": value}
+                state = {"global_step": trainer.global_step, "best_metric": value,
+                         "monitor": self.monitor, "validation": _validation_names(trainer.datamodule)}  # fmt: skip
                 write_json(temporary / STATE_FILE, state)
 
     def _listen(self) -> None:
@@ -297,7 +355,8 @@ class TrainingCheckpoint(Checkpoint):
         if self.stop_requested:
             raise KeyboardInterrupt  # the second time: at once
         self.stop_requested = True
-        print("\nstopping after this step ...", file=sys.stderr, flush=True)
+        with suppress(OSError):  # its reader may have ended
+            print("\nstopping after this step ...", file=sys.stderr, flush=True)
 
     def _release(self) -> None:
         while self._handlers:

@@ -9,14 +9,18 @@ __all__ = ['Clock', 'paused', 'History', 'format_seconds', 'in_notebook', 'print
 import csv
 import math
 import os
+import signal
 import sys
 import time
 from contextlib import contextmanager
+from itertools import islice
+from pathlib import Path
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.utilities import rank_zero_only
 from tqdm import tqdm
 
 from ..core.files import atomic_write
@@ -82,8 +86,10 @@ class History(Clock):
         self.rows: list[dict[str, float]] = []  # a row for each step
         self.validation: list[dict[str, float]] = []  # step, val_loss, val_accuracy, ...
         self.evaluations: list[dict[str, Any]] = []  # step, evaluator, and its metrics
+        self.path: Path | None = None  # CSV file of the rows; None: they are in the checkpoints
         self.first_step_at: float | None = None  # time.perf_counter() after this session's first
         self._pending: list[dict[str, Any]] = []
+        self._written: tuple[int, list[str]] = 0, []  # rows in the file, and its columns
 
     def totals(self) -> tuple[int, float]:
         "Return real tokens of all processes and training seconds, over all sessions."
@@ -104,6 +110,28 @@ class History(Clock):
             writer = csv.DictWriter(file, self._names())
             writer.writeheader()
             writer.writerows(self.rows)
+
+    def save(self) -> None:
+        "Add the new rows to the file; write it anew if the columns change, or after a resume."
+        count, columns = self._written
+        self._written = len(self.rows), self._names()
+        if columns != self._written[1]:
+            self.write_csv(self.path)
+            return
+        with open(self.path, "a", newline="") as file:
+            csv.DictWriter(file, columns).writerows(self.rows[count:])
+            file.flush()
+            os.fsync(file.fileno())
+
+    def _load_rows(self, count: int) -> list[dict[str, float]]:
+        "Read the rows of a checkpoint; a session that was killed may have written more."
+        if self.path is None or not self.path.exists():
+            return []
+        with open(self.path, newline="") as file:
+            return [
+                {name: float(value) for name, value in row.items() if value}
+                for row in islice(csv.DictReader(file), count)
+            ]
 
     def on_train_start(self, trainer, pl_module) -> None:
         self._recorded_step = trainer.global_step
@@ -144,13 +172,20 @@ class History(Clock):
 
     def state_dict(self) -> dict[str, Any]:
         self.fetch()
+        rows: Any = self.rows
+        if self.path is not None:
+            rows = len(rows)
+            if rank_zero_only.rank == 0:
+                self.save()
         tokens, seconds = self.totals()
-        return {"rows": self.rows, "validation": self.validation, "evaluations": self.evaluations,
+        return {"rows": rows, "validation": self.validation, "evaluations": self.evaluations,
                 "tokens": tokens, "seconds": seconds}  # fmt: skip
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        for name in ("rows", "validation", "evaluations"):
-            setattr(self, name, list(state[name]))
+        rows = state["rows"]
+        self.rows = self._load_rows(rows) if isinstance(rows, int) else list(rows)
+        self.validation, self.evaluations = list(state["validation"]), list(state["evaluations"])
+        self._written = 0, []
         self._tokens, self._seconds, self._pending = state["tokens"], state["seconds"], []
 
 # %% ../../nbs/train/06_history.ipynb #874f886f
@@ -170,12 +205,22 @@ def in_notebook() -> bool:
 
 
 def print_line(*lines: str) -> None:
-    "Print lines above a moving bar; escape characters that the stream cannot encode."
+    """Print lines above a moving bar; escape characters that the stream cannot encode.
+
+    If the reader of a pipe has ended, as `head` does, a run is asked to save and stop.
+    """
     if sys.stdout is None:  # a program without a console
         return
     encoding = getattr(sys.stdout, "encoding", None) or "utf-8"  # io.StringIO has none
-    tqdm.write("\n".join(lines).encode(encoding, "backslashreplace").decode(encoding))
-    sys.stdout.flush()
+    try:
+        tqdm.write("\n".join(lines).encode(encoding, "backslashreplace").decode(encoding))
+        sys.stdout.flush()
+    except BrokenPipeError:
+        handler = signal.getsignal(signal.SIGTERM)
+        if not callable(handler):  # no run is in progress
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        handler(signal.SIGTERM, None)
 
 # %% ../../nbs/train/06_history.ipynb #1e5166f4
 class ProgressBar(Callback):

@@ -24,10 +24,11 @@ from matplotlib.figure import Figure
 import bertlab
 from ..core.devices import describe_device, peak_memory_bytes
 from ..core.files import atomic_write, write_json
+from ..core.serialization import load_json
 from ..core.plots import GREY, plot_loss
 from ..data.packing import PackedDataset
 from ..model.config import count_parameters
-from .checkpoints import TrainingInterrupted
+from .checkpoints import TrainingInterrupted, TrainingStopped
 from .history import History, format_seconds
 from .monitors import Throughput
 from .steps import num_devices
@@ -127,15 +128,18 @@ def final_metrics(
     return {**metrics, "peak_memory_bytes": peak_memory_bytes()}
 
 # %% ../../nbs/train/18_reports.ipynb #5de0861b
-_SIGNALLED, _FAILED = "stopped by a signal, and saved", "an error: "
+_SIGNALLED, _FAILED = "stopped by a signal", "an error: "
 
 
 def stop_reason(trainer: L.Trainer, exception: BaseException | None = None) -> str:
     "Say in words what ended a session."
-    if isinstance(exception, (TrainingInterrupted, KeyboardInterrupt)):
+    if isinstance(exception, TrainingInterrupted):
+        return f"{_SIGNALLED}, and saved"
+    if isinstance(exception, KeyboardInterrupt):
         return _SIGNALLED
     if exception is not None:
-        return f"{_FAILED}{type(exception).__name__}"
+        stopped = isinstance(exception, TrainingStopped)
+        return f"{_FAILED}{exception if stopped else type(exception).__name__}"
     for callback in (*trainer.callbacks, trainer.lightning_module):
         reason = getattr(callback, "reason", None)
         if trainer.should_stop and not reason:
@@ -218,23 +222,36 @@ class RunReport(Callback):
         directory: str | os.PathLike,  # where the files go
         history: History,  # before this one among the callbacks
         configuration: str = "",  # YAML, shown at the end of the report
+        facts: dict[str, Any] | None = None,  # about the run, such as its baseline, for metrics.json
     ):
         self.directory, self.history = Path(directory), history
-        self.configuration = configuration
+        self.configuration, self.facts = configuration, facts or {}
         self.reason: str | None = None  # why the run ended, once it has
         self._data: Any = None  # the data module of the run
+        self._first_step: int | None = None  # of this session, once its checkpoint is loaded
+        history.path = self.directory / "history.csv"
 
     def on_fit_start(self, trainer, pl_module) -> None:
         self._data = trainer.datamodule
 
+    def on_train_start(self, trainer, pl_module) -> None:
+        self._first_step = trainer.global_step
+
     def on_fit_end(self, trainer, pl_module) -> None:
         self.reason = stop_reason(trainer)
-        self.write(trainer, pl_module)
+        path = self.directory / "metrics.json"
+        is_written = path.is_file() and is_finished(load_json(path), trainer.global_step, False)
+        if self._has_trained(trainer) or not is_written:
+            self.write(trainer, pl_module)
 
     def on_exception(self, trainer, pl_module, exception: BaseException) -> None:
         self.reason = stop_reason(trainer, exception)
-        with suppress(OSError):
-            self.write(trainer, pl_module)
+        if self._has_trained(trainer):  # else the files of an earlier session stay
+            with suppress(OSError):
+                self.write(trainer, pl_module)
+
+    def _has_trained(self, trainer: L.Trainer) -> bool:
+        return self._first_step not in (None, trainer.global_step)
 
     def on_validation_end(self, trainer, pl_module) -> None:
         # Only the run's own data and its last weights.
@@ -248,11 +265,11 @@ class RunReport(Callback):
         self.history.fetch()
         if not trainer.is_global_zero:
             return
-        history, metrics = self.history, final_metrics(self.history, validation)
+        history, metrics = self.history, final_metrics(self.history, validation) | self.facts
         last = history.validation[-1]["step"] if history.validation else None
         with atomic_write(self.directory / "loss.png") as temporary:
             plot_loss_curves(history).savefig(temporary, format="png")
-        history.write_csv(self.directory / "history.csv")
+        history.save()
         head = f"# Run report\n\nEnded after step {trainer.global_step:,}: {self.reason}.\n"
         sections = report_sections(trainer, pl_module, metrics, history, self.configuration)
         parts = [head, *(f"## {title}\n\n{body}" for title, body in sections.items())]

@@ -20,7 +20,8 @@ import lightning as L
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment, Precision
 from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.callbacks import Callback, EarlyStopping
+from lightning.pytorch.callbacks import Callback, EarlyStopping, LambdaCallback
+from lightning.pytorch.callbacks.early_stopping import EarlyStoppingReason
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.plugins import LayerSync
 from lightning.pytorch.profilers import Profiler
@@ -46,10 +47,10 @@ from ..model.float8 import check_float8_device
 from ..model.losses import unigram_counts, unigram_entropy
 from ..optim.optimizers import optimizer_spec
 from .averages import EMA
-from .checkpoints import TrainingCheckpoint, TrainingInterrupted
+from .checkpoints import TrainingCheckpoint, TrainingInterrupted, TrainingStopped
 from .resume import check_resume, latest_checkpoint
 from .config import PretrainingConfig, PretrainRunConfig, RunConfig
-from .history import History
+from .history import History, print_line
 from .initialization import build_without_weights
 from .modules import PretrainingModule, build_optimizer, check_parts, clock_budget
 from .objectives import collator_objective
@@ -59,7 +60,7 @@ from .parallel import get_strategy, num_processes, split_batch_tokens
 from .parallel import started_by_first
 from .reports import RunReport, is_finished
 from .steps import check_scaler
-from .stopping import NonFiniteGuard, SpikeGuard, TimeLimit
+from .stopping import NonFiniteGuard, SpikeGuard, StepGuard, TimeLimit
 from .trainer import make_trainer
 
 # %% ../../nbs/train/21_run.ipynb #b56fd6a4
@@ -80,6 +81,7 @@ class RunParts:
     describe: Callable[[], str] = str  # lines about data and model
     validates: bool = True  # whether there is text to validate on
     validate_first: bool = False  # also before the first step
+    facts: Mapping[str, Any] | None = None  # about data and model, for metrics.json
     save: Callable[[Path], None] | None = None  # writes what the run leaves in its directory
 
 # %% ../../nbs/train/21_run.ipynb #67b2108a
@@ -157,7 +159,7 @@ def run_callbacks(
                            models, run.keep_best)
     )  # fmt: skip
     if run.report:
-        callbacks.append(RunReport(output, history, configuration))
+        callbacks.append(RunReport(output, history, configuration, parts.facts))
     return callbacks
 
 # %% ../../nbs/train/21_run.ipynb #77de9084
@@ -247,6 +249,17 @@ def check_one_process(
         )
 
 
+def _failure(callbacks: Sequence[Callback]) -> str | None:
+    "Return why a guard ended a run, or that its validation loss has diverged."
+    for callback in callbacks:
+        if isinstance(callback, StepGuard) and callback.reason:
+            return callback.reason
+        reason = getattr(callback, "stopping_reason", None)
+        if reason == EarlyStoppingReason.DIVERGENCE_THRESHOLD:
+            return callback.stopping_reason_message
+    return None
+
+
 def _launched_trainer(options: Mapping[str, Any], launch: LaunchInfo | None) -> dict[str, Any]:
     "The trainer's options with the processes that a launcher has started."
     if launch is None:
@@ -292,7 +305,9 @@ class Run:
         names = run.loggers or ["csv"] * (options.get("logger") is True)
         if names:
             options["logger"] = build_loggers(names, str(self.output / "logs"), "")
-        options["callbacks"] = run_callbacks(self.parts, self.history, self.text)
+        callbacks = run_callbacks(self.parts, self.history, self.text)
+        # A resume writes nothing before its checkpoint is loaded.
+        options["callbacks"] = [*callbacks, LambdaCallback(on_train_start=self._write_options)]
         return make_trainer(**options)
 
     def _check_parts(self) -> None:
@@ -314,23 +329,29 @@ class Run:
         validates = self.parts.validates and self.trainer.limit_val_batches != 0
         return path.exists() and is_finished(load_json(path), self.trainer.max_steps, validates)
 
-    def prepare(
-        self,
-        may_be_finished: bool | None = None,  # None: if its metrics are not written yet
-    ) -> None:
-        "Check a resume; then write run.yaml and the tokenizer."
+    def prepare(self) -> None:
+        "Check a resume; of a new run, write run.yaml and the tokenizer."
         if self.resume:
-            self.checkpoint = latest_checkpoint(self.output / "checkpoints")
-        if self.checkpoint is not None:
-            allowed = not self.is_finished() if may_be_finished is None else may_be_finished
-            check_resume(self.checkpoint, self.module, self.data, self.trainer.max_steps,
-                         trainer=self.trainer, may_be_finished=allowed)  # fmt: skip
+            directory = self.output / "checkpoints"
+            self.checkpoint = latest_checkpoint(directory)
+            if self.is_finished():
+                print_line(f"{self.output} is finished: raise trainer.max_steps to train on")
+                return
+            if self.checkpoint is not None:
+                check_resume(self.checkpoint, self.module, self.data, self.trainer.max_steps,
+                             trainer=self.trainer, may_be_finished=True)  # fmt: skip
+                return
+            print_line(f"{directory} has no checkpoint: the run begins at step 1")
         if rank_zero_only.rank == 0:
             prepare_run_directory(self.output, self.resume, self.overwrite)
-            with atomic_write(self.output / RUN_FILE) as temporary:
-                temporary.write_text(self.text, encoding="utf-8")
+            self._write_options()
             if self.tokenizer is not None:
                 save_tokenizer(self.tokenizer, self.output / "tokenizer")
+
+    def _write_options(self, *_: Any) -> None:
+        if rank_zero_only.rank == 0:
+            with atomic_write(self.output / RUN_FILE) as temporary:
+                temporary.write_text(self.text, encoding="utf-8")
 
     def describe(self) -> str:
         "Describe device, data, model and output."
@@ -342,18 +363,28 @@ class Run:
         return "\n".join([*filter(None, lines), f"output  {self.output}"])
 
     def fit(self) -> dict[str, Any]:  # metrics.json; without a report, the last validation
-        "Train to the last step, validate, and save. Raises `TrainingInterrupted` after a signal."
+        """Train to the last step, validate, and save; a finished run is only loaded.
+
+        Raises `TrainingInterrupted` after a signal, and `TrainingStopped` for a run that a guard
+        ended or that diverged; both are saved.
+        """
+        path, was_finished = self.output / "metrics.json", self.resume and self.is_finished()
         if self.parts.validate_first and self.checkpoint is None:
             self._validate_first()
         try:
             self.trainer.fit(self.module, self.data, ckpt_path=self.checkpoint, weights_only=True)
         except TrainingInterrupted as stopped:
-            raise TrainingInterrupted(*stopped.args, str(self.output)) from None
+            step, _, model = stopped.args
+            raise TrainingInterrupted(step, self.output, model) from None
+        if was_finished:
+            return load_json(path)
         validation = self._validate_last()
         if self.parts.save is not None and self.trainer.is_global_zero:
             self.parts.save(self.output)
         self.trainer.strategy.barrier()  # the first process writes what all of them read
-        path = self.output / "metrics.json"
+        if failure := _failure(self.trainer.callbacks):
+            step = self.trainer.global_step
+            raise TrainingStopped(f"{self.output} was saved and ended after step {step}: {failure}")
         return load_json(path) if self.parts.run.report else validation
 
     def _validate_first(self) -> None:
@@ -363,7 +394,7 @@ class Run:
             metrics = self.trainer.validate(self.module, self.data, verbose=False)[0]
         self.history.validation.append({"step": 0, **metrics})
         values = ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
-        print(f"before step 1: {values}", flush=True)
+        print_line(f"before step 1: {values}")
 
     def _validate_last(self) -> dict[str, float]:
         "Return the metrics of the last step; empty without validation text."

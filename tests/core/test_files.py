@@ -168,21 +168,21 @@ def test_overwriting_keeps_every_earlier_run(tmp_path):
 @pytest.mark.parametrize(
     "present, flags, word",
     [
-        ("run.yaml", {}, "--resume.*--overwrite"),
-        ("run.yaml", {"flags": "pass --resume, or "}, "pass --resume, or choose"),
+        ("metrics.json run.yaml", {}, "--resume.*--overwrite"),
+        ("metrics.json run.yaml", {"flags": "pass --resume, or "}, "pass --resume, or choose"),
         ("run.yaml", {"resume": True, "overwrite": True}, "exclude"),
         ("thesis.tex", {}, "thesis.tex"),
         ("thesis.tex", {"overwrite": True}, "thesis.tex"),
         ("thesis.tex", {"resume": True}, "nothing to resume"),
-        (None, {"resume": True}, "nothing to resume"),
+        ("", {"resume": True}, "nothing to resume"),
     ],
 )
 def test_runs_that_would_lose_files_are_refused(tmp_path, present, flags, word):
-    if present:
-        (tmp_path / present).write_text("")
+    for name in present.split():
+        (tmp_path / name).write_text("")
     with pytest.raises(ValueError, match=word):
         check_run_directory(tmp_path, **flags)
-    assert names(tmp_path) == [present] * bool(present)
+    assert names(tmp_path) == present.split()
 
 
 def test_a_run_can_be_resumed_or_overwritten(tmp_path):
@@ -190,6 +190,7 @@ def test_a_run_can_be_resumed_or_overwritten(tmp_path):
     check_run_directory(tmp_path, resume=True)
     check_run_directory(tmp_path, overwrite=True)
     check_run_directory(tmp_path / "new")
+    check_run_directory(tmp_path)  # nothing was saved yet
 
 
 def test_outputs_must_be_free_and_in_a_directory(tmp_path):

@@ -165,7 +165,8 @@ def test_saving_leaves_the_last_and_best_models_and_no_trace(tmp_path):
     assert names(tmp_path / "models") == ["best", *steps]
     assert names(tmp_path / "run") == [f"{step}.ckpt" for step in steps]
     state = load_json(tmp_path / "models" / "best" / STATE_FILE)
-    assert state == {"global_step": best, "best_metric": losses[best]}
+    assert state == {"global_step": best, "best_metric": losses[best], "monitor": "val_loss",
+                     "validation": ["given texts"]}  # fmt: skip
     last = AutoModelForMaskedLM.from_pretrained(tmp_path / "models" / steps[1]).state_dict()
     assert torch.equal(last["model.embeddings.tok_embeddings.weight"],
                        weights["encoder.embeddings.tokens.weight"])  # fmt: skip
