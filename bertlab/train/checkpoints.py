@@ -151,7 +151,6 @@ class TrainingStopped(RuntimeError):
     "A run ended before it was done: a guard stopped it, or its weights are not finite."
 
 
-
 def validates_after_batch(trainer: L.Trainer) -> bool:
     "Return whether Lightning validates between this batch and the next."
     if trainer.val_check_batch == float("inf") or not trainer.enable_validation:

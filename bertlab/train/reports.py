@@ -222,7 +222,8 @@ class RunReport(Callback):
         directory: str | os.PathLike,  # where the files go
         history: History,  # before this one among the callbacks
         configuration: str = "",  # YAML, shown at the end of the report
-        facts: dict[str, Any] | None = None,  # about the run, such as its baseline, for metrics.json
+        facts: dict[str, Any]
+        | None = None,  # about the run, such as its baseline, for metrics.json
     ):
         self.directory, self.history = Path(directory), history
         self.configuration, self.facts = configuration, facts or {}

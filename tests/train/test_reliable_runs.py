@@ -39,7 +39,12 @@ def make_run(text, tmp_path):
         model["pretrained_tokenizer_name_or_path"] = str(text / "words")
         data = {"train_dataset_name_or_path": str(text / "text.txt"), "max_sequence_length": 32,
                 "train_batch_size": 4}  # fmt: skip
-        run = {"output": str(tmp_path / "run"), "progress": "none", "checkpoint_every_steps": 2, **run}
+        run = {
+            "output": str(tmp_path / "run"),
+            "progress": "none",
+            "checkpoint_every_steps": 2,
+            **run,
+        }
         trainer = {"max_steps": steps, "accelerator": "cpu", "precision": "32-true",
                    "limit_val_batches": 1}  # fmt: skip
         made = Run({"model": model, "data": data, "trainer": trainer, "run": run},
@@ -80,7 +85,9 @@ def test_weights_that_are_not_finite_replace_no_checkpoint(make_run, tmp_path):
     ({"stop_above": 0.1, "val_every_steps": 2}, {}, "val_loss"),
     ({"skip_spikes": False}, {"learning_rate": 1e30, "scheduler_warmup_steps": 0}, "not finite"),
 ])  # fmt: skip
-def test_a_run_that_a_guard_ends_is_saved_and_fails(make_run, tmp_path, options, model, reason, capsys):
+def test_a_run_that_a_guard_ends_is_saved_and_fails(
+    make_run, tmp_path, options, model, reason, capsys
+):
     made = make_run(40, model=model, **options)
     assert run_command("pretrain", made.fit) == 4
     assert reason in capsys.readouterr().err
@@ -114,7 +121,9 @@ def test_a_run_without_a_reader_is_saved_and_fails(make_run, tmp_path, monkeypat
 
 
 def test_a_stopped_run_names_its_best_weights(make_run, tmp_path):
-    made = make_run(callbacks=[At(3, lambda _: signal.raise_signal(signal.SIGINT))], val_every_steps=2)
+    made = make_run(
+        callbacks=[At(3, lambda _: signal.raise_signal(signal.SIGINT))], val_every_steps=2
+    )
     with pytest.raises(TrainingInterrupted) as stopped:
         made.fit()
     (line,) = stopped.value._render_traceback_()  # all that a notebook shows
@@ -122,7 +131,9 @@ def test_a_stopped_run_names_its_best_weights(make_run, tmp_path):
 
 
 def contents(directory):
-    return {p: p.read_bytes() for p in sorted(directory.rglob("*")) if p.is_file() and p.name != ".lock"}
+    return {
+        p: p.read_bytes() for p in sorted(directory.rglob("*")) if p.is_file() and p.name != ".lock"
+    }
 
 
 def test_a_finished_run_may_be_resumed_and_stays_as_it_is(make_run, tmp_path, capsys):
