@@ -100,11 +100,6 @@ def average(
     if not directories:
         raise ValueError("directories is missing: name two models or more, or a run")
     paths, target = [Path(name) for name in directories], Path(output)
-    if target.exists():
-        raise ValueError(f"output {target} exists; choose another directory")
-    for path in paths:
-        if not path.is_dir():
-            raise ValueError(f"no such directory: {path}")
     run_file = paths[0] / RUN_FILE
     if run_file.exists() and load_yaml(run_file).get("command") == "finetune":
         if len(paths) > 1 or last is not None:
@@ -143,27 +138,24 @@ def lengthen(
     output: str = "bertlab-longer",  # directory of the longer model; it must not exist
 ) -> str:  # a summary
     "Let a model read longer rows: `bertlab lengthen`. Raises `ValueError`."
-    path_of_model, target = Path(find_model_directory(directory)), Path(output)
-    if target.exists():
-        raise ValueError(f"output {target} exists; choose another directory")
+    path_of_model = Path(find_model_directory(directory))
     read_sentence_transformers_files(path_of_model)  # refuses modules that could not be copied
     model: Any = load_encoder(path_of_model)
     learned = model.config.embedding_positions == "learned"
     positions = "learned" if learned else model.config.attention_positions
-    how = how or {"learned": "repeat", "rope": "yarn"}.get(
-        positions, "keep"
-    )  # other positions are unlimited
+    # Positions of other kinds have no limit.
+    how = how or {"learned": "repeat", "rope": "yarn"}.get(positions, "keep")
     longer, tokenizer = extend_context(model, length, how, theta), None
     max_length = longer.config.max_position_embeddings  # with how="base" not fewer than before
     if any((path_of_model / file).exists() for file in TOKENIZER_FILES):
         tokenizer = load_tokenizer(path_of_model)
         tokenizer.model_max_length = max_length
-    with atomic_directory(target, new=True) as temporary:
+    with atomic_directory(output, new=True) as temporary:
         save_model(longer, tokenizer, temporary)
         copy_sentence_transformers_files(path_of_model, temporary)
     cut = _cut_length(path_of_model)
     still = f"; texts are cut at {cut} tokens as before, unless max_sequence_length says otherwise"
     return (
         f"{model.config.max_position_embeddings} -> {max_length} positions ({how}), written to "
-        f"{target}; train it on longer rows before you trust it{still if cut else ''}"
+        f"{output}; train it on longer rows before you trust it{still if cut else ''}"
     )

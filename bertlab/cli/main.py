@@ -18,10 +18,10 @@ from typing import Any
 
 from .. import __version__
 from .commands import COMMANDS
-from .parser import Command, Parsed, configuration, parse
-from ..core.files import RUN_FILE, check_run_directory
+from .parser import Command, Parsed, configuration, parse, read_options
+from ..core.files import RUN_FILE, check_output_file, check_run_directory
 from ..core.names import did_you_mean
-from ..core.serialization import dump_yaml, load_yaml
+from ..core.serialization import dump_yaml, find_config, load_yaml
 
 # %% ../../nbs/cli/12_main.ipynb #a70c7f2e
 def _process_number() -> int:  # 0 where there is only one
@@ -122,15 +122,52 @@ def _resume_command(name: str, words: Sequence[str], config: Mapping[str, Any]) 
     return shlex.join([*name.split(), *words, "--resume"])
 
 
-def _check_directories(command: Command, config: Mapping[str, Any]) -> None:
-    "Refuse a directory that is not there, or an output that would be overwritten."
-    is_local = command.function.startswith("cli/commands.py")  # others take names on the hub
-    directory = config.get("directory")
-    if is_local and directory is not None and not Path(directory).expanduser().is_dir():
-        raise ValueError(f"no such directory: {directory}")
+def _texts(value: Any) -> list[str]:
+    "The texts in a value: itself, or those of a list or a mapping."
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if isinstance(value, list):
+        return [text for entry in value for text in _texts(entry)]
+    return [value] if isinstance(value, str) else []
+
+
+def _check_paths(command: Command, config: Mapping[str, Any]) -> None:
+    "Refuse a source that is not there, or an output that would be overwritten."
+
+    def texts(name: str) -> list[str]:
+        section, _, key = name.rpartition(".")
+        return _texts((config[section] if section else config).get(key))
+
+    for name in command.local.split():
+        for path in texts(name):
+            if path != "-" and not os.path.exists(os.path.expanduser(path)):
+                raise ValueError(f"{name}: no such file or directory: {path}")
+    for path in texts("search") + texts("stages"):
+        load_yaml(find_config(path))
+    named = [name for name in command.options if name.endswith("name_or_path")]
+    if sources := [text for name in [*command.sources.split(), *named] for text in texts(name)]:
+        from bertlab.data.sources import expand_sources, is_local
+
+        for source in expand_sources(sources):
+            is_local(source)
+    overwrites = config.get("overwrite", False)
     if "resume" in command.options and not config.get("estimate") and not _process_number():
         output = config.get("output") or config["run"]["output"]
-        check_run_directory(output, bool(config["resume"]), config.get("overwrite", False))
+        check_run_directory(output, bool(config["resume"]), overwrites)
+    for output in [] if overwrites else texts(command.new):
+        check_output_file(os.path.expanduser(output))
+
+
+def _check_values(command: Command, config: Mapping[str, Any]) -> None:
+    "Check the sections whose class needs no torch."
+    for section, source in command.sections.items():
+        file, _, name = source.partition(":")
+        if file.endswith(("config.py", "demo.py")):
+            fields = [option.name for option in read_options(source)]
+            values = config[section] if section else {field: config[field] for field in fields}
+            getattr(_import_part(file), name)(**values)
+    if (config.get("trainer") or {}).get("max_steps") == 0:
+        raise ValueError("trainer.max_steps=0 must be 1 or more")
 
 
 def call(
@@ -138,15 +175,20 @@ def call(
     words: Sequence[str] = (),
 ) -> Any:  # what its function returns
     "Call a command by its words, as from the command line. Raises `ValueError`."
-    command = COMMANDS[name]
-    return _call_parsed(command, parse_command(name, words))
+    command, parsed = COMMANDS[name], parse_command(name, words)
+    _check_paths(command, parsed.config)
+    _check_values(command, parsed.config)
+    return _call_parsed(command, parsed)
+
+
+def _import_part(file: str) -> Any:  # "cli/write.py"
+    return import_module(f"bertlab.{file[:-3].replace('/', '.')}")
 
 
 def _call_parsed(command: Command, parsed: Parsed) -> Any:
     "Call the function of a command."
-    _check_directories(command, parsed.config)
     file, _, function_name = command.function.partition(":")
-    function = getattr(import_module(f"bertlab.{file[:-3].replace('/', '.')}"), function_name)
+    function = getattr(_import_part(file), function_name)
     names = signature(function).parameters
     options = {name: value for name, value in parsed.config.items() if name in names}
     rest = {k: v for k, v in parsed.config.items() if k not in names or k == "seed_everything"}
@@ -218,7 +260,8 @@ def _run(name: str, words: list[str]) -> int:
         return 0
 
     def work() -> None:
-        _check_directories(command, options.config)
+        _check_paths(command, options.config)
+        _check_values(command, options.config)
         silence_libraries()
         _print_result(_call_parsed(command, options))
 

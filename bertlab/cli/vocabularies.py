@@ -6,16 +6,14 @@
 __all__ = ['read_text', 'train', 'compare', 'copy_sentence_transformers_files', 'extend', 'trim', 'transplant']
 
 # %% ../../nbs/cli/08_vocabularies.ipynb #6d700afc
-import json
 import os
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..core.files import check_output_file, check_run_directory
-from ..core.files import atomic_directory, atomic_write
-from ..core.names import look_up
+from ..core.files import atomic_directory, write_json
+from ..core.names import check_choice
 from ..data.corpus import embedded_corpus
 from ..data.sources import TextStream
 from ..data.tokenizer_measures import compare_tokenizers, measures_table
@@ -24,8 +22,8 @@ from ..data.tokenizers import save_tokenizer, train_tokenizer
 from ..data.vocabularies import extend_tokenizer, trim_tokenizer
 from ..model.heads import TokenPredictionModel
 from ..model.huggingface import save_model
-from ..model.vocabulary import ModelAndTokenizer, extend_vocabulary
-from ..model.vocabulary import masked_bits_per_byte, transplant_vocabulary, trim_vocabulary
+from ..model.vocabulary import extend_vocabulary, masked_bits_per_byte
+from ..model.vocabulary import transplant_vocabulary, trim_vocabulary
 from ..model.huggingface import SENTENCE_TRANSFORMERS_FILES, read_sentence_transformers_files
 from ..train.initialization import load_encoder
 from ..core.files import find_model_directory
@@ -49,18 +47,17 @@ def read_text(
 def train(
     sources: list[str] | None = None,  # files, directories, datasets; null: the embedded corpus
     output: str = "bertlab-tokenizer",  # directory of the tokenizer
-    kind: str = "wordpiece",  # the family
+    kind: str = "wordpiece",  # wordpiece, bpe or unigram
     vocab_size: int = 4096,  # entries at most
-    lowercase: bool | None = None,  # null: for wordpiece
+    lowercase: bool | None = None,  # make letters small; null: only wordpiece does
     limit_alphabet: int | None = None,  # characters; null: 1000, or more if needed; not of bpe
     model_max_length: int = 512,  # tokens: where a pipeline truncates
     text_column: str = "text",  # of tables and datasets
-    # Of wordpiece that lowers; null: true, unless a hundredth of the letters would lose a sign.
+    # Of wordpiece in lowercase; null: true, unless 1% of the letters would lose a mark.
     strip_accents: bool | None = None,
 ) -> Path:  # the directory
     "Train a tokenizer on text: `bertlab tokenizer train`."
-    look_up(kind, TOKENIZER_TRAINERS, "kind")
-    check_run_directory(output, flags="")
+    check_choice("kind", kind, TOKENIZER_TRAINERS)
 
     def texts() -> Iterator[str]:  # read when the other arguments have been looked at
         yield from read_text(sources or None, text_column)
@@ -92,32 +89,24 @@ def compare(
     "Measure tokenizers side by side: `bertlab tokenizer compare`. Prints a table."
     if not tokenizers:
         raise ValueError("tokenizers is missing: name one or several directories or hub names")
-    if output is not None:
-        check_output_file(output)
     texts = read_text(text, text_column, held_out=True)
     loaded = {name: load_tokenizer(name) for name in tokenizers}
     more, notes = {}, []
-    for name in loaded:
-        if (model := _predictor(name)) is None:
-            continue
-        length = min(_ROW_LENGTH, model.config.max_position_embeddings)
-        bits = masked_bits_per_byte(model, loaded[name], texts, length)
-        more[name] = {"bits_per_byte": bits}
-        if length < _ROW_LENGTH:
-            notes.append(
-                f"{name} reads {length} positions: its bits per byte are of rows of "
-                f"{length} tokens, and not of {_ROW_LENGTH}"
-            )
-    notes += [
-        f"{name}: {note}"
-        for name, tokenizer in loaded.items()
-        if (note := normalization_note(texts, tokenizer))
-    ]
+    for name, tokenizer in loaded.items():
+        if note := normalization_note(texts, tokenizer):
+            notes.append(f"{name}: {note}")
+        if (model := _predictor(name)) is not None:
+            length = min(_ROW_LENGTH, model.config.max_position_embeddings)
+            bits = masked_bits_per_byte(model, tokenizer, texts, length)
+            more[name] = {"bits_per_byte": bits}
+            if length < _ROW_LENGTH:
+                notes.append(
+                    f"{name}: bits per byte are of rows of {length} tokens, not {_ROW_LENGTH}"
+                )
     measures = compare_tokenizers(loaded, texts, more)
     print("\n".join([measures_table(measures), *notes]), flush=True)
     if output is not None:
-        with atomic_write(output) as temporary:
-            temporary.write_text(json.dumps(measures, indent=2) + "\n", encoding="utf-8")
+        write_json(output, measures)
     return measures
 
 
@@ -135,32 +124,34 @@ def copy_sentence_transformers_files(
     "Copy the files that tell sentence-transformers how to pool: `SENTENCE_TRANSFORMERS_FILES`."
     from transformers.utils import cached_file
 
-    missing = dict.fromkeys(("_raise_exceptions_for_missing_entries",
-                             "_raise_exceptions_for_connection_errors"), False)  # fmt: skip
     for name in SENTENCE_TRANSFORMERS_FILES:
-        if (path := cached_file(os.fspath(source), name, **missing)) is not None:
-            with atomic_write(Path(output) / name) as temporary:
-                shutil.copyfile(path, temporary)
+        try:
+            path = cached_file(os.fspath(source), name)
+        except OSError:  # the model has no such file
+            continue
+        target = Path(output) / name
+        target.parent.mkdir(exist_ok=True)
+        shutil.copyfile(path, target)
 
 
 def _open(directory: str) -> tuple[Any, Any, str | Path]:  # tokenizer; model, or None; source
-    "Load a tokenizer, with its model if there is one. Raises `ValueError` for neither."
-    source_path = find_model_directory(directory)
-    tokenizer, has_file = load_tokenizer(source_path), lambda name: Path(source_path, name).exists()
+    "Load a tokenizer, with its model if there is one."
+    source = find_model_directory(directory)
+    tokenizer, has_file = load_tokenizer(source), lambda name: Path(source, name).exists()
     if has_file("tokenizer_config.json") and not has_file("config.json"):
-        return tokenizer, None, source_path
-    read_sentence_transformers_files(source_path)  # refuses modules that could not be copied
-    return tokenizer, load_encoder(source_path), source_path
+        return tokenizer, None, source
+    read_sentence_transformers_files(source)  # refuses modules that could not be copied
+    return tokenizer, load_encoder(source), source
 
 
 def _write(
-    model: Any,
+    model: Any,  # None: write the tokenizer alone
     tokenizer: Any,
-    source: str | Path,
+    source: str | Path,  # of the model from which this one is derived
     output: str,
     summary: str,
 ) -> Path:  # the directory
-    "Write a model with its tokenizer, or a tokenizer has_no_model."
+    "Write a tokenizer, with its model if there is one, and print a summary."
     with atomic_directory(output, new=True) as temporary:
         if model is None:
             save_tokenizer(tokenizer, temporary)
@@ -172,75 +163,55 @@ def _write(
 
 
 def extend(
-    directory: str,  # of a model with its tokenizer, of a run, or of a tokenizer has_no_model
+    directory: str,  # of a model with its tokenizer, of a run, or of a tokenizer
     output: str,  # directory for the extended one
-    text: str | list[str] | None = None,  # with the new_tokenizer words; null: embedded corpus
-    num_pieces: int = 1000,  # new_tokenizer entries, at most
-    min_count: int = 5,  # occurrences that a new_tokenizer piece must have
+    text: str | list[str] | None = None,  # with the new words; null: the embedded corpus
+    num_pieces: int = 1000,  # new entries, at most
+    min_count: int = 5,  # occurrences that a new entry must have
     text_column: str = "text",  # of tables and datasets, by name or number
 ) -> Path:  # the directory
-    "Add pieces for a text: `bertlab tokenizer extend`."
-    check_run_directory(output, flags="")
-    tokenizer, model, source_path = _open(directory)
-    texts, options = read_text(text, text_column), {"min_count": min_count}
+    "Add entries to a vocabulary for a text: `bertlab tokenizer extend`."
+    tokenizer, model, source = _open(directory)
+    texts = read_text(text, text_column)
     if model is None:
-        result = ModelAndTokenizer(
-            None, extend_tokenizer(tokenizer, texts, num_pieces, **options).tokenizer
-        )
+        new = extend_tokenizer(tokenizer, texts, num_pieces, min_count=min_count).tokenizer
     else:
-        result = extend_vocabulary(model, tokenizer, texts, num_pieces, **options)
-    return _write(
-        *result,
-        source_path,
-        output,
-        f"{len(tokenizer):,} + {len(result.tokenizer) - len(tokenizer):,} entries",
-    )
+        model, new = extend_vocabulary(model, tokenizer, texts, num_pieces, min_count=min_count)
+    count = len(new) - len(tokenizer)
+    return _write(model, new, source, output, f"{len(tokenizer):,} + {count:,} entries")
 
 
 def trim(
-    directory: str,  # of a model with its tokenizer, of a run, or of a tokenizer has_no_model
+    directory: str,  # of a model with its tokenizer, of a run, or of a tokenizer
     output: str,  # directory for the smaller one
-    text: str | list[str] | None = None,  # read exactly as before; null: embedded corpus
-    keep: list[str] | None = None,  # entries that stay in any case
-    keep_characters: bool = True,  # single characters stay, so that other texts can be written
+    text: str | list[str] | None = None,  # keeps its tokens; null: the embedded corpus
+    keep: list[str] | None = None,  # entries to keep in any case
+    keep_characters: bool = True,  # keep single characters, with which other texts can be written
     text_column: str = "text",  # of tables and datasets, by name or number
 ) -> Path:  # the directory
-    "Drop what a text never uses: `bertlab tokenizer trim`."
-    check_run_directory(output, flags="")
-    tokenizer, model, source_path = _open(directory)
-    texts = read_text(text, text_column)
-    options = {"keep": keep or (), "keep_characters": keep_characters}
+    "Drop the entries that a text does not use: `bertlab tokenizer trim`."
+    tokenizer, model, source = _open(directory)
+    texts, options = read_text(text, text_column), {"keep_characters": keep_characters}
     if model is None:
-        result = ModelAndTokenizer(None, trim_tokenizer(tokenizer, texts, **options).tokenizer)
+        new = trim_tokenizer(tokenizer, texts, keep=keep or (), **options).tokenizer
     else:
-        result = trim_vocabulary(model, tokenizer, texts, **options)
-    return _write(
-        *result, source_path, output, f"{len(result.tokenizer):,} of {len(tokenizer):,} entries"
-    )
+        model, new = trim_vocabulary(model, tokenizer, texts, keep=keep or (), **options)
+    return _write(model, new, source, output, f"{len(new):,} of {len(tokenizer):,} entries")
 
 
 def transplant(
     directory: str,  # of a model with its tokenizer, or of a run
     tokenizer: str,  # a directory or hub name
-    output: str,  # directory for the model with the new_tokenizer tokenizer
-    text: str
-    | list[str]
-    | None = None,  # that the model will read, to match its predictions; null: none
+    output: str,  # directory for the model with the new tokenizer
+    # What the model will read, to match its predictions to the frequencies there; null: none.
+    text: str | list[str] | None = None,
     text_column: str = "text",  # of tables and datasets, by name or number
 ) -> Path:  # the directory
     "Give a model another tokenizer: `bertlab tokenizer transplant`."
-    check_run_directory(output, flags="")
-    old_tokenizer, model, source_path = _open(directory)
+    old, model, source = _open(directory)
     if model is None:
-        raise ValueError(
-            f"{directory} has a tokenizer and no model that could get another tokenizer"
-        )
-    new_tokenizer = load_tokenizer(tokenizer)
+        raise ValueError(f"directory={directory} has a tokenizer without a model; name a model")
+    new = load_tokenizer(tokenizer)
     texts = None if text is None else read_text(text, text_column)
-    result = transplant_vocabulary(model, old_tokenizer, new_tokenizer, texts)
-    return _write(
-        *result,
-        source_path,
-        output,
-        f"{len(old_tokenizer):,} entries replaced by {len(new_tokenizer):,}",
-    )
+    result = transplant_vocabulary(model, old, new, texts)
+    return _write(*result, source, output, f"{len(old):,} entries replaced by {len(new):,}")

@@ -113,18 +113,18 @@ def was_taught_ends(
 
 def write_texts(
     directory: str,  # of a run, or of a model with its tokenizer
-    prompts: list[str] | None = None,  # with [MASK] or [GAP], or to go on after; none: of the input
+    prompts: list[str]
+    | None = None,  # with [MASK] or [GAP], or to be continued; null: standard input
     mode: str = "auto",  # what to do with a prompt
     max_new_tokens: int = 32,  # of continuing and answering
     sampler: str = "confidence",  # which gap first
-    # In which all is filled; null: 32, and of samplers that toss no coins no more than gaps.
+    # Steps in which all gaps are filled; null: 32, or fewer where there are fewer gaps.
     num_steps: int | None = None,
     temperature: float = 1.0,  # of the words: 0 takes the best
     top_p: float = 1.0,  # draw from the fewest words that carry this much
-    repetition_penalty: float = 1.0,  # divides the probability of words that stand there already
-    guidance: float = 0.0,  # how far to go beyond the model, away from not having read the prompt
+    repetition_penalty: float = 1.0,  # divides the probability of words that are in the text already
+    guidance: float = 0.0,  # strength of the prompt beyond the model's own, 0 or more
     block_size: int | None = None,  # gaps that are finished before those to their right
-    # Read a block's gaps alone again, the rest once a block: faster, and not the same text.
     remask: float = 0.2,  # of samplers that take back: share of the most that they could
     schedule: str = "linear",  # how the share of gaps falls with the steps
     max_gap: int = 6,  # tokens of a [GAP], at most

@@ -212,6 +212,7 @@ class PretrainingDataConfig:
     val_split: str | list[str] | None = None  # several: a loader for each
     file_format: str | None = None  # None: by the files' names
     text_column: str = "text"  # of tables and datasets, by name or by number from 1
+    sample_by: str = "auto"  # a text file's documents: line, paragraph or document
     streaming: bool = False  # tokenize while training, in constant memory
     shuffle: bool = True  # False: the same order in each epoch
     num_shards: int | None = None  # of a stream: shares of its files; None: by their sizes
@@ -245,6 +246,7 @@ class PretrainingDataConfig:
             text_column=self.text_column,
             prompt_column=self.prompt_column,
             file_format=self.file_format,
+            sample_by=self.reading.sample_by if self.sample_by == "auto" else self.sample_by,
             header=self.header and self.reading.header,
         )
         if self.prompt_column is not None:

@@ -136,7 +136,7 @@ class EmbeddingModule(TrainingModule):
         self,
         pretrained_model_name_or_path: str | os.PathLike | None = None,  # None: random weights
         pretrained_tokenizer_name_or_path: Any = None,  # name, path or loaded; None: the model's
-        model_config_kwargs: dict[str, Any] | None = None,  # of BertLabConfig: random weights
+        model_config_kwargs: dict[str, Any] | None = None,  # size of random weights
         pooling: str | None = None,  # mean or cls; None: the model's own, else mean
         temperature: float = 0.05,  # of the softmax; initial value if it is learned
         learn_temperature: bool = False,  # as a weight, between 0.005 and 1
@@ -153,7 +153,7 @@ class EmbeddingModule(TrainingModule):
         weight_decay: float = 0.01,  # on matrices alone
         layer_decay: float = 1.0,  # factor of the learning rate from each layer to the next lower one
         compile_model: bool | str | dict[str, Any] | None = False,  # None: on a GPU; or a mode
-        optimizer_class: Any = "adamw",  # a name of `OPTIMIZERS`; your class, or my_file.MyClass
+        optimizer_class: Any = "adamw",  # by name; your class, or my_file.MyClass
         optimizer_quantized: bool = False,  # moments of 8 bits
         optimizer_kwargs: dict[str, Any] | None = None,  # options of the optimizer, such as betas
         # How the rate begins: constant, linear, cosine or exponential.

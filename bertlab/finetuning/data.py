@@ -197,7 +197,7 @@ class FinetuningDataModule(L.LightningDataModule):
         *,
         file_format: str | None = None,  # a key of LABELLED, or my_file.read; None: guessed
         header: bool = True,  # of .csv and .tsv; False: columns have numbers instead of names
-        reader_kwargs: dict[str, Any] | None = None,  # of `ReadOptions`, such as delimiter
+        reader_kwargs: dict[str, Any] | None = None,  # how files are read, such as delimiter
         bad_rows: str = "raise",  # or "skip": left out, and counted by `describe`
         # In the order of ids, or a name for each label of the data; None: those of training.
         label_names: list[str] | dict[Any, str] | None = None,

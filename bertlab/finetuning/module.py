@@ -117,8 +117,8 @@ class FinetuningModule(TrainingModule):
         task: Any,  # a key of TASKS, a dotted name, a class or an object
         pretrained_model_name_or_path: str | os.PathLike | None = None,  # None: random weights
         num_labels: int | None = None,  # None: as many as the data has
-        # Peak of the schedule; None: by width, optimizer and adapter, with the schedule
-        # of DEFAULT_SCHEDULE unless another is given.
+        # Peak of the schedule; None: by width, optimizer and adapter, with linear
+        # warmup and decay unless scheduler options are given.
         learning_rate: float | None = None,
         weight_decay: float = 0.01,  # on matrices alone
         compile_model: bool | str | dict[str, Any] | None = False,  # None: on a GPU; or a mode
@@ -140,8 +140,8 @@ class FinetuningModule(TrainingModule):
         freeze_layers: int | str | list[str] | None = None,
         reinit_layers: int = 0,  # uppermost blocks to reinitialize
         adapter: str | dict[str, Any] | None = None,  # lora, dora, ...; or {type: lora, r: 16, ...}
-        model_kwargs: dict[str, Any] | None = None,  # of MODEL_OPTIONS: dropouts, pooling, kernel
-        model_config_kwargs: dict[str, Any] | None = None,  # of BertLabConfig, for random weights
+        model_kwargs: dict[str, Any] | None = None,  # dropouts, pooling, attn_implementation
+        model_config_kwargs: dict[str, Any] | None = None,  # size of random weights
     ):
         super().__init__()
         self.save_hyperparameters()

@@ -19,12 +19,11 @@ from ..core.names import check_choice, check_range
 class PretrainingConfig:
     "The options of `PretrainingModule`."
 
-    model_config_kwargs: dict[str, Any] | None = None  # of BertLabConfig
+    model_config_kwargs: dict[str, Any] | None = None  # such as hidden_size
     pretrained_model_name_or_path: str | None = None  # weights to begin with; None: random ones
     pretrained_tokenizer_name_or_path: Any = None  # name, path or loaded; None: the model's
     objective: Any = "mlm"  # what is learned, by name; or your own model, as my_file.MyModel
-    # Peak of the schedule; None: by width, optimizer, and where the weights come from
-    # (DEFAULT_LEARNING_RATES).
+    # Peak of the schedule; None: by width, optimizer, and where the weights come from.
     learning_rate: float | None = None
     weight_decay: float | None = 0.001  # on matrices alone; lion wants 3 to 10 times as much
     compile_model: bool | str | dict[str, Any] | None = None  # None: on a GPU; or a mode
@@ -45,7 +44,7 @@ class PretrainingConfig:
     float8: str | None = None  # a recipe of torchao, where the GPU multiplies float8
     load_key_mapping: dict[str, str] | None = None  # our names: those in the checkpoint
     model_kwargs: dict[str, Any] | None = None  # attn_implementation and the like
-    loss_kwargs: dict[str, Any] | None = None  # of LossConfig: z_weight, label_smoothing, ...
+    loss_kwargs: dict[str, Any] | None = None  # z_weight, label_smoothing, chunk_size
     schedule: Any = None  # your own for the phases: f(step), a class, its name; time_budget
     parameter_overrides: dict[str, dict[str, Any]] | None = None  # glob: lr, weight_decay
     save_directories: bool = True  # one for transformers beside each of ModelCheckpoint's
@@ -135,14 +134,17 @@ class PretrainRunConfig(RunConfig):
     "A `RunConfig` with what only pretraining has."
 
     vocab_size: int = 4096  # of the tokenizer that is trained where none is named
-    tokenizer_kind: str = "wordpiece"  # its type
+    tokenizer_kind: str = "wordpiece"  # its type: wordpiece, bpe or unigram
+    cased: bool = False  # its entries keep capital letters; those of bpe and unigram always do
     # Size of random weights, by name; model_config_kwargs changes parts of it. Null:
     # modernbert_tiny on a CPU, modernbert_base on a GPU or TPU, or only what model_config_kwargs
     # says where that has a hidden_size.
     shape: str | None = None
     max_tokens: int | str | None = None  # positions to train on, as 10B, in place of max_steps
-    # Positions of one optimizer step over all processes, as 65536, or 64K for 64,000.
-    batch_tokens: int | str | None = None  # decides rows per batch and accumulation
+    minutes: float | None = None  # training time in place of max_steps; sets model.schedule
+    # Positions of one optimizer step over all processes, as 65536, or 64K for 64,000; rows per
+    # batch and accumulation follow from them.
+    batch_tokens: int | str | None = None
     # Positions of batch_tokens that one process computes at once.
     microbatch_tokens: int | str | None = None
     val_every_steps: int | None = None  # steps between validations; null: ten times in a run
@@ -152,6 +154,7 @@ class PretrainRunConfig(RunConfig):
         super().__post_init__()
         check_range("run.vocab_size", self.vocab_size, 6)
         check_range("run.val_every_steps", self.val_every_steps, 1)
+        check_range("run.minutes", self.minutes, 0, exclude_low=True)
         if self.max_tokens is not None:
             check_range(
                 "run.max_tokens", parse_amount(self.max_tokens, "tokens", "run.max_tokens"), 1

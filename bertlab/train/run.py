@@ -9,6 +9,7 @@ __all__ = ['MODEL', 'TOKENIZER', 'SHAPES', 'MAX_STEPS', 'RunParts', 'run_callbac
            'pretraining_on', 'validation_entropy']
 
 # %% ../../nbs/train/21_run.ipynb #0401d572
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -91,7 +92,10 @@ def _run_limits(
 ) -> list[Callback]:
     "Build the callbacks that end a run."
     limit = budget if run.time_limit is None else run.time_limit
-    callbacks: list[Callback] = [] if limit is None else [TimeLimit(limit)]
+    follows_clock = getattr(run, "minutes", None) and run.val_every_steps is None
+    callbacks: list[Callback] = []
+    if limit is not None:
+        callbacks = [TimeLimit(limit, num_validations=10 if follows_clock else 0)]
     if (run.stop_below, run.stop_above) != (None, None):
         callbacks.append(
             EarlyStopping("val_loss", stopping_threshold=run.stop_below, patience=10**9,
@@ -501,8 +505,10 @@ def _resolve_steps(config: dict[str, Any]) -> None:
     if trainer["max_steps"] == -1:  # Lightning's "no limit"
         trainer["max_steps"] = None
     if tokens is None:
-        trainer["max_steps"] = MAX_STEPS if trainer["max_steps"] is None else trainer["max_steps"]
-        check_range("trainer.max_steps", trainer["max_steps"], 1)
+        has_clock = config["run"]["minutes"] is not None
+        default = -1 if has_clock else MAX_STEPS
+        trainer["max_steps"] = default if trainer["max_steps"] is None else trainer["max_steps"]
+        check_range("trainer.max_steps", trainer["max_steps"], -1 if has_clock else 1)
         return
     if trainer["max_steps"] is not None:
         raise ValueError(
@@ -526,6 +532,15 @@ def resolve_config(
     if run["batch_tokens"] is not None:
         _resolve_batch(config)
     _resolve_steps(config)
+    if run["minutes"] is not None:
+        if model["schedule"] not in (None, "time_budget"):
+            raise ValueError(
+                f"run.minutes={run['minutes']} makes model.schedule time_budget: remove "
+                f"model.schedule={model['schedule']!r}, or set run.time_limit instead"
+            )
+        budget = {"budget": f"{run['minutes']}m"}
+        model["schedule"] = "time_budget"
+        model["scheduler_kwargs"] = budget | (model["scheduler_kwargs"] or {})
     if model[MODEL] is None:
         device_type = find_accelerator(config["trainer"]["accelerator"])
         length = config["data"]["max_sequence_length"]
@@ -555,7 +570,7 @@ def check_model(
 
     model = build_without_weights(build)
     freeze_weights(model, options.freeze)
-    build_optimizer(model, options, max_steps)
+    build_optimizer(model, options, max_steps if max_steps > 0 else math.inf)
 
 
 def check_options(config: Mapping[str, Any]) -> None:  # of `resolve_config`
@@ -588,7 +603,8 @@ def _make_tokenizer(data: PretrainingDataModule, run: PretrainRunConfig, setting
     size = run.vocab_size
     if size == PretrainRunConfig.vocab_size:  # the default: the model may say another
         size = (settings or {}).get("vocab_size") or size
-    return train_tokenizer(data.training_texts(), size, kind=run.tokenizer_kind)
+    lowercase = False if run.cased else None  # None: by the kind
+    return train_tokenizer(data.training_texts(), size, lowercase, kind=run.tokenizer_kind)
 
 
 def build_data(
@@ -648,7 +664,8 @@ def build_pretraining(
             )
         data.prepare_data()
         data.setup("fit")
-    trainer["val_check_steps"] = run.val_every_steps or max(1, trainer["max_steps"] // 10)
+    every = max(1, trainer["max_steps"] // 10) if trainer["max_steps"] > 0 else MAX_STEPS
+    trainer["val_check_steps"] = run.val_every_steps or every
     is_continued = model[MODEL] is not None
     return RunParts(
         recorded, run, module, data, tokenizer, trainer,

@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -137,6 +138,26 @@ def test_max_tokens_set_the_steps(words, capsys):
     assert "max_steps=4" in refuse(capsys, "pretrain", *words, "--run.max_tokens", "1280")
     few = ["--run.max_tokens", "100", "--trainer.max_steps", "null"]
     assert "run.max_tokens=100" in refuse(capsys, "pretrain", *words, *few)
+
+
+def test_minutes_set_a_schedule_without_a_limit_of_steps(words):
+    config = resolved([*words, "--minutes", "1.5", "--trainer.max_steps", "null"])
+    assert config["trainer"]["max_steps"] == -1 and config["model"]["schedule"] == "time_budget"
+    assert config["model"]["scheduler_kwargs"]["budget"] == "1.5m"
+    assert resolved([*words, "--minutes", "1"])["trainer"]["max_steps"] == 4  # what ends first
+    with pytest.raises(ValueError, match="run.minutes=1"):
+        resolved([*words, "--minutes", "1", "--model.schedule", "my_file.mine"])
+
+
+def test_case_and_documents_are_plain_options(words, tmp_path):
+    pairs = (f"Die Katze {i} sitzt lange da.\nEin Hund {i} bellt sehr laut.\n" for i in range(40))
+    (tmp_path / "a.txt").write_text("\n".join(pairs))
+    runs = [built([str(tmp_path / "a.txt"), *words[:2], "--output", str(tmp_path / "x"), *more])
+            for more in ([], ["--cased", "--sample_by", "line"])]  # fmt: skip
+    assert ["K" in run.tokenizer.get_vocab()
+            for run in runs] == [False, True]  # fmt: skip
+    counts = [int(re.search(r"train: (\d+) documents", run.describe())[1]) for run in runs]
+    assert counts[1] == 2 * counts[0]
 
 
 def test_null_disables_clipping_alone(words):
@@ -587,7 +608,9 @@ def test_fill_mask_agrees_with_transformers(folder, capsys):
 
 def test_fill_mask_refuses_in_one_line(folder, capsys, tmp_path, monkeypatch):
     run = str(folder / "run")
-    assert "no such directory" in refuse(capsys, "fill-mask", str(tmp_path / "none"), "x [MASK]")
+    assert "no such file or directory" in refuse(
+        capsys, "fill-mask", str(tmp_path / "none"), "x [MASK]"
+    )
     assert "[MASK]" in refuse(capsys, "fill-mask", run, "no gap")
     assert "config.json" in refuse(capsys, "fill-mask", str(tmp_path), "x [MASK]")
     assert "top_k" in refuse(capsys, "fill-mask", run, "x [MASK]", "--top_k", "0")

@@ -59,9 +59,7 @@ def test_a_comparison_notes_shorter_rows(positions, tmp_path, capsys):
     )
     assert found[str(tmp_path / "model")]["bits_per_byte"] > 0
     notes = [line for line in capsys.readouterr().out.splitlines() if not line.startswith("|")]
-    assert len(notes) == (positions < 128) and all(
-        "model reads 64 positions" in line for line in notes
-    )
+    assert len(notes) == (positions < 128) and all("rows of 64 tokens" in line for line in notes)
 
 
 def test_a_tokenizer_without_room_for_a_word_is_refused(tmp_path, monkeypatch, capsys):

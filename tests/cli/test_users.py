@@ -112,7 +112,7 @@ WRONG = [  # words, and parts of the answer: what it is about, and what to do
     (["finetune", "--data.dataset_name_or_path", "nowhere.csv"], ["nowhere.csv"]),
     (["finetune", "--model.pretrained_model_name_or_path", "run"], ["run"]),
     (["predict", "empty", "own.csv"], ["empty"]),
-    (["predict", "run", "nowhere.csv"], ["run"]),
+    (["predict", "run", "nowhere.csv"], ["nowhere.csv"]),
     (["predict", "./nowhere", "own.csv"], ["./nowhere"]),
     (["predict"], ["directory is missing"]),
     (["demo", "--data", "utf16.txt"], ["iconv -f utf-16"]),
