@@ -479,8 +479,10 @@ class TrainingModule(L.LightningModule):
     def _end_evaluation(self, stage: str) -> None:
         metrics = self.compute_metrics(stage)
         undefined = {k: v for k, v in metrics.items() if not math.isfinite(v)}
-        self.log_dict(metrics)  # with the same arguments at each validation, as Lightning asks
-        if undefined:
+        self.log_dict({name: v for name, v in metrics.items() if name not in undefined})
+        if undefined:  # callbacks see NaN, loggers nothing
+            nan = {name: torch.tensor(value) for name, value in undefined.items()}
+            self.trainer.callback_metrics.update(nan)
             rank_zero_warn(
                 f"{', '.join(undefined)} cannot be computed: no row of the set has a label, or the "
                 "loss is not finite"
