@@ -51,7 +51,7 @@ def run_command(
         if getattr(mistake, "name", None):  # one of our own imports fails
             raise
         report(" ".join(str(mistake).split()))
-        return 2
+        return 3 if isinstance(mistake, ChildProcessError) else 2
     except (KeyboardInterrupt, SystemExit) as error:  # Lightning makes an exit of Ctrl-C
         if isinstance(error, SystemExit) and not isinstance(error.__context__, KeyboardInterrupt):
             raise
@@ -65,7 +65,13 @@ def run_command(
         if type(error).__name__ == "TrainingStopped":
             report(str(error))
             return 4
-        if not isinstance(error, RuntimeError) or not _LOST_PEER.search(str(error)):
+        if not isinstance(error, RuntimeError):
+            raise
+        if "DataLoader worker" in str(error):  # it is raised wherever the run is at that moment
+            explained = import_module("bertlab.data.loaders").worker_error(error) or error
+            report(f"{explained}{resume and '; then continue with bertlab '}{resume}")
+            return 3
+        if not _LOST_PEER.search(str(error)):
             raise
         report(
             f"process {_process_number()} ends because another process of the run died; the other "

@@ -221,7 +221,8 @@ class PretrainingDataConfig:
     num_workers: int = 0  # processes that make batches; 0: none beside the run itself
     collator_kwargs: dict[str, Any] | None = None  # such as mlm_probability
     packing: bool = True  # False: one document a row
-    packing_pad_to_budget: bool = False  # fill an epoch's last batch with blank rows
+    # Fill an epoch's last batch with blank rows; None: if it has more than 1% of the rows.
+    packing_pad_to_budget: bool | None = None
     cache_dir: str | os.PathLike | None = None  # for tokens; None: keep them in memory
     # How text is read, cut and mixed: max_documents, overflow, stride, mixture_weights, ...
     data_kwargs: dict[str, Any] | None = None

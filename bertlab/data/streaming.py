@@ -8,11 +8,12 @@ __all__ = ['MAX_SHARDS', 'has_exact_state', 'StreamShard', 'StreamOptions', 'Pac
 # %% ../../nbs/data/14_streaming.ipynb #15799496
 import heapq
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import count, islice
 from math import gcd
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import numpy as np
@@ -186,7 +187,7 @@ class PackedStream(IterableDataset):
         weights, self.group_sizes = zip(*(mixture or [(1.0, len(shards))]))
         self.turns = InterleavedTurns(weights)
         self.delivered, self.blocks = 0, {}  # rows of this process; of each shard, the latest block
-        self.tells_blocks, self.encoder, self.pool = False, None, None
+        self.tells_blocks, self.encoder = False, None
 
     @property
     def num_shards(self) -> int:
@@ -209,8 +210,17 @@ class PackedStream(IterableDataset):
         return rows.build([(0, index) for index in range(len(rows))])
 
     def read_ahead(self, read: Callable, block: dict) -> Future:
-        self.pool = self.pool or ThreadPoolExecutor(1)
-        return self.pool.submit(read, block)
+        "Read a block in a thread. A program that ends waits for an executor's, but not for this."
+        future = Future()
+
+        def work() -> None:
+            try:
+                future.set_result(read(block))
+            except BaseException as error:
+                future.set_exception(error)
+
+        Thread(target=work, daemon=True).start()
+        return future
 
     def locate(self, row: int) -> tuple[int, int]:  # shard, row of the shard
         "Find a row of the whole stream."
@@ -264,7 +274,7 @@ class PackedStream(IterableDataset):
         self.delivered, self.turn = total // self.world_size, state["turn"]
 
     def __getstate__(self) -> dict:
-        return {**self.__dict__, "pool": None, "encoder": None}
+        return {**self.__dict__, "encoder": None}
 
 # %% ../../nbs/data/14_streaming.ipynb #c0accf75
 MAX_SHARDS = 64  # of a stream of more files, unless another number is given

@@ -25,7 +25,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch.utils.data import DataLoader, Dataset
 
 from ..core.names import check_range
-from ..data.loaders import EpochBatches, filled_batches, ignore_parent_signals
+from ..data.loaders import EpochBatches, eval_loader
 from ..data.readers import ErrorHandler, ReadOptions, parse_json, resolve_column
 from ..data.rows import IGNORE_INDEX
 from ..data.sources import iter_rows
@@ -589,15 +589,8 @@ class EmbeddingDataModule(L.LightningDataModule):
         "Return each pair once, in equally many batches for each process, padded at the end."
         if (rows := self.datasets.get("validation")) is None:
             return None
-        return DataLoader(
-            rows,
-            batch_sampler=filled_batches(len(rows), self.batch_sizes[1], *self._rank()),
-            collate_fn=self.collator,
-            num_workers=self.num_workers,
-            pin_memory=torch.cuda.is_available(),
-            generator=torch.Generator().manual_seed(0),
-            worker_init_fn=ignore_parent_signals,
-        )
+        size = self.batch_sizes[1]
+        return eval_loader(rows, self.collator, size, self.num_workers, *self._rank())
 
     def teardown(self, stage: str | None = None) -> None:
         if self.batches:

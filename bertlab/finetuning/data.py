@@ -17,12 +17,11 @@ from typing import Any
 
 import lightning as L
 import numpy as np
-import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch.utils.data import DataLoader, Dataset
 
 from ..core.names import check_choice, check_minimum, check_range, resolve
-from ..data.loaders import EpochBatches, filled_batches, ignore_parent_signals
+from ..data.loaders import EpochBatches, eval_loader
 from ..data.readers import resolve_column
 from ..data.rows import IGNORE_INDEX, PADDING
 from ..data.supervised import SupervisedCollator
@@ -490,15 +489,8 @@ class FinetuningDataModule(L.LightningDataModule):
         "Load each row once, in the same number of batches on each process."
         if (rows := self.datasets.get(split)) is None:
             return None
-        return DataLoader(
-            rows,
-            batch_sampler=filled_batches(len(rows), self.batch_sizes[split], *self._rank()),
-            collate_fn=self.collator,
-            num_workers=self.num_workers,
-            pin_memory=torch.cuda.is_available(),
-            generator=torch.Generator().manual_seed(0),
-            worker_init_fn=ignore_parent_signals,
-        )
+        size = self.batch_sizes[split]
+        return eval_loader(rows, self.collator, size, self.num_workers, *self._rank())
 
     def teardown(self, stage: str | None = None) -> None:
         "End the workers, which would wait for another epoch."

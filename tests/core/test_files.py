@@ -1,5 +1,6 @@
 "Files are replaced atomically, and no run overwrites another."
 
+import errno
 import json
 import os
 import signal
@@ -37,16 +38,72 @@ def test_an_error_while_writing_leaves_the_old_file(tmp_path):
     assert path.read_text() == "old" and names(tmp_path) == ["a.txt"]
 
 
-def test_a_kill_while_writing_leaves_the_old_file(tmp_path):
-    path = tmp_path / "a.txt"
-    path.write_text("old")
-    code = (
-        "import os, signal, sys\nfrom bertlab.core.files import atomic_write\n"
-        "with atomic_write(sys.argv[1]) as t:\n"
-        "    t.write_text('half'); os.kill(os.getpid(), signal.SIGKILL)"
-    )
-    status = subprocess.run([sys.executable, "-c", code, path]).returncode
-    assert status == -signal.SIGKILL and path.read_text() == "old"
+def fork(work) -> int:
+    "Run a function in a forked process; return the wait status."
+    child = os.fork()
+    if child == 0:
+        work()
+        os._exit(0)
+    return os.waitpid(child, 0)[1]
+
+
+def kill_at(n, work, events=("os.rename", "os.remove", "os.rmdir")) -> bool:
+    "Kill a process at its n-th file operation; False if it has fewer."
+
+    def begin():
+        counts = iter(range(1, n + 1))
+
+        def watch(event, arguments):
+            if event in events and next(counts) == n:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        sys.addaudithook(watch)
+        work()
+
+    return os.WIFSIGNALED(fork(begin))
+
+
+def write_file(path, content):
+    with atomic_write(path) as temporary:
+        temporary.write_text(content)
+
+
+@pytest.mark.parametrize("write", [write_file, lambda path, content: write_model(path, content)])
+def test_a_killed_writer_leaves_the_old_content_alone(tmp_path, write):
+    path = tmp_path / "a[1]"
+    write(path, "old")
+    assert kill_at(1, lambda: write(path, "new"))
+    assert len(names(tmp_path)) == 2 and content_of(path) == "old"
+    write(path, "newer")
+    assert names(tmp_path) == ["a[1]"] and content_of(path) == "newer"
+
+
+@pytest.mark.parametrize("write", [write_file, lambda path, content: write_model(path, content)])
+def test_a_writer_spares_the_temporary_files_of_another(tmp_path, write):
+    (tmp_path / ".a.mine.tmp").write_text("another program's")
+    living = atomic_write if write is write_file else atomic_directory
+    with living(tmp_path / "a") as temporary:
+        fork(lambda: write(tmp_path / "a", "other"))
+        assert temporary.exists() and content_of(tmp_path / "a") == "other"
+        (temporary / "weights" if temporary.is_dir() else temporary).write_text("mine")
+    assert content_of(tmp_path / "a") == "mine" and names(tmp_path) == [".a.mine.tmp", "a"]
+
+
+def fail(error, cause=None):
+    raise error from cause
+
+
+FULL = OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize("errors", [(FULL,), (RuntimeError("stream failed"), FULL),
+                                    (RuntimeError("I/O error: No space left on device"),)])  # fmt: skip
+def test_a_full_disk_names_the_file(tmp_path, errors):
+    for write in (atomic_write, atomic_directory):
+        with pytest.raises(OSError) as raised, write(tmp_path / "model"):
+            fail(*errors)
+        assert raised.value.filename == str(tmp_path / "model") and not names(tmp_path)
+        assert raised.value.errno == errno.ENOSPC
 
 
 def test_permissions_are_the_old_files_or_the_usual_ones(tmp_path):
@@ -71,6 +128,10 @@ def test_numbers_that_are_not_finite_are_null_in_json(tmp_path):
 def write_model(directory, content, **options):
     with atomic_directory(directory, **options) as temporary:
         (temporary / "weights").write_text(content)
+
+
+def content_of(path):
+    return (path / "weights" if path.is_dir() else path).read_text()
 
 
 def test_a_directory_appears_complete_or_not_at_all(tmp_path):
@@ -109,36 +170,19 @@ def test_a_link_to_a_directory_stays_a_link(tmp_path):
 
 
 def test_a_kill_at_any_step_loses_neither_model_nor_user_files(tmp_path):
-    "A child is killed at its n-th rename, link or removal, until it has none left."
-    n_kills = 0
-    while True:
-        n_kills += 1
-        directory = tmp_path / f"{n_kills}" / "model"
+    is_killed, n = True, 0
+    while is_killed:
+        n += 1
+        directory = tmp_path / f"{n}" / "model"
         write_model(directory, "old")
         (directory / "NOTES.md").write_text("mine")
-        child = os.fork()
-        if child == 0:
-            n_events = 0
-
-            def watch(event, arguments):
-                nonlocal n_events
-                if event in ("os.rename", "os.remove", "os.rmdir"):
-                    n_events += 1
-                    if n_events == n_kills:
-                        os.kill(os.getpid(), signal.SIGKILL)
-
-            sys.addaudithook(watch)
-            write_model(directory, "new", keep=True)
-            os._exit(0)
-        status = os.waitpid(child, 0)[1]
+        is_killed = kill_at(n, lambda: write_model(directory, "new", keep=True))  # noqa: B023
         recover_directory(directory)
         assert (directory / "NOTES.md").read_text() == "mine"
         assert (directory / "weights").read_text() in ("old", "new")
         write_model(directory, "new", keep=True)
         assert names(directory) == ["NOTES.md", "weights"] and names(directory.parent) == ["model"]
-        if os.WIFEXITED(status):
-            break
-    assert n_kills > 4
+    assert n > 4
 
 
 def test_a_directory_created_in_the_meantime_stays(tmp_path):
@@ -163,6 +207,25 @@ def test_overwriting_keeps_every_earlier_run(tmp_path):
         prepare_run_directory(tmp_path, overwrite=True)
     notes = [(tmp_path / f"previous-{n + 1}" / "notes" / "mine.txt").read_text() for n in range(3)]
     assert notes == ["0", "1", "2"] and not (tmp_path / RUN_FILE).exists()
+
+
+@pytest.mark.parametrize("flags", [{"overwrite": True}, {}])
+def test_overwriting_that_was_killed_is_completed_by_the_next_call(tmp_path, flags):
+    is_killed, n = True, 0
+    while is_killed:
+        n += 1
+        run = tmp_path / f"{n}"
+        run.mkdir()
+        for name in ("checkpoint", RUN_FILE, "tokenizer"):
+            (run / name).write_text("old")
+        is_killed = kill_at(
+            n, lambda: prepare_run_directory(run, overwrite=True), ("shutil.move", "os.rename")  # noqa: B023
+        )  # fmt: skip
+        is_begun = not (run / "checkpoint").exists()
+        prepare_run_directory(run, **flags if is_begun else {"overwrite": True})
+        assert names(run / "previous-1") == ["checkpoint", RUN_FILE, "tokenizer"]
+        assert not {*names(run)} - {"previous-1", ".lock"}
+    assert n > 4
 
 
 @pytest.mark.parametrize(
@@ -245,6 +308,21 @@ def test_a_locked_directory_is_refused_until_its_process_ends(tmp_path):
         first.kill()
         first.wait()
     assert output(run) == "locked"
+
+
+@pytest.mark.parametrize("change", ["rename", "replace"])
+def test_a_directory_that_is_renamed_gets_no_more_files(tmp_path, change):
+    run = tmp_path / "run"
+    with lock_directory(run):
+        write_file(run / "models/a", "1")
+        run.rename(tmp_path / "other")
+        if change == "replace":
+            run.mkdir()
+        for write in (write_file, write_model):
+            with pytest.raises(OSError, match=f"{run} was renamed"):
+                write(run / "models/b", "2")
+        assert run.exists() == (change == "replace")
+    write_file(run / "models/b", "2")
 
 
 def test_a_process_may_lock_its_own_directory_again(tmp_path):

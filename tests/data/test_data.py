@@ -1,6 +1,8 @@
 """Data modules: every parameter does its thing, processes share fairly, mistakes are named early."""
 
+import os
 import re
+import signal
 
 import numpy as np
 import pytest
@@ -8,7 +10,7 @@ import torch
 from test_training import word_tokenizer
 
 from bertlab.data.collators import MaskedDiffusionCollator, MaskedLanguageModelingCollator
-from bertlab.data.loaders import EpochBatches
+from bertlab.data.loaders import EpochBatches, eval_loader, worker_error
 from bertlab.data.module import PretrainingDataConfig, PretrainingDataModule
 from bertlab.data.packing import PackedDataset
 from bertlab.data.rows import Collator
@@ -201,24 +203,22 @@ def test_without_packing_a_row_is_one_document(tmp_path, streaming):
     assert sorted(TOKENIZER.decode(r[m > 0][1:-1]) for r, m in zip(ids, masks)) == sorted(texts)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-@pytest.mark.parametrize("fill", [False, True])
-def test_the_last_batch_is_left_out_or_filled(world_size, fill):
-    rows = PackedDataset([np.full(20, 5 + n) for n in range(50)], 32, **SPECIAL)
-    loaders = [EpochBatches(rows, list, 4, rank=r, world_size=world_size, fill=fill)
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize(
+    "num_rows, fill, num_seen",
+    [(50, False, 48), (50, True, 50), (50, None, 50), (801, None, 800)],
+)
+def test_an_epoch_has_each_row_once(num_rows, fill, num_seen, world_size):
+    rows = PackedDataset([np.full(20, 5 + n) for n in range(num_rows)], 32, **SPECIAL)
+    loaders = [EpochBatches(rows, list, 8 // world_size, rank=r, world_size=world_size, fill=fill)
                for r in range(world_size)]  # fmt: skip
-    batches = [list(loader) for loader in loaders]
-    assert len({len(part) for part in batches}) == 1
-    assert all(len(batch) == 4 for part in batches for batch in part)
-    seen = [
-        row["input_ids"][1]
-        for part in batches
-        for b in part
-        for row in b
-        if row["attention_mask"].any()
-    ]
-    assert len(set(seen)) == len(seen)
-    assert len(seen) == (50 if fill else 50 // (4 * world_size) * 4 * world_size)
+    for _ in range(2):
+        shares = [list(loader) for loader in loaders]
+        assert len({len(batches) for batches in shares}) == 1
+        batches = [batch for share in shares for batch in share]
+        assert all(len(batch) == 8 // world_size for batch in batches)
+        ids = [row["input_ids"][1] for b in batches for row in b if row["attention_mask"].any()]
+        assert len(set(ids)) == len(ids) == num_seen
 
 
 @pytest.mark.parametrize("packing", [False, True])
@@ -506,3 +506,63 @@ def test_what_reading_left_out_is_told(tmp_path):
     assert re.search(r"a\.txt: left out 7: duplicates", said) and re.search(
         r"a\.txt: 1 text files with one document", said
     )
+
+
+# ---- workers --------------------------------------------------------------------------------------
+
+
+class Trouble(torch.utils.data.Dataset):
+    "Rows whose second one is in trouble."
+
+    def __init__(self, trouble):
+        self.trouble = trouble
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        if index == 1:
+            self.trouble()
+        return {"environment": os.environ.get("TOKENIZERS_PARALLELISM")}
+
+
+def kill_myself():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def refuse():
+    raise ValueError("the column 'a' is empty")
+
+
+def test_the_error_of_a_worker_is_one_line():
+    with pytest.raises(ChildProcessError, match=r"process \d+.*num_workers"):
+        list(eval_loader(Trouble(kill_myself), list, 1, num_workers=1))
+    with pytest.raises(ValueError, match="^the column 'a' is empty$"):
+        list(eval_loader(Trouble(refuse), list, 1, num_workers=1))
+
+
+def test_missing_shared_memory_ends_a_run(monkeypatch):
+    def fail(self):
+        raise RuntimeError("unable to allocate shared memory(shm) for file </torch_1>: No space")
+
+    monkeypatch.setattr(torch.Tensor, "share_memory_", fail)
+    loader = eval_loader(Trouble(list), lambda rows: {"ids": torch.zeros(1)}, 1, num_workers=1)
+    with pytest.raises(OSError, match="num_workers") as raised:
+        list(loader)
+    assert raised.value.filename == "/dev/shm"
+    bus_error = (
+        "DataLoader worker (pid 1) is killed by signal: Bus error. ... out of shared memory."
+    )
+    assert worker_error(RuntimeError(bus_error)).filename == "/dev/shm"
+    assert worker_error(RuntimeError("CUDA out of memory")) is None
+
+
+@pytest.mark.parametrize("value", [None, "true"])
+def test_workers_use_no_threads_of_the_tokenizers(monkeypatch, value):
+    "With threads a forked worker hangs, or warns; users set the variable or not."
+    monkeypatch.delenv("TOKENIZERS_PARALLELISM")
+    if value is not None:
+        monkeypatch.setenv("TOKENIZERS_PARALLELISM", value)
+    rows = [row for batch in eval_loader(Trouble(list), list, 1, num_workers=1) for row in batch]
+    assert rows == [{"environment": "false"}] * 4
+    assert os.environ.get("TOKENIZERS_PARALLELISM") == value

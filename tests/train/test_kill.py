@@ -51,10 +51,11 @@ def die_while_writing(nth):
     real, seen = os.fsync, []
 
     def half(descriptor):
-        if os.readlink(f"/proc/self/fd/{descriptor}").endswith(".tmp"):
-            seen.append(descriptor)
+        path = os.readlink(f"/proc/self/fd/{descriptor}")
+        if path.endswith(".tmp") and ".ckpt." in path:
+            seen.append(path)
             if len(seen) == nth:
-                os.ftruncate(descriptor, os.fstat(descriptor).st_size // 2)
+                os.truncate(path, os.path.getsize(path) // 2)
                 die()
         real(descriptor)
 

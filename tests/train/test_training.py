@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -124,7 +125,7 @@ def test_the_logged_loss_is_that_of_all_labels_of_the_window():
     np.testing.assert_array_equal(parts.column("tokens"), whole.column("tokens"))
 
 
-# 43 rows, 10 full batches an epoch: steps around the epoch's end (10, 11) and the validation (6).
+# 43 rows, 11 batches an epoch: steps around the end of the epoch (11, 12) and the validation (6).
 @pytest.mark.parametrize("stop_at", [1, 5, 6, 7, 10, 11, 12, 14])
 def test_a_run_stopped_at_any_step_and_resumed_is_bit_identical(tmp_path, stop_at):
     data, path = Texts(), tmp_path / "last.ckpt"
@@ -148,6 +149,61 @@ def test_resume_is_exact_with_workers_and_inside_accumulation(tmp_path, options)
     resumed, again = train(make(), 9, [TrainingCheckpoint(path)], path, seed=77, **trainer_options)
     np.testing.assert_array_equal(again.column("train_loss"), record.column("train_loss"))
     assert again.validation == record.validation and equal(weights, resumed)
+
+
+class Stuck:
+    "A collator that sends its run a signal, and then waits, when it makes its n-th batch."
+
+    def __init__(self, collator, n):
+        self.collator, self.n, self.process = collator, n, os.getpid()
+
+    def __call__(self, rows):
+        self.n -= 1
+        if self.n == 0:
+            os.kill(self.process, signal.SIGTERM)
+            time.sleep(100)
+        return self.collator(rows)
+
+
+@pytest.fixture(scope="module")
+def whole_runs():
+    return {window: train(Texts(), 12, accumulate_grad_batches=window) for window in (1, 2)}
+
+
+# Batches before the first step, within an epoch, after its end, within a step, in validation.
+@pytest.mark.parametrize(
+    "n, window, options, saved",
+    [(1, 1, {}, 0), (5, 1, {}, 4), (12, 1, {}, 11), (7, 2, {}, 3), (8, 2, {}, None),
+     (10, 1, {"val_check_steps": 8}, 8)],
+)  # fmt: skip
+def test_a_run_that_waits_for_data_is_saved_and_ends(
+    tmp_path, monkeypatch, whole_runs, n, window, options, saved
+):
+    monkeypatch.setattr("bertlab.train.checkpoints.DATA_SECONDS", 0.2)
+    data, before = Texts(), signal.getsignal(signal.SIGALRM)
+    data.collator, data.prepare_data = Stuck(data.collator, n), lambda: None
+    options |= {"accumulate_grad_batches": window}
+    train(data, 12, [TrainingCheckpoint(tmp_path)], **options)
+    assert signal.getsignal(signal.SIGALRM) == before
+    checkpoints = [path.name for path in tmp_path.iterdir()]
+    assert checkpoints == ([] if saved is None else [f"step-{saved:08}.ckpt"])
+    if checkpoints:
+        resumed, again = train(
+            Texts(), 12, [TrainingCheckpoint(tmp_path)], tmp_path, seed=77, **options
+        )
+        weights, record = whole_runs[window]
+        np.testing.assert_array_equal(again.column("train_loss"), record.column("train_loss"))
+        assert equal(weights, resumed)
+
+
+def test_a_run_ends_though_its_worker_hangs(tmp_path, monkeypatch, whole_runs):
+    monkeypatch.setattr("bertlab.train.checkpoints.DATA_SECONDS", 0.2)
+    data = Texts(num_workers=1)
+    data.collator, data.prepare_data = Stuck(data.collator, 1), lambda: None
+    train(data, 12, [TrainingCheckpoint(tmp_path)])
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000000.ckpt"]
+    resumed, _ = train(Texts(), 12, [TrainingCheckpoint(tmp_path)], tmp_path, seed=77)
+    assert equal(whole_runs[1][0], resumed)
 
 
 def test_signals_are_given_back_after_training(tmp_path):
