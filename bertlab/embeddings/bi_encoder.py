@@ -9,6 +9,7 @@ __all__ = ['ST_DEFAULTS', 'DOCUMENT_PROMPTS', 'length_batches', 'normalize_rows'
 # %% ../../nbs/embeddings/04_bi_encoder.ipynb #4a78893a
 import copy
 import os
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -55,7 +56,8 @@ def length_batches(
 
 # %% ../../nbs/embeddings/04_bi_encoder.ipynb #639ae8c3
 # Settings of config_sentence_transformers.json, which is written again as it was read.
-ST_DEFAULTS = {"prompts": {}, "default_prompt_name": None, "similarity_fn_name": "cosine"}
+ST_DEFAULTS = {"prompts": {}, "default_prompt_name": None, "similarity_fn_name": "cosine",
+               "matryoshka_dims": None}  # fmt: skip  # shorter widths that were trained, if known
 DOCUMENT_PROMPTS = ("document", "passage", "corpus")  # names of that prompt, by priority
 
 
@@ -180,6 +182,12 @@ class BiEncoder(nn.Module):
     ) -> np.ndarray:  # (N, D) float32
         "Encode texts in batches by length, without dropout or gradients."
         check_range("truncate_dim", truncate_dim, 1, self.embedding_dim)
+        trained = self.st_config["matryoshka_dims"]
+        if trained is not None and truncate_dim not in (None, self.embedding_dim, *trained):
+            warnings.warn(
+                f"no vectors of width {truncate_dim} were trained, so their similarities mean less: "
+                f"take {' or '.join(map(str, (*trained, self.embedding_dim)))} (matryoshka_dims)"
+            )
         ids, device = self.tokenize(texts, prompt), self.encoder.device
         vectors_ND = np.empty((len(ids), self.embedding_dim), np.float32)
         pad_token_id = self.encoder.config.pad_token_id or 0

@@ -274,6 +274,7 @@ class EmbeddingModule(TrainingModule):
         if model.similarity_fn_name not in ("dot", "euclidean") or not model.normalize:
             model.st_config["similarity_fn_name"] = "cosine"
         self.loss.check_dim(model.embedding_dim)
+        model.st_config["matryoshka_dims"] = [*self.loss.matryoshka_dims]
         self.model = model
         build_param_groups(self, self._optimizer_settings())  # validates the overrides
 

@@ -1,6 +1,7 @@
 "A bi-encoder's vectors do not depend on the batch, and others open its directory without bertlab."
 
 import json
+import warnings
 import subprocess
 import sys
 
@@ -61,6 +62,17 @@ def test_a_prefix_of_a_vector_is_normed_anew():
     assert cut.shape == (10, 8) and np.allclose(np.linalg.norm(cut, axis=1), 1, atol=1e-6)
     whole = model.encode(texts)[:, :8]
     assert np.allclose(cut, whole / np.linalg.norm(whole, axis=1, keepdims=True), atol=1e-6)
+
+
+@pytest.mark.parametrize("known, asked, warns", [
+    ([8], 16, True), ([], 8, True), ([8], 8, False), ([8], 32, False), (None, 16, False),
+])  # fmt: skip
+def test_a_width_that_was_never_trained_gets_a_warning(tmp_path, known, asked, warns):
+    make_model(st_config={"matryoshka_dims": known}).save(tmp_path)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", UserWarning)
+        BiEncoder.load(tmp_path).encode(["alpha"], truncate_dim=asked)
+    assert [f"width {asked} " in str(w.message) for w in caught if w.category is UserWarning] == [True] * warns
 
 
 @pytest.mark.parametrize(
