@@ -25,5 +25,4 @@ __getattr__, __dir__ = _lazy_parts(__name__, (
     "context",
     "vocabulary",
     "context_parallel",
-    "causal",
 ))

@@ -21,4 +21,3 @@ from . import adapters as adapters
 from . import context as context
 from . import vocabulary as vocabulary
 from . import context_parallel as context_parallel
-from . import causal as causal

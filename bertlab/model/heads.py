@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AutoModelForMaskedLM
-from transformers.modeling_outputs import BaseModelOutput, MaskedLMOutput
+from transformers.modeling_outputs import MaskedLMOutput
 from transformers.utils import can_return_tuple
 
 from ..data.rows import IGNORE_INDEX
@@ -109,7 +109,8 @@ def _take(values: Tensor | None, positions_BM: Tensor | None) -> Tensor | None:
 class TokenPredictionModel(BertLabPreTrainedModel):
     """Score vectors by a `head` over the vocabulary, and resize it.
 
-    A subclass builds `encoder` and `head`, and its `forward` computes the vectors to be scored.
+    A subclass builds `encoder` and `head`. If other vectors than the encoder's are scored, it has
+    `vectors_to_score`; a subclass with other inputs has a `forward` of its own.
     """
 
     encoder: BertLabModel
@@ -117,6 +118,7 @@ class TokenPredictionModel(BertLabPreTrainedModel):
     compiled_head = None  # `head_and_loss`, compiled for training on a GPU
     # The key that batches of this objective have, and those of others do not; None: no such key.
     required_input: str | None = None
+    scores_encoder = True  # whether the head scores the encoder's own vectors
 
     def resize_token_embeddings(self, *args, **kwargs) -> nn.Embedding:
         "As in transformers; the head follows."
@@ -126,14 +128,12 @@ class TokenPredictionModel(BertLabPreTrainedModel):
 
     def score(
         self,
-        x_BLD: Tensor,
-        labels_BL: Tensor | None = None,  # None: there is no loss
-        positions_BM: Tensor | None = None,  # predict only here; None: everywhere
+        x: Tensor,  # (B, L, D)
+        labels: Tensor | None = None,  # (B, L); None: there is no loss
         loss_config: LossConfig = LossConfig(),
-        weights_BL: Tensor | None = None,  # of each label's loss
+        weights: Tensor | None = None,  # (B, L), of each label's loss
     ) -> tuple[Tensor | None, LossSums | None]:  # logits; None if `loss_config` keeps none
-        "Score vectors at the requested positions."
-        x, labels, weights = (_take(t, positions_BM) for t in (x_BLD, labels_BL, weights_BL))
+        "Score vectors, and compare the scores with labels."
         head = lambda x: self.head(x, embedding_VD)
         embedding_VD = self.get_input_embeddings().weight
         if labels is None:
@@ -150,17 +150,46 @@ class TokenPredictionModel(BertLabPreTrainedModel):
         logits = head(x)
         return None if loss_only else logits, sum_losses(logits, labels, loss_config, weights)
 
-
-def _make_output(
-    encoded: BaseModelOutput,
-    logits: Tensor | None,  # None if the loss keeps none
-    sums: LossSums | None,  # None without labels
-) -> TokenPredictionOutput:
-    "Make the output of a model."
-    values = {"hidden_states": encoded.hidden_states, "attentions": encoded.attentions}
-    if sums is not None:
-        values |= sums._asdict() | {"loss": sums.mean()}
-    return TokenPredictionOutput(logits=logits, **values)
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,  # (B, L)
+        attention_mask: Tensor | None = None,  # (B, L): document numbers, or 0/1; None: no padding
+        position_ids: Tensor | None = None,  # (B, L); None: restart at 0 in each document
+        labels: Tensor | None = None,  # (B, L): true ids, -100 where nothing is predicted
+        label_positions: Tensor | None = None,  # (B, M): predict only here; spares have no label
+        loss_weights: Tensor | None = None,  # (B, L): diffusion's 1 / t at labels; None: 1
+        token_shares: Tensor | None = None,  # (B, L): what each token counts for; None: ids tell
+        token_type_ids: Tensor | None = None,  # (B, L), if the configuration has segments
+        inputs_embeds: Tensor | None = None,  # (B, L, D) in place of input_ids
+        output_hidden_states: bool | None = None,
+        output_attentions: bool | None = None,
+        loss_config: LossConfig = LossConfig(),
+        row_keys: Tensor | None = None,  # (B,) int64: what the coins of enhanced masking depend on
+        num_dropped_labels: Tensor | None = None,  # (B,), of the collator for reports; not read
+    ) -> TokenPredictionOutput:  # logits (B, L, V), or (B, M, V) with label_positions
+        encoded = self.encoder(
+            input_ids, attention_mask, position_ids, token_type_ids, inputs_embeds,
+            output_hidden_states, output_attentions, return_dict=True,
+            output_positions=label_positions if self.scores_encoder else None,
+        )  # fmt: skip
+        x, tokens = encoded[0], input_ids if inputs_embeds is None else inputs_embeds
+        documents_BL = full_mask(tokens) if attention_mask is None else attention_mask
+        if not self.scores_encoder:
+            x, labels = self.vectors_to_score(x, documents_BL, position_ids, labels, row_keys)
+            x = _take(x, label_positions)
+        labels, weights = (_take(t, label_positions) for t in (labels, loss_weights))
+        logits, sums = self.score(x, labels, loss_config, weights)
+        if sums is not None and loss_weights is not None:  # a mean over all maskable tokens
+            if token_shares is None:
+                count = count_maskable(input_ids, documents_BL, self.config)
+            else:
+                count = token_shares.sum(dtype=torch.float32)  # the shares may have 16 bits
+            sums = sums._replace(num_labels=count)
+        values = {"hidden_states": encoded.hidden_states, "attentions": encoded.attentions}
+        if sums is not None:
+            values |= sums._asdict() | {"loss": sums.mean()}
+        return TokenPredictionOutput(logits=logits, **values)
 
 # %% ../../nbs/model/06_heads.ipynb #2a468e42
 def count_maskable(
@@ -189,40 +218,6 @@ class BertLabForMaskedLM(TokenPredictionModel):
         self.encoder = BertLabModel(config)
         self.head = MaskedLMHead(config)
         self.post_init()
-
-    @can_return_tuple
-    def forward(
-        self,
-        input_ids: Tensor | None = None,  # (B, L)
-        attention_mask: Tensor | None = None,  # (B, L): document numbers, or 0/1; None: no padding
-        position_ids: Tensor | None = None,  # (B, L); None: restart at 0 in each document
-        labels: Tensor | None = None,  # (B, L): true ids, -100 where nothing is predicted
-        label_positions: Tensor | None = None,  # (B, M): predict only here; spares have no label
-        loss_weights: Tensor | None = None,  # (B, L): diffusion's 1 / t at labels; None: 1
-        token_shares: Tensor | None = None,  # (B, L): what each token counts for; None: ids tell
-        token_type_ids: Tensor | None = None,  # (B, L), if the configuration has segments
-        inputs_embeds: Tensor | None = None,  # (B, L, D) in place of input_ids
-        output_hidden_states: bool | None = None,
-        output_attentions: bool | None = None,
-        loss_config: LossConfig = LossConfig(),
-        num_dropped_labels: Tensor | None = None,  # (B,), of the collator for reports; not read
-    ) -> TokenPredictionOutput:  # logits (B, L, V), or (B, M, V) with label_positions
-        encoded = self.encoder(
-            input_ids, attention_mask, position_ids, token_type_ids, inputs_embeds,
-            output_hidden_states, output_attentions, output_positions=label_positions,
-            return_dict=True,
-        )  # fmt: skip
-        labels, weights = (_take(t, label_positions) for t in (labels, loss_weights))
-        logits, sums = self.score(encoded[0], labels, None, loss_config, weights)
-        if sums is not None and loss_weights is not None:  # a mean over all maskable tokens
-            if token_shares is None:
-                tokens = input_ids if inputs_embeds is None else inputs_embeds
-                mask = full_mask(tokens) if attention_mask is None else attention_mask
-                count = count_maskable(input_ids, mask, self.config)
-            else:
-                count = token_shares.sum(dtype=torch.float32)  # the shares may have 16 bits
-            sums = sums._replace(num_labels=count)
-        return _make_output(encoded, logits, sums)
 
 # %% ../../nbs/model/06_heads.ipynb #02689b39
 class BertLabForMaskedDiffusion(BertLabForMaskedLM):
@@ -353,6 +348,7 @@ class BertLabForCausalLM(TokenPredictionModel):
     "The encoder of a configuration reading from left to right: a control of the same size."
 
     required_input = "row_keys"  # of the collator that masks nothing
+    scores_encoder = False
 
     def __init__(self, config: BertLabConfig):
         config = copy.copy(config)
@@ -362,40 +358,28 @@ class BertLabForCausalLM(TokenPredictionModel):
         self.head = MaskedLMHead(config)
         self.post_init()
 
-    @can_return_tuple
-    def forward(
+    def vectors_to_score(
         self,
-        input_ids: Tensor | None = None,  # (B, L)
-        attention_mask: Tensor | None = None,  # (B, L): document numbers, or 0/1; None: no padding
-        position_ids: Tensor | None = None,  # (B, L); None: restart at 0 in each document
-        labels: Tensor | None = None,  # (B, L): the ids themselves at tokens that are predicted
-        label_positions: Tensor | None = None,  # (B, M): predict only these
-        token_type_ids: Tensor | None = None,  # (B, L), if the configuration has segments
-        inputs_embeds: Tensor | None = None,  # (B, L, D) in place of input_ids
-        output_hidden_states: bool | None = None,
-        output_attentions: bool | None = None,
-        loss_config: LossConfig = LossConfig(),
-        row_keys: Tensor | None = None,  # of the collator; not read
-        num_dropped_labels: Tensor | None = None,  # (B,), of the collator for reports; not read
-    ) -> TokenPredictionOutput:  # logits (B, L, V): at i the scores of token i given those before
-        encoded = self.encoder(
-            input_ids, attention_mask, position_ids, token_type_ids, inputs_embeds,
-            output_hidden_states, output_attentions, return_dict=True,
-        )  # fmt: skip
-        x_BLD = encoded[0]
+        x_BLD: Tensor,  # of the encoder
+        documents_BL: Tensor,
+        position_ids: Tensor | None,
+        labels_BL: Tensor | None,  # the ids themselves at tokens that are predicted
+        row_keys: Tensor | None,
+    ) -> tuple[Tensor, Tensor | None]:  # (B, L, D): at i what comes before i; (B, L)
+        "Score each token by the vector before it; the first of a document has no label."
         before_BLD = torch.cat([x_BLD[:, :1], x_BLD[:, :-1]], dim=1)
-        if labels is not None:
-            documents_BL = full_mask(x_BLD) if attention_mask is None else attention_mask
-            first_BL = torch.ones_like(labels, dtype=torch.bool)  # nothing comes before it
+        if labels_BL is not None:
+            first_BL = torch.ones_like(labels_BL, dtype=torch.bool)
             first_BL[:, 1:] = documents_BL[:, 1:] != documents_BL[:, :-1]
-            labels = labels.masked_fill(first_BL, IGNORE_INDEX)
-        return _make_output(encoded, *self.score(before_BLD, labels, label_positions, loss_config))
+            labels_BL = labels_BL.masked_fill(first_BL, IGNORE_INDEX)
+        return before_BLD, labels_BL
 
 # %% ../../nbs/model/06_heads.ipynb #1542af12
 class BertLabForEnhancedMaskedLM(TokenPredictionModel):
     "Rebuild each token from a random half of the others; nothing is masked (Xiao et al. 2022)."
 
     required_input = "row_keys"
+    scores_encoder = False
 
     def __init__(self, config: BertLabConfig):
         super().__init__(config)
@@ -405,47 +389,24 @@ class BertLabForEnhancedMaskedLM(TokenPredictionModel):
         self.head = MaskedLMHead(config)
         self.post_init()
 
-    @can_return_tuple
-    def forward(
-        self,
-        input_ids: Tensor | None = None,  # (B, L), without [MASK]
-        attention_mask: Tensor | None = None,  # (B, L): document numbers, or 0/1; None: no padding
-        position_ids: Tensor | None = None,  # (B, L); None: restart at 0 in each document
-        labels: Tensor | None = None,  # (B, L): true ids, -100 at special tokens and padding
-        label_positions: Tensor | None = None,  # (B, M): predict only here; spares have no label
-        row_keys: Tensor | None = None,  # (B,) int64: what the coins are a function of
-        token_type_ids: Tensor | None = None,  # (B, L), where the configuration has segments
-        inputs_embeds: Tensor | None = None,  # (B, L, D) in place of input_ids
-        output_hidden_states: bool | None = None,
-        output_attentions: bool | None = None,
-        loss_config: LossConfig = LossConfig(),
-        num_dropped_labels: Tensor | None = None,  # (B,), of the collator for reports; not read
-    ) -> TokenPredictionOutput:  # logits (B, L, V), or (B, M, V) with label_positions
-        encoded = self.encoder(
-            input_ids, attention_mask, position_ids, token_type_ids, inputs_embeds,
-            output_hidden_states, output_attentions, return_dict=True,
-        )  # fmt: skip
-        if row_keys is None and self.training:
-            row_keys = torch.randint(2**63 - 1, encoded[0].shape[:1], device=encoded[0].device)
-        x_BLD = self.rebuild(encoded[0], attention_mask, position_ids, row_keys)
-        return _make_output(encoded, *self.score(x_BLD, labels, label_positions, loss_config))
-
-    def rebuild(
+    def vectors_to_score(
         self,
         x_BLD: Tensor,  # of the encoder
-        documents_BL: Tensor | None,  # None: no padding
+        documents_BL: Tensor,
         position_ids: Tensor | None,  # None: restart at 0 in each document
-        row_keys: Tensor | None,  # (B,) int64; None: every token sees all others
-    ) -> Tensor:  # (B, L, D): of each token, what the others say about it
-        "Run the extra block behind the encoder."
-        documents_BL = full_mask(x_BLD) if documents_BL is None else documents_BL
+        labels_BL: Tensor | None = None,
+        row_keys: Tensor | None = None,  # (B,) int64; None: drawn in training, else all see all
+    ) -> tuple[Tensor, Tensor | None]:  # (B, L, D): of each token, what the others tell about it
+        "Run the extra block after the encoder."
+        if row_keys is None and self.training:
+            row_keys = torch.randint(2**63 - 1, x_BLD.shape[:1], device=x_BLD.device)
         position_ids = document_position_ids(documents_BL) if position_ids is None else position_ids
         places_BLD = self.encoder.embeddings.position_vectors(position_ids, x_BLD.dtype)
         places_BLD = torch.zeros_like(x_BLD) if places_BLD is None else places_BLD
         context = enhanced_decoding_context(
             self.config, documents_BL, position_ids, row_keys, self.encoder.local_heads
         )
-        return self.decoder_norm(self.decoder(x_BLD, context, places_BLD))
+        return self.decoder_norm(self.decoder(x_BLD, context, places_BLD)), labels_BL
 
 
 _CLASSES = BertLabForMaskedLM, BertLabForMaskedDiffusion, BertLabForEnhancedMaskedLM

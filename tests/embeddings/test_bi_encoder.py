@@ -72,7 +72,9 @@ def test_a_width_that_was_never_trained_gets_a_warning(tmp_path, known, asked, w
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", UserWarning)
         BiEncoder.load(tmp_path).encode(["alpha"], truncate_dim=asked)
-    assert [f"width {asked} " in str(w.message) for w in caught if w.category is UserWarning] == [True] * warns
+    assert [f"width {asked} " in str(w.message) for w in caught if w.category is UserWarning] == [
+        True
+    ] * warns
 
 
 @pytest.mark.parametrize(

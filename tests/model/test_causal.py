@@ -4,16 +4,12 @@ import pytest
 import torch
 
 from bertlab.data.collators import EnhancedMaskedLanguageModelingCollator
-from bertlab.data.rows import Vocabulary
-from bertlab.model.causal import generate_causal
 from bertlab.model.config import bert_tiny, modernbert_tiny
 from bertlab.model.heads import BertLabForCausalLM
-from bertlab.model.sampling import SamplingConfig
 from bertlab.train.modules import PretrainingModule
 
 torch.set_num_threads(1)
 V = 40
-WORDS = Vocabulary(V, 0, 4, (1, 2, 3))
 SHAPE = dict(vocab_size=V, hidden_size=16, intermediate_size=24, num_hidden_layers=3, num_attention_heads=2,
              max_position_embeddings=48, initializer_range=0.3)  # fmt: skip
 CONFIGS = {"modernbert": lambda: modernbert_tiny(**SHAPE), "bert": lambda: bert_tiny(**SHAPE),
@@ -72,16 +68,6 @@ def test_packed_documents_have_the_gradients_of_each_alone():
     assert all(torch.allclose(a, b, atol=1e-4) for a, b in zip(*gradients))
 
 
-def test_writing_is_the_same_alone_and_in_company():
-    model, start = twin(), ids(3, 4)
-    config = SamplingConfig(seed=2, temperature=0.9, top_p=0.9)
-    together = generate_causal(model, start, WORDS, 20, config)
-    assert torch.equal(
-        together[2:], generate_causal(model, start[2:], WORDS, 20, config, prompt_numbers=[2])
-    )
-    assert (together[:, 4:] >= 5).all() and torch.equal(together[:, :4], start)
-
-
 def test_the_module_trains_it_on_the_rows_of_the_encoder():
     shape = {k: v for k, v in modernbert_tiny(**SHAPE).to_diff_dict().items() if k != "model_type"}
     module = PretrainingModule(shape, objective="causal")
@@ -102,9 +88,3 @@ def test_the_module_trains_it_on_the_rows_of_the_encoder():
         optimizer.step()
         losses.append(parts.mean().item())
     assert losses[-1] < 0.1 < losses[0]
-
-
-@pytest.mark.parametrize("num_new", [0, 45])
-def test_a_number_of_tokens_out_of_range_is_named(num_new):
-    with pytest.raises(ValueError, match=f"num_new={num_new}"):
-        generate_causal(twin(), ids(1, 4), WORDS, num_new)

@@ -11,7 +11,7 @@ import torch
 from bertlab.data.diffusion import NOISE_SCHEDULES, DiffusionConfig, elbo_weight, mask_probability
 from bertlab.data.rows import Vocabulary
 from bertlab.data.tokenizers import train_tokenizer
-from bertlab.model.likelihood import diffusion_nll_bound, repetition_stats
+from bertlab.model.likelihood import diffusion_nll_bound
 
 torch.set_num_threads(1)
 TABLE = torch.from_numpy(np.random.default_rng(3).normal(size=(5**5, 5, 9))).float() * 1.5
@@ -105,15 +105,3 @@ def test_bits_per_byte_by_hand():
 def test_wrong_arguments_are_named(num_draws, text, name):
     with pytest.raises(ValueError, match=name):
         diffusion_nll_bound(Tables(), torch.tensor([TEXT, text]), TOY, num_draws=num_draws)
-
-
-def test_repeats_by_hand():
-    stats = repetition_stats([[1, 2, 1, 2, 1, 2], [3, 3]])
-    shares = np.array([3, 3, 2]) / 8
-    want = {
-        "distinct_1": 3 / 8, "distinct_2": 3 / 6, "distinct_3": 2 / 4, "stutter": 1 / 6,
-        "repeated_4": 1 / 3,  # 1212 2121 1212
-        "entropy": -(shares * np.log(shares)).sum(),
-    }  # fmt: skip
-    assert stats == pytest.approx(want)
-    assert math.isnan(repetition_stats([[1]])["distinct_2"])
