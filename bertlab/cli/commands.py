@@ -209,7 +209,7 @@ _FINETUNE = {
         "model": "finetuning/module.py:FinetuningModule",
         "data": "finetuning/data.py:FinetuningDataModule",
         "trainer": _LIGHTNING,
-        "run": "cli/finetune.py:FinetuneRunConfig",
+        "run": "finetuning/config.py:FinetuneRunConfig",
     },
     "without": (*_NOT_FOR_TASKS, "trainer.max_steps", "data.task"),
     "defaults": {
@@ -242,8 +242,11 @@ _CARD = {"sections": {"": "train/model_cards.py:CardConfig"}}
 _COMMANDS = (
     Command("demo", "cli/demo.py:demo", sections={"": "cli/demo.py:DemoConfig"}, sources="data"),
     Command("pretrain", "cli/commands.py:pretrain", "*data.train_dataset_name_or_path", **_PRETRAIN),
-    Command("finetune", "cli/finetune.py:run_finetuning", **_FINETUNE),
-    Command("predict", "cli/finetune.py:predict", "directory file", sources="directory", local="file"),
+    Command("finetune", "cli/finetune.py:run_finetuning", "*data.dataset_name_or_path", **_FINETUNE),
+    Command(
+        "predict", "cli/finetune.py:predict", "directory file",
+        sources="directory", local="file", new="output",
+    ),
     Command("validate", "cli/commands.py:validate", "run.output", **_PRETRAIN),
     Command("fill-mask", "cli/commands.py:fill_mask", "directory *texts", local="directory"),
     Command(

@@ -18,4 +18,5 @@ __getattr__, __dir__ = _lazy_parts(__name__, (
     "predictions",
     "baselines",
     "builtin",
+    "config",
 ))

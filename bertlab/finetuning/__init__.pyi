@@ -14,3 +14,4 @@ from . import runs as runs
 from . import predictions as predictions
 from . import baselines as baselines
 from . import builtin as builtin
+from . import config as config

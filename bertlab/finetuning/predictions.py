@@ -13,7 +13,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -42,12 +42,26 @@ class Predictions:
     rows: list[dict]
     num_blank: int = 0  # rows without text: their predictions are None or empty
     num_long: int = 0  # texts that do not fit into one row
+    scores: dict[str, float] = field(default_factory=dict)  # if the rows have labels
+    num_scored: int = 0  # rows with a known label
 
     def describe(self, task: Task) -> str:
         "Return one line for a person."
         parts = [f"{len(self.rows):,} rows"] + [f"{self.num_blank:,} blank"] * bool(self.num_blank)
         what = "read in pieces" if task.reads_whole else "cut"
-        return ", ".join(parts + [f"{self.num_long:,} too long: {what}"] * bool(self.num_long))
+        parts += [f"{self.num_long:,} too long: {what}"] * bool(self.num_long)
+        scores = [f"{name} {value:.4f}" for name, value in self.scores.items()]
+        by_label = f"; {self.num_scored:,} with labels: {', '.join(scores)}" if scores else ""
+        return ", ".join(parts) + by_label
+
+
+def _as_names(label: Any) -> Any:
+    "Write ids of a file as the names that a model has for them."
+    if isinstance(label, list):
+        return [_as_names(part) for part in label]
+    if isinstance(label, Mapping):
+        return {**label, "label": str(label["label"])}
+    return label if label == IGNORE_INDEX else str(label)
 
 
 class Predictor:
@@ -61,10 +75,12 @@ class Predictor:
         max_sequence_length: int,  # tokens that are read at once
         columns: Mapping[str, str] | None = None,  # by role, of training
         reader: Mapping[str, Any] | None = None,  # options of training, such as delimiter
+        label_column: str | list[str] | None = None,  # of training
     ):
         self.model, self.tokenizer, self.task = model, tokenizer, task
         self.max_sequence_length = max_sequence_length
         self.columns, self.reader = dict(columns or {}), dict(reader or {})
+        self.label_column = label_column
 
     def find_columns(
         self, table: Table, text_column: str | int | Sequence | None = None
@@ -165,6 +181,34 @@ class Predictor:
         predictions = [dict(blank) if row is None else next(predicted) for row in texts]
         return Predictions(predictions, len(texts) - len(full), result.num_long)
 
+    def score(
+        self, table: Table, predictions: Predictions, text_column: Any = None
+    ) -> Predictions:  # with scores, if the rows have labels that the model knows
+        "Compare predictions with the labels of their rows."
+        task, role = self.task, self.task.label_column
+        is_there = {*np.atleast_1d(self.label_column)} <= {*table.columns}
+        label = self.label_column if is_there else usual_columns(task, table)[role]
+        if isinstance(label, str) and (
+            label not in table.columns or not table.is_labelled(label, -1)
+        ):
+            return predictions
+        columns = {**self.find_columns(table, text_column), role: label}
+        cells = [row.get(label) for row in table] if isinstance(label, str) else []
+        read_cell = task.cell_reader([cell for cell in cells if isinstance(cell, str)])
+        rows, answers = [], []
+        for row, answer in zip(table, predictions.rows):
+            try:
+                if isinstance(label, str) and isinstance(row[label], str):
+                    row = {**row, label: read_cell(row[label])}
+                row = task.read(row, columns)
+                value = row[role] if task.labels is None else _as_names(row[role])
+                rows.append({**row, role: task.name_label(value)})
+                answers.append(answer)
+            except ValueError:  # a blank row, or a label that the model does not have
+                continue
+        scores = task.score(rows, answers) if rows else {}
+        return replace(predictions, scores=scores, num_scored=len(rows))
+
     def scores(self, rows: Sequence, **options: Any) -> list[float]:
         "Return one number for each row: the predicted value, or the probability of the last label."
         predictions = self.predict(rows, all_probabilities=True, **options).rows
@@ -218,7 +262,8 @@ def load_predictor(
         task.doc_stride = length // 4 if head == "ForQuestionAnswering" else None
     device = next(name for name in ("cuda", "mps", "cpu") if num_devices(name))
     model = model.eval().to(device)
-    return Predictor(model, tokenizer, task, length, memory.get("columns"), memory.get("reader"))
+    remembered = (memory.get(name) for name in ("columns", "reader", "label_column"))
+    return Predictor(model, tokenizer, task, length, *remembered)
 
 # %% ../../nbs/finetuning/12_predictions.ipynb #092305da
 def evaluate(
@@ -350,6 +395,7 @@ def predict_file(
     if taken := sorted(new_columns.keys() & set(table.columns)):
         raise ValueError(f"{source} has the columns {taken} already; rename them")
     result = predictor.predict(table, text_column, **options)
+    result = predictor.score(table, result, text_column)
     rows = [{**row, **prediction} for row, prediction in zip(table, result.rows, strict=True)]
     if is_conllu and ending != "conllu":
         for row in rows:

@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['mode_of', 'metric_rank', 'BestCheckpoint', 'Patience', 'check_monitor', 'FinetuningResult', 'prepare', 'load_best',
-           'ScoreLines', 'evaluate_run', 'epoch_options', 'finetune', 'SeedResults']
+           'LearningCheck', 'compare_with_baselines', 'ScoreLines', 'evaluate_run', 'epoch_options', 'fit_probe',
+           'finetune', 'SeedResults']
 
 # %% ../../nbs/finetuning/11_runs.ipynb #eb88e8af
 import math
@@ -16,8 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
+from torch.utils.data import DataLoader
 
+from ..core.devices import find_accelerator
+from ..core.names import check_choice
 from ..data.tokenizers import load_tokenizer
 from .models import save_predictor
 from .module import FinetuningModule
@@ -152,6 +157,53 @@ def load_best(module: FinetuningModule, checkpoint: ModelCheckpoint) -> int:  # 
     return best["global_step"]
 
 # %% ../../nbs/finetuning/11_runs.ipynb #ab3de101
+class LearningCheck(Callback):
+    "Say in one line, after the warmup and a tenth of the steps, that the loss has hardly moved."
+
+    def __init__(self, write: Callable[[str], None] = print):
+        self.write, self.losses = write, {}  # of optimizer steps
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
+        step, total = trainer.global_step, trainer.estimated_stepping_batches
+        hparams = pl_module.hparams
+        warmup = hparams.warmup_steps or math.ceil(hparams.warmup_ratio * total)
+        last = warmup + max(20, math.ceil(total / 10))
+        if step > last or "train_loss" not in trainer.callback_metrics:
+            return
+        self.losses[step] = trainer.callback_metrics["train_loss"]
+        if step < last or len(self.losses) < last or not trainer.is_global_zero:
+            return
+        losses = torch.stack([*self.losses.values()]).float()
+        before, after = (half.mean().item() for half in losses.chunk(2))
+        if after > 0.98 * before:
+            self.write(
+                f"after {step} of {total} steps the loss has hardly moved ({before:.3f}, then "
+                f"{after:.3f}): try learning_rate={10 * hparams.learning_rate:.0e} (now "
+                f"{hparams.learning_rate:.0e}), or look at the rows: do their texts tell the labels?"
+            )
+
+
+def compare_with_baselines(
+    monitor: str,  # a metric of the validation
+    metrics: Mapping[str, float],
+    baselines: Mapping[str, Mapping[str, float]],
+    hparams: Mapping[str, Any],  # of the module
+) -> str:  # empty if the model is better
+    "Say in one line which baseline is better than the model, and what to try."
+    metric = monitor.partition("_")[2]
+    for name, scores in reversed(baselines.items()):
+        for key in (f"test_{metric}", f"val_{metric}"):
+            if key in scores and key in metrics and not metrics[key] > scores[key]:
+                source = hparams["pretrained_model_name_or_path"]
+                start = "" if source else "a pretrained model, "
+                return (
+                    f"the model's {key} of {metrics[key]:.3f} is not above the {scores[key]:.3f} of "
+                    f"{name}: try {start}learning_rate={3 * hparams['learning_rate']:.0e} (now "
+                    f"{hparams['learning_rate']:.0e}) or more epochs; with few labels, method=probe"
+                )
+    return ""
+
+
 class ScoreLines(Callback):
     "Write a line after each validation: its scores, and the seconds since the last one."
 
@@ -207,6 +259,72 @@ def epoch_options(
     }
 
 
+def _inputs_of(
+    layer: torch.nn.Module, module: FinetuningModule, data: Any, split: str
+) -> tuple[torch.Tensor, dict]:  # (N, D) float32; a batch of all labels
+    "Run the model over a split, and take what goes into a layer."
+    inputs, batches = [], []
+    hook = layer.register_forward_pre_hook(lambda _, args: inputs.append(args[0].float().cpu()))
+    loader = DataLoader(data.datasets[split], data.batch_sizes[split], collate_fn=data.collator)
+    with torch.no_grad():
+        for batch in loader:
+            module(**{name: tensor.to(module.device) for name, tensor in batch.items()})
+            batches.append(batch["labels"])
+    hook.remove()
+    rows_ND = torch.cat(inputs)
+    return rows_ND, {"labels": torch.cat(batches), "attention_mask": torch.ones(len(rows_ND), 1)}
+
+
+def fit_probe(
+    module: FinetuningModule,  # after `prepare`
+    data: Any,  # its FinetuningDataModule
+    penalties: Sequence[float] = (1e-2, 1e-1, 1.0),  # on squared weights; validation chooses
+) -> None:
+    """Train the last layer alone, to its optimum on the frozen encoder's vectors.
+
+    Eight to about thirty labels a class teach a whole encoder less than this (Alain and Bengio
+    2017, sec. 3). Raises `ValueError` for tasks other than the labels of a text.
+    """
+    task = module.task
+    if task.architecture != "ForSequenceClassification":
+        raise ValueError(f"method='probe' is for the labels of texts, not for {task.name}")
+    module.configure_model()
+    module.eval().to("cuda" if find_accelerator("auto") == "cuda" else "cpu")
+    layers = [layer for layer in module.model.modules() if isinstance(layer, torch.nn.Linear)]
+    layer = next(la for la in reversed(layers) if la.out_features == task.num_labels)
+    if getattr(module.config, "classifier_head", None) == "tanh":  # let vectors pass unchanged
+        torch.nn.init.zeros_(module.model.task_head.dense.bias)
+        with torch.no_grad():
+            module.model.task_head.dense.weight.copy_(0.05 * torch.eye(layer.in_features))
+    (train_ND, labels), validation = (
+        _inputs_of(layer, module, data, split) for split in ("train", "validation")
+    )
+    mean_D, scale_D = train_ND.mean(0), train_ND.std(0).clamp_min(1e-6)
+    candidates = []
+    for penalty in penalties:
+        probe = torch.nn.Linear(layer.in_features, layer.out_features)
+        torch.nn.init.zeros_(probe.weight)
+        loss_of = lambda rows_ND, batch: torch.div(
+            *task.loss({"logits": probe((rows_ND - mean_D) / scale_D)}, batch)
+        )
+        optimizer = torch.optim.LBFGS(
+            probe.parameters(), max_iter=200, line_search_fn="strong_wolfe"
+        )
+
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = loss_of(train_ND, labels) + penalty * probe.weight.square().sum()
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+        candidates.append((loss_of(*validation).item(), probe))
+    with torch.no_grad():
+        probe = min(candidates, key=lambda candidate: candidate[0])[1]
+        layer.weight.copy_(probe.weight / scale_D)
+        layer.bias.copy_(probe.bias - layer.weight.cpu() @ mean_D)
+
+# %% ../../nbs/finetuning/11_runs.ipynb #ffd74b5f
 def finetune(
     module: FinetuningModule,  # not trained yet
     data: Any,  # a FinetuningDataModule
@@ -218,6 +336,7 @@ def finetune(
     validations_per_epoch: int = 1,  # as Lightning's val_check_interval counts them
     callbacks: Sequence[Callback] = (),  # in addition to those of bertlab
     checkpoint: str | os.PathLike | None = None,  # of a run that was stopped, to resume
+    method: str = "finetune",  # or probe: the last layer alone, for few labels
     **trainer_options: Any,  # of `make_trainer`: precision, accumulate_grad_batches, ...
 ) -> FinetuningResult:
     """Train, stop early, load the best weights and score them.
@@ -225,10 +344,16 @@ def finetune(
     Raises `ValueError` for data without labels to learn or validate by, and for a checkpoint of
     another run.
     """
+    check_choice("method", method, ("finetune", "probe"))
     monitor, data.seed = prepare(module, data, monitor), seed
+    if method == "probe":
+        seed_everything(seed)
+        fit_probe(module, data)
+        metrics = evaluate_run(module, data, trainer_options)
+        return FinetuningResult(module, metrics, History(), 0, False, data)
     best = BestCheckpoint(directory, monitor)
     history = next((c for c in callbacks if isinstance(c, History)), None) or History()
-    all_callbacks = [history, best, *(c for c in callbacks if c is not history)]
+    all_callbacks = [history, best, LearningCheck(), *(c for c in callbacks if c is not history)]
     if patience is not None:
         all_callbacks.append(Patience(monitor, patience))
     if not any(isinstance(callback, NonFiniteGuard) for callback in callbacks):

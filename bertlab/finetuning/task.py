@@ -381,6 +381,7 @@ def save_task(
     content = {
         "task": task_name(task),
         "columns": {role: str(columns[role]) for role in task.text_columns if columns.get(role)},
+        "label_column": columns.get(task.label_column),
         "max_sequence_length": max_sequence_length,
         "settings": {name: getattr(task, name) for name in task.saved_settings},
         "reader": dict(reader or {}),
@@ -404,4 +405,4 @@ def load_task(directory: str | os.PathLike) -> dict[str, Any]:
         int(content["max_sequence_length"])
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is damaged ({error}): delete it, and name the columns") from None
-    return {"columns": {}, "settings": {}, "reader": {}, **content}
+    return {"columns": {}, "label_column": None, "settings": {}, "reader": {}, **content}

@@ -16,8 +16,9 @@ from called import config_of
 from test_finetuning import CONFIG, asked, data_for, tagged, texts_of, tokenizer
 from transformers import pipeline
 
-from bertlab.cli.finetune import GLUE, build_finetuning, resolve_task
+from bertlab.cli.finetune import build_finetuning, resolve_task
 from bertlab.cli.main import main, run_command
+from bertlab.finetuning.config import GLUE
 from bertlab.finetuning.module import FinetuningModule
 from bertlab.finetuning.predictions import evaluate, load_predictor
 from bertlab.finetuning.runs import finetune
@@ -311,6 +312,19 @@ def test_a_configuration_file_names_what_exists(path, output):
     assert not output.exists()
 
 
+def test_files_go_without_a_flag_and_a_probe_needs_no_steps(tok, rows, output, capsys):
+    files = [str(rows / f"{split}.csv") for split in ("train", "validation")]
+    words = words_for(tok, rows, output)[2:]  # without the directory
+    assert run(*files, *words, "--run.method", "probe", "--run.seeds", "[0, 1]") == 0
+    assert "columns text -> label" in capsys.readouterr().out
+    metrics = metrics_of(output)
+    assert metrics["seeds"] == [0, 1] and not any(
+        name.startswith("test") for name in metrics["mean"]
+    )
+    assert main(["predict", str(output), str(rows / "test.csv")]) == 0
+    assert "11 with labels: accuracy" in capsys.readouterr().err
+
+
 def test_numbers_are_regressed_where_the_model_is_told_to(tok, tmp_path, output):
     write_table(
         tmp_path / "prices.csv", [{"text": f"the apple costs {n}", "label": n} for n in range(40)]
@@ -324,7 +338,7 @@ def test_numbers_are_regressed_where_the_model_is_told_to(tok, tmp_path, output)
 
 WRONG = [
     ("--run.sedes=[1]", "run.seeds"), ("--run.seeds=[1,1]", "[1, 1]"), ("--run.seeds=[-1]", "run.seeds"),
-    ("--run.num_epochs=0", "run.num_epochs"), ("--run.patience=-1", "run.patience"),
+    ("--run.num_epochs=0", "run.num_epochs"), ("--run.method=zero", "run.method"), ("--run.patience=-1", "run.patience"),
     ("--run.average=2", "run.average"), ("--run.progress=loud", "progress"),
     ("--run.task=docstring-area", "run.glue"), ("--run.glue=sst3", "sst3"), ("--run.monitor=val_bleu", "val_accuracy"),
     ("--data.validation_fraction=1.5", "validation_fraction"), ("--data.train_batch_size=900", "lower it"),

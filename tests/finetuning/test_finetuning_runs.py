@@ -7,17 +7,15 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
-from test_finetuning import CONFIG, data_for, module_for, predict, texts_of, weights
+from test_finetuning import CONFIG, FRUIT, PLACES, TOOLS, data_for, fit, module_for, predict
+from test_finetuning import texts_of, weights
 
 from bertlab.data.tokenizers import load_tokenizer
 from bertlab.finetuning import runs
 from bertlab.finetuning.data import FinetuningDataModule
 from bertlab.finetuning.module import FinetuningModule
-from bertlab.finetuning.runs import (
-    SeedResults,
-    prepare,
-    finetune,
-)
+from bertlab.finetuning.runs import LearningCheck, SeedResults, compare_with_baselines
+from bertlab.finetuning.runs import finetune, fit_probe, prepare
 from bertlab.train.checkpoints import TrainingCheckpoint, TrainingInterrupted
 from bertlab.train.resume import latest_checkpoint
 
@@ -211,3 +209,69 @@ def test_a_pretrained_model_brings_its_tokenizer_in_python_too(tmp_path):
             num_epochs=1,
             **PLAIN,
         )
+
+
+# --- few labels, and runs that learn nothing ------------------------------------------------------
+
+
+def three_kinds(n, seed):
+    rng, words = np.random.default_rng(seed), {"fruit": FRUIT, "tool": TOOLS, "place": PLACES}
+    labels = [["fruit", "tool", "place"][i % 3] for i in range(n)]
+    return [{"text": f"the {rng.choice(words[label])} is here", "label": label} for label in labels]
+
+
+def test_a_probe_is_the_best_last_layer_for_frozen_vectors(tmp_path):
+    from sklearn.linear_model import LogisticRegression
+    from transformers import pipeline
+
+    data, module = data_for(train=three_kinds(48, 0), val=three_kinds(12, 1)), module_for()
+    prepare(module, data)
+    module.configure_model()
+    before = {k: v.clone() for k, v in module.model.state_dict().items() if "task_head" not in k}
+    fit_probe(module, data, penalties=(0.05,))
+    after = module.model.state_dict()
+    assert all(torch.equal(after[name], weight) for name, weight in before.items())
+    layer, inputs = module.model.task_head.classifier, []
+    layer.register_forward_pre_hook(lambda _, args: inputs.append(args[0].detach()))
+    batch = data.collator(data.datasets["train"].rows)
+    with torch.no_grad():
+        shares = module(**batch).logits.softmax(-1)
+    features = (inputs[0] - inputs[0].mean(0)) / inputs[0].std(0)
+    sklearns = LogisticRegression(C=1 / (2 * 0.05 * 48), max_iter=1000, tol=1e-8)
+    expected = sklearns.fit(features, batch["labels"]).predict_proba(features)
+    np.testing.assert_allclose(shares, expected, atol=2e-3)
+    result = finetune(module_for(), data, tmp_path / "run", method="probe", accelerator="cpu")
+    assert result.metrics["val_accuracy"] > 0.9 and not result.record.rows
+    classify = pipeline(
+        "text-classification", str(result.save_predictor(tmp_path / "model")), device="cpu"
+    )
+    assert classify("the saw is here")[0]["label"] == "tool"
+
+
+@pytest.mark.parametrize("options, message", [
+    ({"method": "zero-shot"}, "zero-shot"), ({"method": "probe", "task": "token_classification"}, "token_classification"),
+])  # fmt: skip
+def test_a_method_that_does_not_fit_is_refused(tmp_path, options, message):
+    task = options.pop("task", "classification")
+    with pytest.raises(ValueError, match=message):
+        finetune(module_for(task), data_for(task), tmp_path, **options)
+
+
+@pytest.mark.parametrize("learning_rate, num_lines", [(1e-9, 1), (3e-3, 0)])
+def test_a_loss_that_does_not_move_is_said_once(learning_rate, num_lines):
+    lines: list[str] = []
+    fit(
+        module_for(learning_rate=learning_rate),
+        data_for(),
+        40,
+        callbacks=[LearningCheck(lines.append)],
+    )
+    assert len(lines) == num_lines and all("learning_rate=" in line for line in lines)
+
+
+def test_a_model_below_a_baseline_is_told():
+    baselines = {"majority": {"val_f1": 0.2}, "bag of words": {"val_f1": 0.8}}
+    hparams = {"pretrained_model_name_or_path": None, "learning_rate": 1e-4}
+    told = lambda f1: compare_with_baselines("val_f1", {"val_f1": f1}, baselines, hparams)
+    assert told(0.9) == "" and "bag of words" in told(0.5) and "bag of words" in told(math.nan)
+    assert compare_with_baselines("val_loss", {"val_loss": 1.0}, baselines, hparams) == ""

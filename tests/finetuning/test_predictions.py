@@ -231,6 +231,26 @@ def test_conllu_keeps_its_lines_and_gets_tags_in_misc(trained, tmp_path):
     assert len(rows[0]["predicted_tags"]) == len(tagged_lines)
 
 
+@pytest.mark.parametrize("task", TASKS)
+def test_a_file_with_labels_is_scored(trained, tmp_path, task):
+    module, data, directory = trained[task]
+    write = datasets.Dataset.from_list(rows_for(task)).to_json
+    write(str(tmp_path / "in.jsonl"))
+    _, result = predict_file(load_predictor(directory), tmp_path / "in.jsonl")
+    name = "exact_match" if task == "question_answering" else "accuracy"
+    assert result.scores[name] == pytest.approx(evaluate(module, data, "test").numbers[name])
+    assert result.num_scored == 11 and f"{name} " in result.describe(data.task)
+
+
+def test_labels_that_the_model_does_not_have_are_left_out_of_the_score(trained, tmp_path):
+    (tmp_path / "in.csv").write_text("text,label\nthe fig,fruit\nthe saw,\nthe fig,unheard\n")
+    _, result = predict_file(load_predictor(trained["classification"][2]), tmp_path / "in.csv")
+    assert result.num_scored == 1
+    (tmp_path / "none.csv").write_text("text\nthe fig\n")
+    _, result = predict_file(load_predictor(trained["classification"][2]), tmp_path / "none.csv")
+    assert not result.scores
+
+
 def test_standard_input_is_known_by_its_first_lines(monkeypatch):
     for text, file_format, rows in (
         ("one\n\ntwo\n", "lines", ["one", "", "two"]),
