@@ -168,7 +168,7 @@ def push(
         find_model_directory(directory), repo, choices=CardConfig(**config),
         private=private, message=message, dry_run=dry_run,
     )  # fmt: skip
-    return "\n".join([*sent["files"], sent["commit"] or "nothing was sent"])
+    return sent["commit"] or "nothing was sent"
 
 # %% ../../nbs/cli/02_commands.ipynb #394469b4
 _LIGHTNING = "lightning:pytorch/trainer/trainer.py:Trainer"

@@ -20,7 +20,7 @@ from ..core.devices import find_accelerator
 from ..core.files import RUN_FILE, atomic_write, check_run_directory, lock_directory
 from ..core.files import prepare_run_directory, write_json
 from ..core.names import check_choice
-from ..core.serialization import dump_yaml, load_json, load_yaml, parse_yaml
+from ..core.serialization import dump_yaml, load_json, load_yaml, parse_yaml, save_run_file
 from ..data.sources import is_dataset_directory
 from ..data.tokenizers import resolve_tokenizer, save_tokenizer, train_tokenizer
 from ..finetuning.baselines import compute_baselines
@@ -265,8 +265,7 @@ def run_seeds(
     notes = {"command": "finetune", "record": record | {"fingerprint": _fingerprint(parts)}}
     prepare_run_directory(output, resume, overwrite)
     with lock_directory(output):
-        with atomic_write(output / RUN_FILE) as temporary:
-            temporary.write_text(dump_yaml({**config, **notes}), encoding="utf-8")
+        save_run_file(output, {**config, **notes})
         save_tokenizer(parts.data.tokenizer, output / "tokenizer")
         print(parts.describe(), flush=True)
         return _fit_seeds(config, parts, finished, watch)

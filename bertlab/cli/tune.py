@@ -24,6 +24,7 @@ from ..core.files import RUN_FILE, atomic_write, check_run_directory, lock_direc
 from ..core.files import prepare_run_directory
 from ..core.names import install_command, check_choice, check_minimum, check_range
 from ..core.serialization import dump_yaml, find_config, load_yaml, one_line
+from ..core.serialization import save_run_file, shareable_yaml
 from ..finetuning.runs import BestCheckpoint
 from ..train.checkpoints import TrainingStopped
 from ..train.history import History, print_line
@@ -247,11 +248,12 @@ def tune(
     trainer = configuration(COMMANDS[plan.command], [], content)["trainer"]
     check_one_process("tune", trainer, "run several searches with an --output each")
     check_run_directory(directory, resume, flags="pass --resume to continue it, or ")
-    text = dump_yaml({"search": {**asdict(plan), "trials": 0}, **content})
+    content_of_search = {"search": {**asdict(plan), "trials": 0}, **content}
+    text, _ = shareable_yaml(content_of_search)
     if resume and (directory / RUN_FILE).read_text("utf-8") != text:
         raise ValueError(f"{search} is not the search in {output}: restore it, or change --output")
     prepare_run_directory(directory, resume)
-    _write_text(directory / RUN_FILE, text)
+    save_run_file(directory, content_of_search)
     study, states, failures = _open_study(directory, plan), _optuna().trial.TrialState, 0
     finished = lambda: len(study.get_trials(states=(states.COMPLETE, states.PRUNED)))
     while finished() < num_trials:

@@ -7,6 +7,7 @@ __all__ = ['DEVICE_WATTS', 'OVERHEAD', 'PUSHED', 'estimate_energy', 'CardConfig'
            'check_card', 'push_model']
 
 # %% ../../nbs/train/24_model_cards.ipynb #1e480f4f
+import json
 import math
 import os
 import re
@@ -18,7 +19,7 @@ from typing import Any
 
 import yaml
 
-from ..core.serialization import dump_yaml, load_json, load_yaml
+from ..core.serialization import dump_yaml, is_local_path, load_json, load_yaml, map_values
 from ..core.files import RUN_FILE, atomic_write
 from ..core.names import check_range
 from ..data.readers import SUFFIXES, suffix_of
@@ -212,6 +213,8 @@ def _scores(facts: Mapping[str, Any]) -> _Scores:
     for baseline, scores in (metrics.get("baselines") or {}).items():
         common = {name: scores[f"{split}_{name}"] for name in shown if f"{split}_{name}" in scores}
         lines += [f"{names[name]} of {baseline}: {value:.4g}" for name, value in common.items()]
+    if "unigram_entropy" in values:
+        lines.append(f"loss of unigrams, which ignore the input: {values['unigram_entropy']:.4g}")
     origin = "Measured on held-out text of the same origin as the training text."
     if is_finetuned or facts["average_of"]:
         origin = f"Measured on the {_SPLITS[split]} split. The weights were selected by {monitor} "
@@ -225,14 +228,13 @@ def _scores(facts: Mapping[str, Any]) -> _Scores:
 def _without_paths(
     value: Any,  # of a configuration
 ) -> Any:
-    "Shorten absolute paths to their last part: they name the user and the machine."
-    if isinstance(value, Mapping):
-        return {key: _without_paths(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_without_paths(item) for item in value]
-    if isinstance(value, str) and Path(value).expanduser().is_absolute():
-        return Path(value).name
-    return value
+    "Shorten the paths of this machine to their last part: they may name its user."
+
+    def shorten(item: Any) -> Any:
+        is_path = isinstance(item, str) and item.startswith(("/", "~", "../", "./"))
+        return Path(item).name if is_path else item
+
+    return map_values(shorten, value)
 
 
 def _num_devices(facts: Mapping[str, Any]) -> int:
@@ -275,15 +277,14 @@ def _card_data(
     from huggingface_hub import EvalResult, ModelCardData
 
     tags = (tag for end, tag in _PIPELINE_TAGS.items() if architecture.endswith(end))
-    is_embedder, (model, data) = (
-        facts["is_embedder"],
-        (facts["run"].get(s) or {} for s in ("model", "data")),
-    )
-    pipeline_tag = "sentence-similarity" if is_embedder else next(tags, None)
+    is_embedder = facts["is_embedder"]
+    model, data = (facts["run"].get(section) or {} for section in ("model", "data"))
+    pipeline_tag = "sentence-similarity" if is_embedder else next(tags, "feature-extraction")
+    objective = model.get("objective") if pipeline_tag == "fill-mask" else None
     sources = (data.get("train_dataset_name_or_path"), data.get("dataset_name_or_path"))
     results = [
         EvalResult(
-            task_type=pipeline_tag or "feature-extraction",
+            task_type=pipeline_tag,
             dataset_type="held-out",
             dataset_name="held-out text of the run",
             dataset_split=_SPLITS[scores.split],
@@ -301,7 +302,12 @@ def _card_data(
         base_model=choices.base_model or _hub_name(model.get("pretrained_model_name_or_path")),
         library_name="sentence-transformers" if is_embedder else "transformers",
         pipeline_tag=pipeline_tag,
-        tags=["bertlab", "encoder", *["sentence-transformers", "feature-extraction"] * is_embedder],
+        tags=[
+            "bertlab",
+            "encoder",
+            *[objective] * isinstance(objective, str),
+            *["sentence-transformers", "feature-extraction"] * is_embedder,
+        ],  # fmt: skip
         eval_results=results or None,
     )
 
@@ -394,17 +400,42 @@ PUSHED = (
 )
 
 
+def _content_to_push(path: Path) -> Path | bytes:
+    "Return a file, or its content without the paths of this machine, as of `_name_or_path`."
+    if path.suffix != ".json" or path.name in ("tokenizer.json", "vocab.json"):
+        return path
+    content = load_json(path, object)
+    hidden = map_values(lambda value: Path(value).name if is_local_path(value) else value, content)
+    return path if hidden == content else json.dumps(hidden, indent=2, ensure_ascii=False).encode()
+
+
 def _files_to_push(
     directory: str | os.PathLike,  # of a model
-) -> list[Path]:
-    "List the files that users of a model need: no checkpoints, logs or symbolic links."
-    root = Path(directory)
+) -> dict[str, Path | bytes]:
+    "Collect the files that users of a model need: no checkpoints, logs or symbolic links."
+    root = Path(directory).resolve()
     matches = {path for pattern in PUSHED for path in root.glob(pattern)}
-    files = sorted(path for path in matches if path.is_file() and not path.is_symlink())
+    # A link, or a file in a linked directory, may lead anywhere on this machine.
+    files = sorted(path for path in matches if path.is_file() and path.resolve() == path)
     if not any(path.suffix == ".safetensors" for path in files):
         raise ValueError(f"{directory} has no *.safetensors: nothing to push")
     read_sentence_transformers_files(root)  # refuses a bi-encoder without one of its modules
-    return files
+    return {path.relative_to(root).as_posix(): _content_to_push(path) for path in files}
+
+
+def _card_to_push(directory: str | os.PathLike, choices: CardConfig) -> str:
+    "Return the card in a directory, or a new one. Raises `ValueError`."
+    readme = Path(directory) / "README.md"
+    if not os.path.lexists(readme):
+        return make_card(directory, choices)
+    if readme.is_symlink():
+        raise ValueError(f"{readme} is a link, which push does not follow: put a file there")
+    if choices != CardConfig():
+        raise ValueError(
+            f"{readme} exists and is pushed unchanged: leave the options of the card out, or write "
+            "a new one first (bertlab card --overwrite)"
+        )
+    return readme.read_text(encoding="utf-8")
 
 
 def push_model(
@@ -416,7 +447,7 @@ def push_model(
     message: str = "Model and card",  # of the commit
     dry_run: bool = False,  # check everything, send nothing
 ) -> dict[str, Any]:  # files, and the address of the commit, None for a dry run
-    """Push a model with its card to a hub, in one commit.
+    """Push a model with its card to a hub, in one commit; first the files are printed.
 
     An existing README.md is pushed unchanged. Raises `ValueError`.
     """
@@ -424,27 +455,23 @@ def push_model(
 
     if repo.count("/") != 1:
         raise ValueError(f"repo={repo!r} must have the form owner/name")
-    readme = Path(directory) / "README.md"
-    if readme.exists() and choices != CardConfig():
-        raise ValueError(
-            f"{readme} exists and is pushed unchanged: leave the options of the card out, or write "
-            "a new one first (bertlab card --overwrite)"
-        )
-    card = readme.read_text(encoding="utf-8") if readme.exists() else make_card(directory, choices)
+    card = _card_to_push(directory, choices)
     check_card(card)
-    paths = {path.relative_to(directory).as_posix(): path for path in _files_to_push(directory)}
+    contents = {"README.md": card.encode(), **_files_to_push(directory)}
+    for name, content in contents.items():
+        size = content.stat().st_size if isinstance(content, Path) else len(content)
+        print(f"{size:>14,} bytes  {name}", flush=True)
     if dry_run:
-        return {"files": ["README.md", *paths], "commit": None}
+        return {"files": [*contents], "commit": None}
     token = token or hub.get_token()
     if token is None:
         raise ValueError("no token: log in with `hf auth login`, or set HF_TOKEN")
     api = hub.HfApi(endpoint=os.environ.get("HF_ENDPOINT"), token=token)
-    operations = [hub.CommitOperationAdd("README.md", card.encode())]
-    operations += [hub.CommitOperationAdd(name, str(path)) for name, path in paths.items()]
+    operations = [hub.CommitOperationAdd(name, content) for name, content in contents.items()]
     try:
         api.create_repo(repo, private=private, exist_ok=True)
         commit = api.create_commit(repo, commit_message=message, operations=operations)
     except (hub.errors.HfHubHTTPError, OSError) as error:
         reason = " ".join(str(error).split())[:300]
         raise ValueError(f"the hub at {api.endpoint} did not accept {repo}: {reason}") from error
-    return {"files": ["README.md", *paths], "commit": commit.commit_url}
+    return {"files": [*contents], "commit": commit.commit_url}

@@ -33,9 +33,9 @@ from lightning.pytorch.utilities.seed import isolate_rng
 import bertlab
 from ..core.devices import check_device, describe_device, find_accelerator
 from ..core.durations import parse_amount
-from ..core.files import RUN_FILE, atomic_write, check_run_directory, prepare_run_directory
+from ..core.files import check_run_directory, prepare_run_directory
 from ..core.names import check_choice, check_range, did_you_mean, import_object, look_up
-from ..core.serialization import dump_yaml, load_json
+from ..core.serialization import load_json, save_run_file, shareable_yaml
 from ..data.module import PretrainingDataConfig, PretrainingDataModule
 from ..data.sources import check_not_inside
 from ..data.tokenizers import TOKENIZER_TRAINERS, load_tokenizer, num_token_ids
@@ -299,7 +299,7 @@ class Run:
         # A resume may have other processes, so those of a launcher are not recorded.
         processes = {name: trainer.get(name, 1) for name in ("devices", "num_nodes")}
         recorded = {**parts.config, "trainer": {**parts.config["trainer"], **processes}}
-        self.text = dump_yaml({**recorded, **(notes or {})})
+        self.recorded = {**recorded, **(notes or {})}
         self.history = History()
         self.trainer = self._make_trainer()
         self._check_parts()
@@ -309,7 +309,8 @@ class Run:
         names = run.loggers or ["csv"] * (options.get("logger") is True)
         if names:
             options["logger"] = build_loggers(names, str(self.output / "logs"), "")
-        callbacks = run_callbacks(self.parts, self.history, self.text)
+        text, _ = shareable_yaml(self.recorded)
+        callbacks = run_callbacks(self.parts, self.history, text)
         # A resume writes nothing before its checkpoint is loaded.
         options["callbacks"] = [*callbacks, LambdaCallback(on_train_start=self._write_options)]
         return make_trainer(**options)
@@ -354,8 +355,7 @@ class Run:
 
     def _write_options(self, *_: Any) -> None:
         if rank_zero_only.rank == 0:
-            with atomic_write(self.output / RUN_FILE) as temporary:
-                temporary.write_text(self.text, encoding="utf-8")
+            save_run_file(self.output, self.recorded)
 
     def describe(self) -> str:
         "Describe device, data, model and output."
@@ -667,10 +667,12 @@ def build_pretraining(
     every = max(1, trainer["max_steps"] // 10) if trainer["max_steps"] > 0 else MAX_STEPS
     trainer["val_check_steps"] = run.val_every_steps or every
     is_continued = model[MODEL] is not None
+    entropy = validation_entropy(data) if data.val_datasets else None
     return RunParts(
         recorded, run, module, data, tokenizer, trainer,
-        describe=lambda: _describe_pretraining(module, data, run.shape),
+        describe=lambda: _describe_pretraining(module, data, run.shape, entropy),
         validates=bool(data.val_datasets),
+        facts={} if entropy is None else {"unigram_entropy": entropy},
         validate_first=is_continued if run.validate_first is None else run.validate_first,
     )  # fmt: skip
 
@@ -702,6 +704,7 @@ def _describe_pretraining(
     module: PretrainingModule,
     data: PretrainingDataModule,
     shape: str | None = None,  # a key of SHAPES, if it has the size of the model
+    entropy: float | None = None,  # of the unigrams of the validation text, nats
 ) -> str:
     "Describe data, model, rate, and the loss of a model that ignores its input."
     size = f"{module.num_params():,} parameters, vocabulary {num_token_ids(data.tokenizer):,}"
@@ -710,7 +713,6 @@ def _describe_pretraining(
         f"model   {size}" + f" ({shape}; --run.shape chooses another)" * bool(shape),
         f"rate    {module.hparams.learning_rate:.3g} at its peak",
     ]
-    if data.val_datasets:
-        entropy = validation_entropy(data)
+    if entropy is not None:
         lines.append(f"unigram baseline  {entropy:.3f} nats, if the input is ignored")
     return "\n".join(lines)

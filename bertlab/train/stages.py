@@ -15,10 +15,11 @@ import lightning as L
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities import rank_zero_only
 
-from ..core.files import RUN_FILE, atomic_write, check_run_directory, lock_directory
+from ..core.files import RUN_FILE, check_run_directory, lock_directory
 from ..core.files import prepare_run_directory
 from ..core.names import check_choice
 from ..core.serialization import dump_yaml, find_config, load_json, load_yaml, parse_yaml
+from ..core.serialization import save_run_file
 from ..data.sources import expand_sources, is_local
 from .resume import latest_checkpoint, read_checkpoint
 from .history import print_line
@@ -174,9 +175,7 @@ def run_stages(
     if rank_zero_only.rank == 0:
         check_run_directory(output, resume, overwrite)
         prepare_run_directory(output, resume, overwrite)
-        with atomic_write(output / RUN_FILE) as temporary:
-            text = dump_yaml({"command": "distill", "stages": [dict(config) for config in configs]})
-            temporary.write_text(text, encoding="utf-8")
+        save_run_file(output, {"command": "distill", "stages": configs})
     for number, config in enumerate(configs, 1):
         directory, optimizer = output / f"stage-{number}", config.get("optimizer")
         if optimizer == "previous":

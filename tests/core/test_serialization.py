@@ -3,7 +3,14 @@
 import pytest
 import yaml
 
-from bertlab.core.serialization import dump_yaml, load_json, load_yaml, one_line, parse_yaml
+from bertlab.core.serialization import (
+    dump_yaml,
+    load_json,
+    load_yaml,
+    one_line,
+    parse_yaml,
+    save_run_file,
+)
 
 TEXTS = ["08", "010", "1e3", "12e4567", "1_000", "0x1F", "1:30", "no", "true", "null", "~", "", ".5", ".inf", "2020-01-01",
          "a: b", "[x]", "plain", "+7", "=", "<<", "ü", "two\nlines"]  # fmt: skip
@@ -54,3 +61,29 @@ def test_a_wrong_file_is_named(tmp_path, load, content):
 def test_an_error_fits_into_one_line():
     assert one_line(ValueError("a\n  b")) == "a b" and one_line(KeyError()) == "KeyError"
     assert len(one_line(ValueError("x" * 400))) == 303
+
+
+SECRETS = {"password": "x", "api_key": "y", "aws_secret_access_key": "z", "token": "t", "hf_token": "u",
+           "url": "https://me:word@example.org/a", "note": "uses hf_abcdefghijklmnopqrstuvwxyz"}  # fmt: skip
+ORDINARY = {"max_tokens": "10B", "mask_token": "[MASK]", "batch_tokens": 64, "cls_token_id": 2, "key": "a/b",
+            "prompt": "/imagine a [MASK]", "root": "/", "url": "https://example.org/a", "seed": None}  # fmt: skip
+
+
+def test_run_files_name_no_directory_and_no_secret(tmp_path):
+    run = tmp_path / "run"
+    paths = {
+        "text": str(tmp_path / "a/my.txt"),
+        "more": [str(tmp_path / "a/*.txt"), "b.txt"],
+        "output": str(run),
+    }
+    save_run_file(run, {"data": {**paths, **ORDINARY}, "logger": {"init_args": SECRETS}})
+    text = (run / "run.yaml").read_text()
+    assert str(tmp_path) not in text and "my.txt" in text
+    assert not any(
+        value in text for value in ("me:word", "hf_abc", ": x\n", ": y\n", ": z\n", ": t\n")
+    )
+    loaded = load_yaml(run / "run.yaml")
+    assert loaded["data"] == {**paths, **ORDINARY}
+    assert loaded["logger"]["init_args"] == dict.fromkeys(SECRETS)
+    (run / ".directories.json").unlink()  # as where the file alone is sent to somebody
+    assert load_yaml(run / "run.yaml")["data"]["text"] == "my.txt"

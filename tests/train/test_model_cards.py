@@ -46,7 +46,13 @@ def run(tmp_path):
         "record": {"device": "NVIDIA H100 80GB HBM3, 79.1 GiB; bf16-mixed"}}))  # fmt: skip
     (tmp_path / "my-run" / "metrics.json").write_text(
         json.dumps(
-            {"val_loss": 2.5, "val_bits_per_byte": 1.5, "tokens": 12345, "train_seconds": 3600.0}
+            {
+                "val_loss": 2.5,
+                "val_bits_per_byte": 1.5,
+                "tokens": 12345,
+                "train_seconds": 3600.0,
+                "unigram_entropy": 4.25,
+            }
         )
     )
     return tmp_path / "my-run"
@@ -70,7 +76,16 @@ def test_a_card_has_data_recipe_scores_limits_and_energy(run):
     choices = CardConfig(name="Cats", license="mit", language=["en", "de"], base_model="some/model")
     card = make_card(model_of(run), choices)
     # 1.58 x 2 devices x 0.7 kW x 1 h
-    for text in ("poems/", "12,345", "max_steps: 10", "H100", "1.00 h", "2.21 kWh", "## Limits"):
+    for text in (
+        "poems/",
+        "ignore the input: 4.25",
+        "12,345",
+        "max_steps: 10",
+        "H100",
+        "1.00 h",
+        "2.21 kWh",
+        "## Limits",
+    ):
         assert text in card, text
     data = ModelCard(card).data
     assert (data.pipeline_tag, data.library_name) == ("fill-mask", "transformers")
@@ -258,8 +273,14 @@ def test_sentence_transformers_files_are_pushed_and_links_are_not(run, tmp_path)
         (directory / name).write_text("[]" if name == "modules.json" else "{}")
     (tmp_path / "secret.json").write_text("{}")
     (directory / "vocab.json").symlink_to(tmp_path / "secret.json")
+    (directory / "1_Pooling").rename(tmp_path / "pooling")
+    (directory / "1_Pooling").symlink_to(tmp_path / "pooling")
     files = push_model(directory, "me/cats", dry_run=True)["files"]
-    assert set(SENTENCE_TRANSFORMERS_FILES) <= set(files) and "vocab.json" not in files
+    pushed = {name for name in SENTENCE_TRANSFORMERS_FILES if not name.startswith("1_Pooling")}
+    assert pushed <= set(files) and not {"vocab.json", "1_Pooling/config.json"} & set(files)
+    (directory / "README.md").symlink_to(tmp_path / "secret.json")
+    with pytest.raises(ValueError, match="README.md is a link"):
+        push_model(directory, "me/cats", dry_run=True)
 
 
 class Hub(BaseHTTPRequestHandler):
@@ -335,14 +356,19 @@ def push(hub, *words, token="hf_test"):
 
 
 def test_a_push_is_one_commit_of_the_best_model_and_its_card(run, hub):
+    change(model_of(run) / "config.json", _name_or_path=str(run / "base"))
+    before = json.loads((model_of(run) / "config.json").read_text())
     done = push(hub, run, "me/cats", "--license", "mit", "--language", "en")
     assert done.returncode == 0, done.stderr
     (commit,) = hub.commits
     assert check_card(commit.pop("README.md").decode())["license"] == "mit"
-    assert {"config.json", "model.safetensors", "tokenizer.json"} <= set(commit)
+    assert json.loads(commit.pop("config.json")) == {**before, "_name_or_path": "base"}
+    assert {"model.safetensors", "tokenizer.json"} <= set(commit)
     for name, content in commit.items():
         assert content == (model_of(run) / name).read_bytes()
     assert all(token == "Bearer hf_test" for path, token in hub.asked if "/commit/" in path)
+    size = (model_of(run) / "model.safetensors").stat().st_size
+    assert f"{size:,} bytes  model.safetensors" in done.stdout
     assert "/me/cats/commit/" in done.stdout
 
 

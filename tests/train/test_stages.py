@@ -152,7 +152,10 @@ def test_killed_anywhere_the_stages_end_with_the_same_weights(finished, text, tm
         assert process.exitcode == code, at
     for stage in ("stage-1", "stage-2"):
         assert equal(weights(finished[0] / stage), weights(tmp_path / "out" / stage))
-    assert {path.name for path in (tmp_path / "out").glob("**/.*")} <= {".lock"}
+    assert {path.name for path in (tmp_path / "out").glob("**/.*")} <= {
+        ".lock",
+        ".directories.json",
+    }
 
 
 def test_a_stage_that_was_stopped_is_not_finished(text, tmp_path):
