@@ -176,6 +176,11 @@ _OWN_PARTS = (
     "Classes of your own are named by their file in the current directory: "
     "--model.optimizer_class my_file.MyOptimizer, --trainer.callbacks my_file.MyCallback"
 )
+_STRATEGIES = (
+    "--trainer.strategy is auto, ddp (full weights in each process), fsdp (shards), fsdp-shards "
+    "(whose checkpoints are in shards, too), tensor:N or context:N (N processes share each layer, or "
+    "each row), or another of Lightning's names. "
+)
 _PRETRAIN = {
     "sections": {
         "model": "train/config.py:PretrainingConfig",
@@ -185,13 +190,18 @@ _PRETRAIN = {
     },
     "without": ("data.objective", "data.seed"),
     "defaults": {
+        # What is not given is the recipe's.
+        **dict.fromkeys(
+            ("model.optimizer_class", "model.weight_decay", "model.scheduler_cooldown_steps")
+        ),
+        "run.recipe": "auto",
         "trainer.max_steps": None,
         "trainer.devices": 1,
         "trainer.gradient_clip_val": 1.0,
         "trainer.use_distributed_sampler": False,
         "trainer.check_val_every_n_epoch": None,
     },
-    "epilog": f"{_OWN_PARTS}, --data.collator my_file.MyCollator, --model.schedule "
+    "epilog": f"{_STRATEGIES}{_OWN_PARTS}, --data.collator my_file.MyCollator, --model.schedule "
     "my_file.my_schedule, --model.objective my_file.MyModel, --model.model_config_kwargs.norm "
     "my_file.MyNorm (mlp and hidden_activation likewise).",
 }
@@ -233,7 +243,7 @@ _EMBED = {
         "trainer.gradient_clip_val": 1.0,
         "trainer.max_steps": None,
     },
-    "epilog": _OWN_PARTS,
+    "epilog": f"{_STRATEGIES}{_OWN_PARTS}",
 }
 _DISTILL = {**_PRETRAIN, "without": (*_PRETRAIN["without"], "run.output", "run.models")}
 _CARD = {"sections": {"": "train/model_cards.py:CardConfig"}}

@@ -31,7 +31,17 @@ def _process_number() -> int:  # 0 where there is only one
 
 
 # What torch's collective operations say when the other end of a connection is gone.
-_LOST_PEER = re.compile(r"gloo|NCCL|connection (was )?(closed|reset)|broken pipe|recvValue", re.I)
+_LOST_PEER = re.compile(
+    r"gloo/transport/|NCCL (error|communicator)|connection (was )?(closed|reset) by|recvValue", re.I
+)
+
+
+def _has_lost_peer(error: Exception) -> bool:
+    "Return whether one of several processes failed because another one has gone."
+    names = ("WORLD_SIZE", "SLURM_NTASKS")
+    num_processes = int(next((os.environ[name] for name in names if os.environ.get(name)), 1))
+    is_collective = isinstance(error, RuntimeError) and _LOST_PEER.search(str(error))
+    return num_processes > 1 and bool(is_collective)
 
 
 def run_command(
@@ -65,17 +75,16 @@ def run_command(
         if type(error).__name__ == "TrainingStopped":
             report(str(error))
             return 4
-        if not isinstance(error, RuntimeError):
-            raise
         if "DataLoader worker" in str(error):  # it is raised wherever the run is at that moment
             explained = import_module("bertlab.data.loaders").worker_error(error) or error
             report(f"{explained}{resume and '; then continue with bertlab '}{resume}")
             return 3
-        if not _LOST_PEER.search(str(error)):
+        if not _has_lost_peer(error):
             raise
         report(
-            f"process {_process_number()} ends because another process of the run died; the other "
-            f"one's message says why. Checkpoints are complete: continue with bertlab {resume}"
+            f"process {_process_number()} ends because another process of the run died, whose message "
+            f"says why ({' '.join(str(error).split())[:200]}); if the run has a checkpoint, continue "
+            f"with bertlab {resume}"
         )
         os._exit(3)  # leaving in order would wait for the process that is gone
 

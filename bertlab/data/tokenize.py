@@ -31,6 +31,7 @@ from ..core.files import atomic_directory, move_aside
 from ..core.names import install_command, check_range, import_object, look_up
 from .documents import split_words
 from .readers import MALFORMED, ErrorHandler, Position, ReadOptions, read_rows
+from .loaders import end_with_parent
 from .readers import text_of
 from .sources import check_not_inside, dataset_rows, expand_sources
 from .sources import load_hub_dataset, source_parts
@@ -304,6 +305,7 @@ def tokenize_part(job: TokenizeJob, number: int) -> dict:  # the part's record
 def _begin_worker() -> None:
     # Threads inside each process would compete for the cores that the processes fill.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    end_with_parent()
 
 
 def run_locally(

@@ -155,7 +155,8 @@ def validates_after_batch(trainer: L.Trainer) -> bool:
     return (trainer.fit_loop.batch_idx + 1) % trainer.val_check_batch == 0
 
 # %% ../../nbs/train/10_checkpoints.ipynb #bc72ff1f
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_SIGNAL_NAMES = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1")  # the last two: not on Windows
+SIGNALS = tuple(getattr(signal, name) for name in _SIGNAL_NAMES if hasattr(signal, name))
 DATA_SECONDS = 10  # that a run which was asked to stop waits for a batch
 
 
@@ -185,7 +186,7 @@ def _validation_names(data: Any) -> list[str]:
 
 
 class TrainingCheckpoint(Checkpoint):
-    """Save `step-N.ckpt` every few steps, at the end, and when SIGINT or SIGTERM asks to stop.
+    """Save `step-N.ckpt` every few steps, at the end, and when one of `SIGNALS` asks to stop.
 
     Each holds the fingerprint of its run, and one of another run is refused. With `models`, a
     directory for `from_pretrained` comes with each, and `best` after the best validation.
@@ -339,7 +340,10 @@ class TrainingCheckpoint(Checkpoint):
         "Install the handlers of the signals; Python allows it in the main thread."
         self.stop_requested = self._is_waiting = False
         if threading.current_thread() is threading.main_thread():
-            self._handlers = {number: signal.signal(number, self._request) for number in SIGNALS}
+            ignored = {n for n in SIGNALS if signal.getsignal(n) is signal.SIG_IGN}
+            # A run under nohup continues when its terminal is closed.
+            self._handlers = {number: signal.signal(number, self._request) for number in SIGNALS
+                              if number in SIGNALS[:2] or number not in ignored}  # fmt: skip
             self._handlers[signal.SIGALRM] = signal.signal(signal.SIGALRM, self._stop_waiting)
 
     def _request(self, number, frame) -> None:

@@ -98,7 +98,7 @@ class RunConfig:
     keep_best: bool = True  # write the model with the best validation to models/best
     skip_nonfinite: bool = True  # skip steps that are not finite; ten in a row end the run
     skip_spikes: bool = True  # skip steps whose loss or gradient is far beyond the usual
-    # such as 2h30m, over all sessions of the run; null: the budget of a time_budget schedule.
+    # training time over all sessions, such as 2h30m; null: the budget of a time_budget schedule.
     time_limit: int | str | None = None
     stop_below: float | None = None  # validation loss at which the run is done
     stop_above: float | None = None  # validation loss at which the run has diverged
@@ -112,6 +112,8 @@ class RunConfig:
     measure_every_steps: int = 10  # steps between measurements of speed and memory; 0: never
     peak_flops: float | str | None = None  # of one device, or measured; null: looked up
     compile_ahead: bool = False  # compile before the first step, and print how long it took
+    # Time that processes wait for each other, such as 2h; null: half an hour, as in Lightning.
+    collective_timeout: int | str | None = None
     report: bool = True  # write report.md, metrics.json, history.csv and pictures
 
     def __post_init__(self):
@@ -133,6 +135,9 @@ class RunConfig:
 class PretrainRunConfig(RunConfig):
     "A `RunConfig` with what only pretraining has."
 
+    # Optimizer and schedule of random weights, where no option names them. auto: by the budget, as
+    # the project's measurements say; reference: AdamW at a constant rate.
+    recipe: str = "reference"
     vocab_size: int = 4096  # of the tokenizer that is trained where none is named
     tokenizer_kind: str = "wordpiece"  # its type: wordpiece, bpe or unigram
     cased: bool = False  # its entries keep capital letters; those of bpe and unigram always do
@@ -152,6 +157,7 @@ class PretrainRunConfig(RunConfig):
 
     def __post_init__(self):
         super().__post_init__()
+        check_choice("run.recipe", self.recipe, ("auto", "reference"))
         check_range("run.vocab_size", self.vocab_size, 6)
         check_range("run.val_every_steps", self.val_every_steps, 1)
         check_range("run.minutes", self.minutes, 0, exclude_low=True)

@@ -10,6 +10,8 @@ __all__ = ['STRATEGIES', 'DIVIDED_PRECISIONS', 'split_batch_tokens', 'LaunchInfo
 
 # %% ../../nbs/train/07_parallel.ipynb #c996403a
 import os
+from datetime import timedelta
+from functools import partial
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,6 +32,7 @@ from torch.distributed.tensor.parallel import SequenceParallel, parallelize_modu
 
 from ..core.devices import find_accelerator, canonical_precision
 from ..core.durations import parse_amount
+from ..core.names import check_range
 from ..model.config import BertLabConfig
 from ..model.context_parallel import deal_labels, share_rows
 from ..model.encoder import SelfAttention
@@ -531,14 +534,18 @@ class FullyShardedStrategy(ModelParallelStrategy):
 
 # %% ../../nbs/train/07_parallel.ipynb #d68a8c65
 STRATEGIES = {
-    "auto": lambda: "auto",  # one process, or Lightning's choice for several devices
-    "ddp": lambda: DDPStrategy(gradient_as_bucket_view=True),  # whole weights in each process
+    "auto": lambda **_: "auto",  # one process, or Lightning's choice for several devices
+    "ddp": partial(DDPStrategy, gradient_as_bucket_view=True),  # full weights in each process
     "fsdp": FullyShardedStrategy,  # a share of the weights in each process
     # The same, and each process writes its own share of a checkpoint, which is then a directory.
-    "fsdp-shards": lambda: FullyShardedStrategy(save_distributed_checkpoint=True),
+    "fsdp-shards": partial(FullyShardedStrategy, save_distributed_checkpoint=True),
     # So many neighbours share each layer, or each row (None: all), and all share weights as above.
-    "tensor": lambda size=None: FullyShardedStrategy(tensor_parallel_size=size),
-    "context": lambda size=None: FullyShardedStrategy(context_parallel_size=size),
+    "tensor": lambda size=None, **options: FullyShardedStrategy(
+        tensor_parallel_size=size, **options
+    ),
+    "context": lambda size=None, **options: FullyShardedStrategy(
+        context_parallel_size=size, **options
+    ),
 }
 
 
@@ -562,15 +569,26 @@ def check_precision(
 
 def get_strategy(
     name: str | Strategy,  # a key of STRATEGIES, tensor:2, another of Lightning's, or a strategy
+    timeout: int | float | str | None = None,  # of collective operations: seconds, or 2h
 ) -> str | Strategy:  # for Lightning's Trainer
     "Find how processes share a run. Raises `ValueError` that lists the names."
+    options = {}
+    if timeout is not None:
+        seconds = float(parse_amount(timeout, "seconds", "collective_timeout"))
+        check_range("collective_timeout", seconds, 0, exclude_low=True)
+        options["timeout"] = timedelta(seconds=seconds)
+    base, _, size = str(name).partition(":")
+    if name in STRATEGIES:
+        return STRATEGIES[name](**options)
+    if base in ("tensor", "context") and size.isdecimal():
+        return STRATEGIES[base](int(size), **options)
+    if options:
+        raise ValueError(
+            f"collective_timeout={timeout!r} is for strategy={', '.join(STRATEGIES)}; give "
+            f"{name!r} its own timeout"
+        )
     if isinstance(name, Strategy):
         return name
-    if name in STRATEGIES:
-        return STRATEGIES[name]()
-    base, _, size = name.partition(":")
-    if base in ("tensor", "context") and size.isdecimal():
-        return STRATEGIES[base](int(size))
     if name not in StrategyRegistry.available_strategies():
         raise ValueError(
             f"strategy={name!r} is unknown; choose from {', '.join(STRATEGIES)}, and Lightning's "

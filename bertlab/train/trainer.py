@@ -22,7 +22,9 @@ from .checkpoints import RNGState, AtomicCheckpointIO
 from ..core.devices import check_device, default_precision, retain_freed_memory
 from ..core.names import check_range
 from ..core.serialization import one_line
+from ..data.loaders import end_with_parent
 from .parallel import check_precision, num_processes, get_strategy, is_lone_task
+from .parallel import started_by_first
 from .xla import xla_trainer_options
 
 # %% ../../nbs/train/19_trainer.ipynb #26b96363
@@ -93,6 +95,8 @@ def make_trainer(
     accumulate_grad_batches: int = 1,  # micro-batches of an update
     strategy: str | Strategy = "auto",  # "ddp", "fsdp", ...: see `get_strategy`
     plugins: Any = None,  # of Lightning; they replace ours of the same type
+    # How long processes wait for each other, in seconds or as 2h; None: as torch does.
+    collective_timeout: int | float | str | None = None,
     **kwargs: Any,  # of Lightning's Trainer; they win
 ) -> L.Trainer:
     """Build a Trainer for this device whose runs can be stopped and resumed exactly.
@@ -103,11 +107,16 @@ def make_trainer(
     check_range("gradient_clip_val", gradient_clip_val, 0)
     check_range("val_check_steps", val_check_steps, 1)
     check_range("accumulate_grad_batches", accumulate_grad_batches, 1)
+    if started_by_first():
+        end_with_parent()
     device_type = check_device(accelerator, precision or "auto")
     if device_type == "cpu":  # keep freed memory, as other devices' allocators do
         retain_freed_memory()
     plugins = plugins if isinstance(plugins, (list, tuple)) else [plugins] * (plugins is not None)
-    strategy_name, strategy = strategy, get_strategy(strategy)
+    options = {"accelerator": accelerator, "devices": devices, **kwargs}
+    if strategy == "auto" and collective_timeout is not None and num_processes(options) > 1:
+        strategy = "ddp"
+    strategy_name, strategy = strategy, get_strategy(strategy, collective_timeout)
     check_precision(strategy, precision)
     if precision in (None, "auto"):  # a precision plugin of the user's wins
         precision = None
@@ -130,7 +139,6 @@ def make_trainer(
             precision or "32-true", devices, strategy_name, settings["callbacks"]
         )
     elif not getattr(strategy, "cluster_environment", None):
-        options = {"accelerator": accelerator, "devices": devices, **kwargs}
         settings["plugins"] += _launcher_plugins(options)
     settings["plugins"] = _merge_plugins(plugins, settings["plugins"])
     try:

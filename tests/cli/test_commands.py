@@ -115,6 +115,49 @@ def built(words) -> Run:
     return Run(resumed_config("pretrain", words), build_pretraining)
 
 
+CHOSEN = ("optimizer_class", "weight_decay", "scheduler_cooldown_steps", "schedule")
+
+
+@pytest.mark.parametrize("flags, chosen", [
+    ([], ["muon", 0.05, "25%", None]),
+    (["--run.max_tokens", "1M"], ["muon", 0.05, "25%", None]),
+    (["--run.recipe", "reference"], ["adamw", 0.001, 0, None]),
+    (["--model.optimizer_class", "adamw"], ["adamw", 0.001, "25%", None]),
+    (["--model.learning_rate", "1e-3"], ["adamw", 0.001, "25%", None]),
+    (["--model.optimizer_class", "muon", "--model.weight_decay", "0"], ["muon", 0, "25%", None]),
+    (["--model.scheduler_cooldown_steps", "0"], ["muon", 0.05, 0, None]),
+    (["--model.schedule", "my.schedule"], ["muon", 0.05, 0, "my.schedule"]),
+    (["--trainer.max_steps", "-1"], ["muon", 0.05, 0, None]),
+    (["--minutes", "10"], ["muon", 0.05, 0, None]),
+    (["--run.time_limit", "10m"], ["muon", 0.05, "25%", None]),
+    (["--trainer.strategy", "tensor:2"], ["adamw", 0.001, "25%", None]),
+    (["--model.pretrained_model_name_or_path", "there"], ["adamw", 0.001, 0, None]),
+])  # fmt: skip
+def test_the_recipe_follows_the_budget_and_what_is_named_wins(flags, chosen):
+    model = complete_config(resumed_config("pretrain", flags))["model"]
+    assert [model[name] for name in CHOSEN] == chosen
+
+
+def test_minutes_are_the_budget_of_the_clock():
+    config = resolved(["--minutes", "10"])
+    assert config["model"]["schedule"] == "time_budget" and config["trainer"]["max_steps"] == -1
+    assert config["model"]["scheduler_kwargs"] == {
+        "budget": "10.0m", "base": 1.0, "fall": 0.25, "warmup_steps": 20,
+    }  # fmt: skip
+
+
+def test_a_run_without_an_end_is_finished_with_a_cooldown(words, tmp_path, capsys):
+    stop = ["--trainer.max_steps", "-1", "--run.stop_above", "0.1"]  # after the first validation
+    main(["pretrain", *words, *stop])
+    assert "--model.scheduler_cooldown_steps 25%" in capsys.readouterr().out
+    finish = ["--trainer.max_steps", "6", "--model.scheduler_cooldown_steps", "50%"]
+    main(["pretrain", "--resume", str(tmp_path / "run"), *finish, "--run.stop_above", "null"])
+    lines = (tmp_path / "run" / "history.csv").read_text().splitlines()
+    place = lines[0].split(",").index("learning_rate")
+    rates = [float(line.split(",")[place]) for line in lines[1:]]
+    assert rates == pytest.approx([0.01, 0.01, 0.01, 0.01, 0.02 / 3, 0.01 / 3])
+
+
 def test_batch_tokens_decide_rows_and_accumulation(words, capsys, tmp_path):
     tokens = ["--run.batch_tokens", "512", "--run.microbatch_tokens", "128"]
     # 512 / 32 = 16 rows; 4 at once.

@@ -464,3 +464,26 @@ def test_predict_never_writes_over_a_file(tmp_path, capsys, name, part):
 def test_a_defect_is_not_taken_for_a_mistake():
     with pytest.raises(KeyError):
         run_command("devices", lambda: {}["a"])
+
+
+@pytest.mark.parametrize("num_processes", ["1", "2"])
+def test_an_error_is_hidden_by_no_word_in_it(monkeypatch, num_processes):
+    monkeypatch.setenv("WORLD_SIZE", num_processes)
+
+    def fail():
+        raise RuntimeError("size mismatch in gloomy.txt: NCCL, broken pipe")
+
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        run_command("pretrain", fail, "pretrain --resume run")
+
+
+def test_a_process_whose_peer_died_shows_what_it_saw(monkeypatch, capsys):
+    class Exit(BaseException):
+        pass
+
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr("os._exit", lambda status: (_ for _ in ()).throw(Exit(status)))
+    seen = "[/src/third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer"
+    with pytest.raises(Exit, match="3"):
+        run_command("pretrain", lambda: (_ for _ in ()).throw(RuntimeError(seen)), "pretrain -r x")
+    assert "pair.cc:534" in (message := capsys.readouterr().err) and "pretrain -r x" in message

@@ -1,6 +1,7 @@
 """Several processes give the step of one; a batch in tokens is split exactly."""
 
 import os
+from datetime import timedelta
 from functools import partial
 
 import lightning as L
@@ -14,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from transformers import BertConfig, BertForMaskedLM
 from ranks import run_on_ranks
 
+from bertlab.cli.commands import COMMANDS
 from bertlab.model.activation_checkpointing import checkpoint_activations
 from bertlab.train.checkpoints import TrainingCheckpoint
 from bertlab.train.resume import latest_checkpoint, read_checkpoint
@@ -23,6 +25,7 @@ from bertlab.train.objectives import OBJECTIVES
 from bertlab.train.parallel import (
     num_processes,
     full_state_dict,
+    STRATEGIES,
     get_strategy,
     apply_fsdp,
     split_batch_tokens,
@@ -383,6 +386,15 @@ def test_a_number_of_numpy_beside_shards_is_read(tmp_path, monkeypatch):
     strategy = get_strategy("fsdp-shards")
     strategy.tensor, strategy.broadcast = 1, lambda value, src=0: value
     assert strategy.load_checkpoint(path)["kept"] == 2.5
+
+
+@pytest.mark.parametrize("name", [*STRATEGIES, "tensor:2"])
+def test_a_strategy_is_in_the_help_and_takes_a_timeout(name):
+    strategy = get_strategy(name, "90m")
+    assert strategy == "auto" or strategy._timeout == timedelta(hours=1.5)
+    assert name.partition(":")[0] in COMMANDS["pretrain"].help()
+    with pytest.raises(ValueError, match="collective_timeout=0.0"):
+        get_strategy(name, "0s")
 
 
 def test_an_unknown_strategy_is_answered_with_the_known_ones():

@@ -2,6 +2,7 @@
 
 import math
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -18,11 +19,12 @@ from tokenizers.pre_tokenizers import Whitespace
 from transformers import PreTrainedTokenizerFast
 from ranks import run_on_ranks
 
-from bertlab.train.checkpoints import TrainingCheckpoint, TrainingInterrupted
+from bertlab.train.checkpoints import SIGNALS, TrainingCheckpoint, TrainingInterrupted
 from bertlab.train.resume import latest_checkpoint
 from bertlab.train.history import History
-from bertlab.data.loaders import EpochBatches, filled_batches
+from bertlab.data.loaders import EpochBatches, _leave_group, filled_batches
 from bertlab.data.module import PretrainingDataModule
+from bertlab.data.tokenize import _begin_worker
 from bertlab.train.modules import PretrainingModule
 from bertlab.train.stopping import NonFiniteGuard
 from bertlab.train.steps import check_scaler, validation_metrics
@@ -80,13 +82,13 @@ def equal(a, b):
 class Stop(TrainingCheckpoint):
     "A checkpoint that is asked to stop, as by Ctrl-C, during one step."
 
-    def __init__(self, path, at_step, **options):
+    def __init__(self, path, at_step, number=signal.SIGINT, **options):
         super().__init__(path, **options)
-        self.at_step = at_step
+        self.at_step, self.number = at_step, number
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
         if trainer.global_step == self.at_step - 1 and not self.stop_requested:
-            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), self.number)
 
 
 def test_accumulating_over_micro_batches_equals_the_one_big_batch():
@@ -126,12 +128,12 @@ def test_the_logged_loss_is_that_of_all_labels_of_the_window():
 
 
 # 43 rows, 11 batches an epoch: steps around the end of the epoch (11, 12) and the validation (6).
-@pytest.mark.parametrize("stop_at", [1, 5, 6, 7, 10, 11, 12, 14])
-def test_a_run_stopped_at_any_step_and_resumed_is_bit_identical(tmp_path, stop_at):
+@pytest.mark.parametrize("stop_at, number", zip([1, 6, 11, 12], SIGNALS, strict=True))
+def test_a_run_stopped_at_any_step_and_resumed_is_bit_identical(tmp_path, stop_at, number):
     data, path = Texts(), tmp_path / "last.ckpt"
     options = {"val_check_steps": 6}
     weights, record = train(data, 15, **options)
-    train(Texts(), 15, [Stop(path, stop_at, every_n_steps=1000)], **options)
+    train(Texts(), 15, [Stop(path, stop_at, number, every_n_steps=1000)], **options)
     assert path.exists()
     resumed, again = train(Texts(), 15, [TrainingCheckpoint(path)], path, seed=77, **options)
     np.testing.assert_array_equal(again.column("train_loss"), record.column("train_loss"))
@@ -207,11 +209,37 @@ def test_a_run_ends_though_its_worker_hangs(tmp_path, monkeypatch, whole_runs):
 
 
 def test_signals_are_given_back_after_training(tmp_path):
-    before = [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)]
+    before = [signal.getsignal(number) for number in SIGNALS]
     train(Texts(), 4, [TrainingCheckpoint(tmp_path / "last.ckpt")])
-    assert [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)] == before
+    assert [signal.getsignal(number) for number in SIGNALS] == before
     train(Texts(), 4, [Stop(tmp_path / "stopped.ckpt", 2)])
-    assert [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)] == before
+    assert [signal.getsignal(number) for number in SIGNALS] == before
+
+
+def test_a_run_under_nohup_continues_without_its_terminal(tmp_path):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        weights, record = train(Texts(), 4, [Stop(tmp_path / "last.ckpt", 2, signal.SIGHUP)])
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert record.rows[-1]["step"] == 4
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel ends orphans on Linux alone")
+@pytest.mark.parametrize("begin", [lambda: _leave_group(0), _begin_worker])
+def test_a_killed_process_leaves_no_workers(begin):
+    reads, writes = os.pipe()
+    if not (parent := os.fork()):
+        if not os.fork():
+            begin()
+            os.write(writes, b"begun")
+        time.sleep(300)
+        os._exit(0)
+    os.close(writes)
+    assert os.read(reads, 5) == b"begun"
+    os.kill(parent, signal.SIGKILL)
+    os.waitpid(parent, 0)
+    assert select.select([reads], [], [], 60)[0] and os.read(reads, 1) == b"", "it still lives"
 
 
 def test_rows_are_dealt_once_and_processes_never_share_one():
