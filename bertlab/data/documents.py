@@ -5,9 +5,9 @@
 # %% auto #0
 __all__ = ['BLOCKS', 'DOCUMENTED', 'RULE', 'SKIPPED', 'INSTALLED', 'UNSPACED', 'SLICE', 'CONTENT_VERSION', 'Document',
            'parse_docstrings', 'sections', 'drop_rules', 'python_files', 'module_documents', 'installed_documents',
-           'normalized_words', 'stable_hash', 'deduplicate', 'has_unspaced', 'word_pattern', 'split_words',
-           'grapheme_span', 'word_ngrams', 'ngram_overlap', 'choose_held_out', 'train_validation_split', 'parse_split',
-           'slice_bounds', 'sliced', 'hash_files']
+           'iter_pieces', 'normalized_words', 'stable_hash', 'deduplicate', 'has_unspaced', 'word_pattern',
+           'split_words', 'grapheme_span', 'word_ngrams', 'ngram_overlap', 'choose_held_out', 'train_validation_split',
+           'parse_split', 'slice_bounds', 'sliced', 'hash_files']
 
 # %% ../../nbs/data/01_documents.ipynb #1a029f5e
 import ast
@@ -90,7 +90,8 @@ def sections(
     return pieces
 
 # %% ../../nbs/data/01_documents.ipynb #c79b227d
-RULE = re.compile(r"^[ \t]*[+|]?([^\w\s])(?:\1|[ \t+|]){3,}$\n?", re.MULTILINE)
+# No character fits both alternatives: else the time would double with each + of a line.
+RULE = re.compile(r"^[ \t]*[+|]?([^\w\s])(?:[ \t+|]|(?![+|])\1){3,}$\n?", re.MULTILINE)
 
 
 def drop_rules(
@@ -169,12 +170,27 @@ def installed_documents(
             yield document
 
 # %% ../../nbs/data/01_documents.ipynb #69519f11
+def iter_pieces(
+    text: str,
+    size: int = 1 << 17,  # characters; a text that is not longer is one piece
+) -> Iterator[str]:  # joined they are the text
+    "Cut a long text before spaces between words; where there is none, anywhere."
+    start, half = 0, size // 2
+    while len(text) - start > size:
+        before_space = re.match(r"(?s).*\w(?=[ \n]\w)", text[start + half : start + size])
+        stop = start + (half + before_space.end() if before_space else size)
+        yield text[start:stop]
+        start = stop
+    yield text[start:]
+
+# %% ../../nbs/data/01_documents.ipynb #61124a09
 def normalized_words(
     text: str,
 ) -> str:  # its words in lower case, joined by spaces; the text itself if it has none
     "Ignore layout, case and punctuation of a text."
-    lowered = unicodedata.normalize("NFC", text.casefold())
-    return " ".join(regex.findall(r"[^\W\p{M}]\w*", lowered)) or text
+    lowered = (unicodedata.normalize("NFC", piece.casefold()) for piece in iter_pieces(text))
+    words = (" ".join(regex.findall(r"[^\W\p{M}]\w*", piece)) for piece in lowered)
+    return " ".join(filter(None, words)) or text
 
 
 def stable_hash(
@@ -264,13 +280,17 @@ def grapheme_span(
 # %% ../../nbs/data/01_documents.ipynb #0f853e35
 def _iter_ngrams(text: str, num_words: int = 8) -> Iterator[tuple[str, ...]]:
     "Yield n-grams one by one: together they take many times the memory of their text."
-    normalized = normalized_words(text)
-    words = normalized.split()
-    if has_unspaced(normalized):
-        words = [*map(sys.intern, split_words(normalized))]  # equal letters are kept once
-        if sum(map(has_unspaced, words)) > len(words) / 2:
-            num_words *= 2
-    return zip(*(words[i:] for i in range(max(1, min(num_words, len(words))))))
+    words: list[str] = []
+    for n, piece in enumerate(iter_pieces(normalized_words(text))):
+        new_words = piece.split()
+        if has_unspaced(piece):
+            new_words = [*map(sys.intern, split_words(piece))]  # equal letters are kept once
+            if n == 0 and sum(map(has_unspaced, new_words)) > len(new_words) / 2:
+                num_words *= 2
+        words += new_words
+        num_words = num_words if n else max(1, min(num_words, len(words)))
+        yield from zip(*(words[i:] for i in range(num_words)))
+        words = words[len(words) - num_words + 1 :]
 
 
 def word_ngrams(
@@ -369,16 +389,17 @@ def slice_bounds(
 
 # %% ../../nbs/data/01_documents.ipynb #34a23d1e
 def sliced(
-    read: Callable[[Counter], Iterator[Document]],  # reads from the beginning, each time
-    notes: Counter,  # counts problems met while reading
+    documents: Iterable[Document],
     begin: str | None,
     stop: str | None,
 ) -> Iterator[Document]:
-    "Yield a slice of the documents, in order."
-    needs_count = any("%" in bound or "-" in bound for bound in (begin, stop) if bound)
-    count = sum(1 for _ in read(Counter())) if needs_count else 2**62
+    "Yield a slice of the documents, in order; they are counted first where a bound needs it."
+    count = 2**62
+    if any("%" in bound or "-" in bound for bound in (begin, stop) if bound):
+        documents = list(documents)
+        count = len(documents)
     first, last = slice_bounds(begin, stop, count)
-    return islice(read(notes), first, max(first, last))
+    return islice(documents, first, max(first, last))
 
 # %% ../../nbs/data/01_documents.ipynb #0c2025d9
 # Increased when reading, splitting or filtering changes the documents of a part.

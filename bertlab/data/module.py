@@ -33,7 +33,7 @@ from .mixing import MixedDataset, MixtureOptions, normalize_weights
 from .packing import PackedDataset, PackingOptions, special_token_ids
 from .readers import ReadOptions, resolve_column, suffix_of, text_of
 from .rows import Collator
-from .sources import TextStream, check_not_inside, list_files
+from .sources import TextStream, check_not_inside, list_files, read_column
 from .streaming import PackedStream, StreamOptions, split_into_shards
 from .tokenizers import resolve_tokenizer
 from .tokens import HELD_OUT_AMONG, LengthOptions, TokenizedDocuments
@@ -112,9 +112,9 @@ class DataSource:
 
     def _content_key(self, part: str) -> str | None:
         "Hash local files and how they are read and split; None where nothing is local."
-        if not self.is_named or not os.path.exists(self.origin):
+        root = Path(self.origin) if self.is_named else None
+        if root is None or not (root.is_file() or root.is_dir()):  # a pipe is read once
             return None
-        root = Path(self.origin)
         paths = list_files(root) if root.is_dir() else [root]
         # Of a single file only the suffix counts, which decides how it is read.
         relative = [path.relative_to(root).as_posix() for path in paths]
@@ -156,17 +156,16 @@ def _read_in_memory(
         return data
     if reading.prompt_column is not None:
         documents = []
+        data = data.to_dict("records") if hasattr(data, "iloc") else data  # of pandas
         for n, row in enumerate(data):
             names = (resolve_column(column, list(row)) for column in reading.columns)
             prompt, text = (text_of(row, name, f"given row {n + 1}") for name in names)
             documents.append(Document(text, f"row:{n}", prompt))
         return documents
-    columns = getattr(data, "column_names", None)
-    if columns is not None:
-        if reading.text_column not in columns and "input_ids" in columns:
-            return TokenizedDocuments.from_dataset(data)
-        data = data[resolve_column(reading.text_column, columns)]
-    rows = list(data)
+    columns = getattr(data, "column_names", None) or ()
+    if reading.text_column not in columns and "input_ids" in columns:
+        return TokenizedDocuments.from_dataset(data)
+    rows = list(read_column(data, reading.text_column, "set_datasets"))
     is_text = [isinstance(row, str) for row in rows]
     if any(is_text) and not all(is_text):
         n = is_text.index(False)

@@ -4,12 +4,13 @@
 
 # %% auto #0
 __all__ = ['COMPRESSIONS', 'OnError', 'MALFORMED', 'Rows', 'READERS', 'SUFFIXES', 'suffix_of', 'open_binary', 'ReadOptions',
-           'ErrorHandler', 'Line', 'Position', 'SourceFile', 'read_lines', 'read_text', 'resolve_column', 'read_csv',
-           'parse_json', 'read_json', 'read_parquet', 'read_arrow', 'html_to_text', 'read_html', 'is_table',
-           'read_rows', 'text_of']
+           'ErrorHandler', 'Line', 'Position', 'guess_encodings', 'SourceFile', 'read_lines', 'read_text',
+           'resolve_column', 'read_csv', 'parse_json', 'read_json', 'read_parquet', 'read_arrow', 'html_to_text',
+           'read_html', 'is_table', 'read_rows', 'text_of']
 
 # %% ../../nbs/data/02_readers.ipynb #01901144
 import bz2
+import codecs
 import csv
 import gzip
 import io
@@ -23,11 +24,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from html.parser import HTMLParser
-from itertools import chain, groupby
+from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from ..core.names import check_choice, did_you_mean, resolve
+from .documents import has_unspaced
 
 # %% ../../nbs/data/02_readers.ipynb #97801f08
 def _open_zstd(path: Path) -> BinaryIO:
@@ -71,8 +73,9 @@ class ReadOptions:
     file_format: str | None = None  # a key of READERS, or my_file.read; None: by the suffix
     sample_by: str = "auto"  # a text file's documents: "line", "paragraph" or "document"
     header: bool = True  # of .csv and .tsv; False: columns are called 1, 2, ...
-    delimiter: str | None = None  # between cells of a table; None: a tab for .tsv, else a comma
-    encoding: str = "utf-8"  # of text files and tables
+    delimiter: str | None = None  # between cells of a table; None: as the beginning of the file
+    quotechar: str | None = None  # around cells; "": quotes are text; None: as the beginning
+    encoding: str = "utf-8"  # of text files and tables without a byte order mark
     on_error: str = "raise"  # or "skip": leave malformed rows out and count them
     split: str = "train"  # of a dataset, or a slice such as train[:10%]
     config_name: str | None = None  # of a hub dataset that has several
@@ -84,17 +87,16 @@ class ReadOptions:
         check_choice("sample_by", self.sample_by, ("auto", "line", "paragraph", "document"))
         if self.file_format is not None:
             resolve(self.file_format, READERS, "file_format")
-        if self.delimiter is not None and not re.fullmatch(r'[^"\r\n]', self.delimiter):
-            raise ValueError(f"delimiter must be one character such as ';', got {self.delimiter!r}")
+        for name, pattern in (("delimiter", r'[^"\r\n]|\\t'), ("quotechar", r"[^\r\n]?")):
+            value = getattr(self, name)
+            if value is not None and not re.fullmatch(pattern, value):
+                raise ValueError(f"{name} must be one character such as ';', got {value!r}")
         try:
-            is_usual = "a\n".encode(self.encoding)[-2:] == b"a\n"
+            "".encode(self.encoding)
         except LookupError:
-            is_usual = False
-        if not is_usual:
             raise ValueError(
-                f"encoding={self.encoding!r} is unknown, or has line ends of several bytes; give "
-                "utf-8, latin-1, ..., or convert the file (`iconv -t utf-8`)"
-            )
+                f"encoding={self.encoding!r} is unknown; give one such as utf-8, cp1252 or gb18030"
+            ) from None
 
     @property
     def columns(self) -> list[str | int]:
@@ -137,13 +139,36 @@ class Line(NamedTuple):
 class Position:
     "How far a file was read: the end of the last row that was given."
 
-    offset: int = 0  # bytes, decompressed
+    offset: int = 0  # bytes, decompressed; of UTF-16 and UTF-32, as UTF-8
     line: int = 0  # lines, of texts and of tables made of lines
     row: int = 0  # rows, of other tables
     learned: dict = field(default_factory=dict)  # from the beginning of the file, by its reader
 
 # %% ../../nbs/data/02_readers.ipynb #3c96599e
+def guess_encodings(
+    data: bytes,  # a part of a text
+) -> list[str]:  # names that Python knows, the likeliest first; none: not a text
+    "Guess in which encodings a text that is not UTF-8 may be."
+    from charset_normalizer import from_bytes  # here, because few files need it
+
+    def fits(name: str) -> bool:
+        try:
+            return "\0" not in data[: len(data) // 4 * 4].decode(name)
+        except UnicodeDecodeError:
+            return False
+
+    if b"\0" in data:
+        return [*filter(fits, ("utf_32_le", "utf_32_be", "utf_16_le", "utf_16_be"))][:1]
+    match = from_bytes(data[: data.rfind(b"\n") + 1] or data).best()
+    names = [] if match is None else match.could_be_from_charset
+    if names and not re.search("[\u0370-\u1fff\u2c00-\uffff]", str(match)) and fits("cp1252"):
+        names = [*dict.fromkeys(["cp1252", *names])]  # of Latin letters, the commonest by far
+    return names[:3]
+
+# %% ../../nbs/data/02_readers.ipynb #fdef95ff
 _ONE_LINE = re.compile(rb"[^\r\n]*(?:\r\n|\r|\n)|[^\r\n]+$")
+_MARKS = {codecs.BOM_UTF32_LE: "utf-32", codecs.BOM_UTF32_BE: "utf-32",
+          codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16"}  # fmt: skip
 
 
 class SourceFile:
@@ -163,49 +188,53 @@ class SourceFile:
         self.handle, self.columns = handle, columns
         self._ahead, self._decoded = deque(), self._decode()
 
+    def _recode(self, encoding: str) -> Iterator[bytes]:
+        "The lines of a file as UTF-8."
+        try:
+            yield from map(str.encode, io.TextIOWrapper(self.file, encoding, newline="\n"))
+        except UnicodeError as error:
+            raise ValueError(f"{self.path} is not {encoding} ({error})") from None
+
     def _decode(self) -> Iterator[Line]:
-        number, end = self.position.line, self.position.offset
-        if isinstance(self.file, io.BufferedReader) and self.file.seekable():
-            self.file.seek(end)
-        else:
-            remaining = end
-            while remaining > 0 and (block := self.file.read(min(remaining, 1 << 20))):
-                remaining -= len(block)
-        encoding = self.options.encoding
-        for block in self.file:  # up to and with \n
+        number, end, first = 0, 0, self.position.offset
+        encoding, blocks = self.options.encoding, self.file
+        start = self.file.peek(4)
+        encoding = next((name for mark, name in _MARKS.items() if start.startswith(mark)), encoding)
+        if "\n".encode(encoding) != b"\n":
+            blocks, encoding = self._recode(encoding), "utf-8"
+        elif isinstance(self.file, io.BufferedReader) and self.file.seekable():
+            self.file.seek(first)
+            number, end = self.position.line, first
+        for block in blocks:  # up to and with \n
             for data in re.findall(_ONE_LINE, block) if b"\r" in block else (block,):
                 number, start, end = number + 1, end, end + len(data)
+                if end <= first:
+                    continue
                 bare = data.rstrip(b"\r\n")
                 try:
                     text = bare.decode(encoding)
-                    if b"\0" in bare or not start:
-                        self._check_text(bare, number, start)
-                        text = text if start else text.removeprefix("\ufeff")
+                    if 4 * text.count("\0") > len(text):
+                        self._refuse(number, data, "it holds zero bytes")
                 except UnicodeDecodeError as error:
-                    self._check_text(bare, number, start, error)
+                    position = start + error.start
+                    reason = f"byte {bare[error.start]:#04x} at position {position}"
+                    self._refuse(number, data, reason)
                     continue
+                text = text if start else text.removeprefix("\ufeff")
                 yield Line(number, text, end, data[len(bare) :].decode())
 
-    def _check_text(
-        self, data: bytes, line: int, start: int, error: UnicodeDecodeError | None = None
-    ) -> None:
+    def _refuse(self, line: int, data: bytes, reason: str) -> None:
         "Hand a line that does not decode to the handler. Raises `ValueError` for binary files."
-        reason = "it holds zero bytes"
-        if error is not None:
-            reason = f"byte {data[error.start]:#04x} at position {start + error.start}"
-        num_controls = len(re.findall(rb"[\x00-\x08\x0e-\x1a\x1c-\x1f]", data))
-        is_binary = data[:2] in (b"\xff\xfe", b"\xfe\xff") and not start
-        is_binary |= data.count(0) > len(data) / 4 or error is not None and num_controls > len(data) / 50  # fmt: skip
         message = f"{self.path} line {line} is not {self.options.encoding} ({reason})"
-        if is_binary:
-            raise ValueError(
-                f"{message}: this looks like UTF-16 or a binary file; name a text file, or convert "
-                "it (`iconv -f utf-16 -t utf-8`)"
-            )
-        if error is not None:
-            self.handle(
-                ValueError(f"{message}; give the encoding of the file, such as encoding='latin-1'")
-            )
+        num_controls = len(re.findall(rb"[\x00-\x08\x0e-\x1a\x1c-\x1f]", data))
+        names = guess_encodings(data + self.file.peek(1 << 16))
+        if names and (50 * num_controls <= len(data) or names[0].startswith("utf")):
+            message += f"; it looks like {' or '.join(names)}: give encoding={names[0]!r}"
+        elif 50 * num_controls > len(data):
+            raise ValueError(f"{message}: this looks like a binary file; name a text file")
+        if b"\0" in data:  # all of the file is in another encoding
+            raise ValueError(message)
+        self.handle(ValueError(message))
 
     def lines(self) -> Iterator[Line]:
         "Yield lines from the position on. Only the current line is in memory."
@@ -252,14 +281,52 @@ def read_lines(
         yield from SourceFile(path, file, options, position, handle).lines()
 
 # %% ../../nbs/data/02_readers.ipynb #663aa0ef
-def _choose_cut(file: SourceFile) -> str:
-    "Lines are documents, unless a twentieth of the first megabyte's is blank."
-    head = file.peek(1_000_000)
-    text = "\n".join(line.text for line in head).strip()
-    return "paragraph" if 20 * len(re.findall(r"\n\s*\n", text)) > len(head) else "line"
+def _has_room(text: str, following: str, width: int) -> bool:
+    "Return whether the first word of the next line would have fit into this one."
+    word = following.split(maxsplit=1)[0]
+    return len(text.rstrip()) + (1 if has_unspaced(word[0]) else len(word)) < width
 
 
+def _learn_layout(
+    head: Sequence[Line], sample_by: str
+) -> dict[str, Any]:  # sample_by, width, and what begins a paragraph besides a blank line
+    "Find out how the lines of a text make documents."
+    lines = "\n".join(line.text[:1000] for line in head).strip("\n").split("\n")
+    filled = sorted(len(line.rstrip()) for line in lines if line.strip())
+    pairs = [(a, b) for a, b in zip(lines, lines[1:]) if a.strip() and b.strip()]
+    width = filled[len(filled) * 99 // 100] if filled else 0
+    full = [b.lstrip()[0] for a, b in pairs if not _has_room(a, b, width)]
+    num_continued = sum(letter.isalpha() and not letter.isupper() for letter in full)
+    is_wrapped = 30 <= width <= 200 and len(pairs) > 5 and len(full) > 0.4 * len(pairs)
+    is_wrapped &= num_continued > 0.25 * len(pairs)
+    num_gaps = sum(not b.strip() and bool(a.strip()) for a, b in zip(lines, lines[1:]))
+    if sample_by == "auto":
+        sample_by = "paragraph" if is_wrapped or 20 * num_gaps > len(lines) else "line"
+    begin = None
+    if is_wrapped and 50 * num_gaps < len(lines):
+        indented = sum(line[:1].isspace() for line in lines) / len(lines)
+        begin = "indent" if 0.01 < indented < 0.6 else "room"
+    return {"sample_by": sample_by, "width": width, "begin": begin}
+
+# %% ../../nbs/data/02_readers.ipynb #b8593a7d
 Rows = Iterator[tuple[str, dict]]  # where a row begins ("line 3" or "row 7"), and the row
+_BEGINNINGS = {"indent": " (begun by an indented line)", "room": " (ended by a short line)"}
+
+
+def _paragraphs(lines: Iterator[Line], layout: Mapping) -> Iterator[list[Line]]:
+    begin, block = layout.get("begin"), []
+    for line in lines:
+        is_blank = not line.text.strip()
+        begins = begin == "indent" and line.text[:1].isspace() or begin == "room" and (
+            not is_blank and block and _has_room(block[-1].text, line.text, layout["width"])
+        )  # fmt: skip
+        if block and (is_blank or begins):
+            yield block
+            block = []
+        if not is_blank:
+            block.append(line)
+    if block:
+        yield block
 
 
 def read_text(file: SourceFile, options: ReadOptions) -> Rows:
@@ -267,24 +334,25 @@ def read_text(file: SourceFile, options: ReadOptions) -> Rows:
     position, columns = file.position, file.columns or ["text"]
     if len(columns) > 1:
         raise ValueError(f"{file.path} is a text file, and prompt_column needs a table")
-    sample_by = options.sample_by
-    if sample_by == "auto":
-        sample_by = position.learned.get("sample_by") or _choose_cut(file)
-    position.learned["sample_by"] = sample_by
-    if sample_by == "line":
-        for position.line, text, position.offset, _ in file.lines():
-            yield f"line {position.line}", {columns[0]: text}
-        return
-    is_blank = lambda line: sample_by == "paragraph" and not line.text.strip()
-    for separates, group in groupby(file.lines(), key=is_blank):
-        if not separates:
-            block = list(group)
-            position.line, position.offset = block[-1].number, block[-1].end
-            yield f"line {block[0].number}", {columns[0]: "\n".join(line.text for line in block)}
+    layout, sample_by = position.learned, options.sample_by
+    if "sample_by" not in layout:
+        layout["sample_by"] = sample_by
+        if sample_by in ("auto", "paragraph"):
+            layout |= _learn_layout(file.peek(1_000_000), sample_by)
+        unit, begin = layout["sample_by"], _BEGINNINGS.get(layout.get("begin"), "")
+        layout["how"] = "one document" if unit == "document" else f"one document per {unit}{begin}"
+    if layout["sample_by"] == "paragraph":
+        blocks = _paragraphs(file.lines(), layout)
+    else:
+        is_line = layout["sample_by"] == "line"
+        blocks = ([line] for line in file.lines()) if is_line else [list(file.lines())]
+    for block in filter(None, blocks):
+        position.line, position.offset = block[-1].number, block[-1].end
+        yield f"line {block[0].number}", {columns[0]: "\n".join(line.text for line in block)}
 
 # %% ../../nbs/data/02_readers.ipynb #d2110531
 def _suspect_header(columns: Sequence[str]) -> str:  # empty where the names look like names
-    "Return a hint for columns whose names look like a row of data, or like one cell."
+    "Return a hint for columns whose names look like a row of data."
     counted = [str(number) for number in range(1, len(columns) + 1)]
     unlike = [
         n for n in map(str, columns) if re.fullmatch(r"[+-]?\d[\d.]*", n) or len(n.split()) > 5
@@ -294,8 +362,6 @@ def _suspect_header(columns: Sequence[str]) -> str:  # empty where the names loo
             f"; {unlike[0][:40]!r} looks like data, not like a name: if the file has no header, "
             "give header=False (header: false) and name columns by their numbers"
         )
-    if len(columns) == 1 and (sign := re.search("[;\t|]", str(columns[0]))):
-        return f"; the one column holds {sign[0]!r}: give delimiter={sign[0]!r}"
     return ""
 
 
@@ -322,28 +388,82 @@ def resolve_column(
     suggestion = did_you_mean(column, names) or ";"
     raise ValueError(f"{option}: no such column{suggestion} its columns are {names}{hint}")
 
+# %% ../../nbs/data/02_readers.ipynb #c110c036
+def _csv_format(delimiter: str, quotechar: str) -> dict[str, Any]:  # arguments of `csv.reader`
+    quotes = {"quotechar": quotechar} if quotechar else {"quoting": csv.QUOTE_NONE}
+    return {"delimiter": delimiter, "strict": True, **quotes}
+
+
+def _fraction_fitting(texts: list[str], delimiter: str, quotechar: str) -> float:
+    "Return the fraction of lines that belong to rows of as many cells as the first row has."
+    reader, width, fitting, last = csv.reader(texts, **_csv_format(delimiter, quotechar)), 0, 0, 0
+    while True:
+        try:
+            row = next(reader, None)
+        except csv.Error:
+            row = []
+        if row is None:
+            return fitting / max(1, last) if width > 1 else 0.0
+        width = width or len(row)
+        fitting += (len(row) == width) * (reader.line_num - last)
+        last = reader.line_num
+
+
+def _likely_quotes(texts: list[str], delimiter: str) -> list[str]:
+    "Return the quotes to try: cells that begin with one and do not end with it speak for none."
+    cells = [cell for text in texts for cell in text.strip("\r\n").split(delimiter)]
+    begun = {mark: [cell for cell in cells if cell[:1] == mark] for mark in "\"'"}
+    ended = [cell for cell in begun['"'] if len(cell) > 1 and cell[-1] == '"']
+    quotes = ['"'] + ["'"] * (len(begun["'"]) > len(begun['"']))
+    return quotes + [""] * (len(ended) < len(begun['"']) / 2)
+
+
+def _learn_dialect(file: SourceFile, options: ReadOptions) -> dict[str, str]:
+    "Choose delimiter and quotes as most of the first lines fit."
+    usual = "\t" if suffix_of(file.path) == ".tsv" else ","
+    texts = [line.text + (line.line_end or "\n") for line in file.peek(1 << 18)]
+    delimiters = [mark for mark in dict.fromkeys(usual + ",;\t|") if mark in "".join(texts[:1])]
+    if options.delimiter is not None:
+        delimiters = ["\t" if options.delimiter == "\\t" else options.delimiter]
+    forms = [
+        (delimiter, quotechar)
+        for delimiter in delimiters or [usual]
+        for quotechar in (
+            _likely_quotes(texts, delimiter) if options.quotechar is None else [options.quotechar]
+        )
+    ]
+    delimiter, quotechar = max(forms, key=lambda form: _fraction_fitting(texts, *form))
+    learned = {"delimiter": delimiter, "quotechar": quotechar}
+    if (delimiter, quotechar) != (usual, '"'):
+        marks = f"quotes {quotechar!r}" if quotechar else "no quotes"
+        learned["how"] = f"cells between {delimiter!r}, {marks}"
+    return learned
+
 # %% ../../nbs/data/02_readers.ipynb #2394881e
-def _csv_rows(file: SourceFile, delimiter: str) -> Iterator[tuple[int, list[str]]]:
+def _csv_rows(file: SourceFile) -> Iterator[tuple[int, list[str]]]:
     "Yield the number of the first line, and the cells, of each row."
     csv.field_size_limit(2**31 - 1)  # of all readers: long documents are what we want
     lines_of_row: list[Line] = []
+    learned = file.position.learned
+    arguments = _csv_format(learned["delimiter"], learned["quotechar"])
 
     def feed() -> Iterator[str]:
         for line in file.lines():
             lines_of_row.append(line)
             yield line.text + (line.line_end or "\n")  # a cell keeps the ends of its lines
 
-    reader = csv.reader(feed(), delimiter=delimiter, strict=True)
+    reader = csv.reader(feed(), **arguments)
     while True:
         try:
             row = next(reader, None)
         except csv.Error as error:
             first, *following = lines_of_row
             where = f"{file.path} line {first.number}"
-            file.handle(ValueError(f"{where} is no row of a table ({error})"))
+            hint = "quotechar='' reads quotes as text"
+            file.handle(ValueError(f"{where} is no row of a table ({error}; {hint})"))
             file.unread(following)
             lines_of_row.clear()
-            reader = csv.reader(feed(), delimiter=delimiter, strict=True)
+            reader = csv.reader(feed(), **arguments)
             continue
         if row is None:
             return
@@ -354,10 +474,28 @@ def _csv_rows(file: SourceFile, delimiter: str) -> Iterator[tuple[int, list[str]
             yield first, row
 
 # %% ../../nbs/data/02_readers.ipynb #381475ad
+def _select_cells(file: SourceFile, header: Sequence[str]) -> dict[str | int, int]:
+    "Return the position of each requested column. Raises `ValueError` for a name of two columns."
+    names, counts = [], Counter()
+    for name in header:
+        counts[name] += 1
+        names.append(name if counts[name] == 1 else f"{name}.{counts[name]}")
+    columns = file.select(names)
+    for column, name in columns.items() if file.columns is not None else ():
+        if column == name and counts[name] > 1:
+            numbers = [n for n, other in enumerate(header, 1) if other == name]
+            raise ValueError(
+                f"{file.path}: columns {numbers} are all called {name!r}; name one by its number"
+            )
+    return {column: names.index(name) for column, name in columns.items()}
+
+
 def read_csv(file: SourceFile, options: ReadOptions) -> Rows:
     "Read rows of a .csv or .tsv table, all cells as text (RFC 4180)."
-    delimiter = options.delimiter or ("\t" if suffix_of(file.path) == ".tsv" else ",")
-    rows, learned = _csv_rows(file, delimiter), file.position.learned
+    learned = file.position.learned
+    if "delimiter" not in learned:
+        learned |= _learn_dialect(file, options)
+    rows = _csv_rows(file)
     if "names" not in learned:
         first = next(rows, None)
         if first is None:
@@ -366,23 +504,18 @@ def read_csv(file: SourceFile, options: ReadOptions) -> Rows:
         if not options.header:
             learned["names"] = [str(n) for n in range(1, len(first[1]) + 1)]
             rows = chain([first], rows)
-    names = learned["names"]
-    columns = file.select(names)
-    if repeated := [name for name in columns.values() if names.count(name) > 1]:
-        raise ValueError(
-            f"{file.path}: the header names the column {repeated[0]!r} twice{_suspect_header(names)}"
-        )
+    columns, width = _select_cells(file, learned["names"]), len(learned["names"])
     for line, cells in rows:
-        if any(cells[len(names) :]):
+        if any(cells[width:]):
             file.handle(
                 ValueError(
-                    f"{file.path} line {line} has {len(cells)} cells, the first row has "
-                    f"{len(names)}: put a cell with a {delimiter!r} in quotes"
+                    f"{file.path} line {line} has {len(cells)} cells, the first row has {width}: "
+                    f"put a cell with a {learned['delimiter']!r} in quotes"
                 )
             )
             continue
-        row = {**dict.fromkeys(names), **dict(zip(names, cells))}
-        yield f"line {line}", {column: row[name] for column, name in columns.items()}
+        cells += [None] * (width - len(cells))
+        yield f"line {line}", {column: cells[n] for column, n in columns.items()}
 
 # %% ../../nbs/data/02_readers.ipynb #387aadfc
 def parse_json(text: str, where: object) -> Any:
@@ -391,6 +524,8 @@ def parse_json(text: str, where: object) -> Any:
         return json.loads(text)
     except (json.JSONDecodeError, RecursionError) as error:
         raise ValueError(f"{where} is not JSON: {error}; give an object a line or a list") from None
+    except ValueError:  # Python converts at most 4,300 digits; a longer number stays text
+        return json.loads(text, parse_int=lambda digits: digits if len(digits) > 4000 else int(digits))
 
 
 def _is_list(file: SourceFile) -> bool:
@@ -440,9 +575,33 @@ def read_json(file: SourceFile, options: ReadOptions) -> Rows:
             yield where, {column: row[name] for column, name in columns.items()}
 
 # %% ../../nbs/data/02_readers.ipynb #54b0b5f2
+def _cells(column: Any) -> list:  # of a column of Arrow
+    "Return the values of cells; a `ValueError` for a malformed one, text for a far date."
+    import pyarrow
+
+    try:
+        column.validate(full=True)  # a wrong offset would read other memory than the file's
+        return column.to_pylist()
+    except OverflowError:
+        pass
+    except pyarrow.ArrowInvalid as error:
+        if "UTF8" not in str(error):
+            raise
+    return [*map(_cell, column)]
+
+
+def _cell(cell: Any) -> Any:
+    try:
+        return cell.as_py()
+    except OverflowError:  # of the year 10,000 or later
+        return str(cell.cast("string"))
+    except UnicodeDecodeError as error:
+        return error
+
+
 def _column_rows(
     file: SourceFile,
-    open_batches: Callable[[Any], Iterator[tuple[int, list, Any]]],  # first row, names, batch
+    open_batches: Callable[[Any], Iterator[tuple[int, dict]]],  # first row, column: its cells
 ) -> Rows:
     import pyarrow
 
@@ -450,12 +609,14 @@ def _column_rows(
     if source.suffix.lower() in COMPRESSIONS:
         source = pyarrow.BufferReader(file.file.read())
     try:
-        for first, columns, batch in open_batches(source):
+        for first, columns in open_batches(source):
             num_read = max(0, position.row - first)
-            batch.validate(full=True)  # a wrong offset would read other memory than the file's
-            values = (batch.column(n).slice(num_read).to_pylist() for n in range(len(columns)))
-            for position.row, row in enumerate(zip(*values), first + num_read + 1):
-                yield f"row {position.row}", dict(zip(columns, row))
+            values = zip(*(_cells(cells.slice(num_read)) for cells in columns.values()))
+            for position.row, row in enumerate(values, first + num_read + 1):
+                if errors := [value for value in row if isinstance(value, ValueError)]:
+                    file.handle(ValueError(f"{file.path} row {position.row}: {errors[0]}"))
+                else:
+                    yield f"row {position.row}", dict(zip(columns, row))
     except (pyarrow.ArrowException, OSError) as error:
         reason = str(error).split("\n")[0]
         suffix = suffix_of(file.path)
@@ -466,16 +627,20 @@ def read_parquet(file: SourceFile, options: ReadOptions) -> Rows:
     "Read a Parquet table, batch by batch; row groups that were read are skipped."
     from pyarrow import parquet  # here, because importing it takes longer than reading a text
 
-    def batches(source: Any) -> Iterator[tuple[int, list, Any]]:
+    def batches(source: Any) -> Iterator[tuple[int, dict]]:
         with parquet.ParquetFile(source) as table:
-            columns = file.select(table.schema_arrow.names)
+            names = table.schema_arrow.names
+            columns = _select_cells(file, names)
+            is_unique = len({*names}) == len(names)  # else all columns are read
+            read = [*columns.values()] if is_unique else [*range(len(names))]
+            requested = [names[n] for n in read] if is_unique else None
             sizes = [table.metadata.row_group(g).num_rows for g in range(table.num_row_groups)]
             first, group = 0, 0
             while group < len(sizes) and first + sizes[group] <= file.position.row:
                 first, group = first + sizes[group], group + 1
-            names, groups = list(columns.values()), list(range(group, len(sizes)))
-            for batch in table.iter_batches(1000, row_groups=groups, columns=names):
-                yield first, list(columns), batch.select(names)
+            groups = list(range(group, len(sizes)))
+            for batch in table.iter_batches(1000, row_groups=groups, columns=requested):
+                yield first, {c: batch.column(read.index(n)) for c, n in columns.items()}
                 first += len(batch)
 
     return _column_rows(file, batches)
@@ -485,7 +650,7 @@ def read_arrow(file: SourceFile, options: ReadOptions) -> Rows:
     "Read an Arrow file or stream (`datasets` writes the latter), batch by batch."
     import pyarrow
 
-    def batches(source: Any) -> Iterator[tuple[int, list, Any]]:
+    def batches(source: Any) -> Iterator[tuple[int, dict]]:
         source = pyarrow.memory_map(str(source)) if isinstance(source, Path) else source
         try:
             reader = pyarrow.ipc.open_file(source)
@@ -493,12 +658,12 @@ def read_arrow(file: SourceFile, options: ReadOptions) -> Rows:
         except pyarrow.ArrowInvalid:
             source.seek(0)
             parts = reader = pyarrow.ipc.open_stream(source)
-        columns, first = file.select(reader.schema.names), 0
+        columns, first = _select_cells(file, reader.schema.names), 0
         for part in parts:
             for start in range(0, len(part), 1000):
                 if first + min(start + 1000, len(part)) > file.position.row:
-                    batch = part.select(list(columns.values())).slice(start, 1000)
-                    yield first + start, list(columns), batch
+                    cells = {c: part.column(n).slice(start, 1000) for c, n in columns.items()}
+                    yield first + start, cells
             first += len(part)
 
     return _column_rows(file, batches)

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['list_files', 'directory_files', 'offline_if_unreachable', 'SourceNotFound', 'looks_like_hub_name', 'check_not_inside',
            'is_saved_dataset', 'is_dataset_directory', 'load_hub_dataset', 'dataset_rows', 'is_local', 'expand_sources',
-           'check_file_options', 'source_parts', 'iter_rows', 'iter_documents', 'TextStream']
+           'check_file_options', 'source_parts', 'iter_rows', 'iter_documents', 'read_column', 'TextStream']
 
 # %% ../../nbs/data/03_sources.ipynb #29bdc352
 import glob
@@ -13,7 +13,7 @@ import os
 import re
 import socket
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
@@ -35,19 +35,27 @@ from bertlab.data.readers import (
 from .readers import read_rows, resolve_column, suffix_of, text_of
 
 # %% ../../nbs/data/03_sources.ipynb #fa83fa25
+def _refuse_directory(error: OSError) -> None:
+    raise ValueError(f"directory {error.filename} cannot be read ({error.strerror})")
+
+
 def list_files(
     root: Path,
     seen: set[str] | None = None,  # real paths of directories that were read
+    notes: Counter | None = None,  # gets the number of links to nothing
 ) -> list[Path]:
     "List all files below a directory by their paths, also behind links; hidden ones are left out."
     files, seen, top = [], set() if seen is None else seen, Path(os.path.realpath(root))
-    for directory, folders, names in os.walk(root, followlinks=True):
+    for directory, folders, names in os.walk(root, onerror=_refuse_directory, followlinks=True):
         real, path = os.path.realpath(directory), Path(directory)
         if real in seen or Path(real) in top.parents:
             folders.clear()
             continue
         seen.add(real)
-        files += [path / n for n in names if n[0] != "." and (path / n).is_file()]
+        visible = [path / name for name in names if name[0] != "."]
+        files += filter(Path.is_file, visible)
+        if notes is not None and (dangling := sum(not file.exists() for file in visible)):
+            notes["links to nothing, not read"] += dangling
         # What is there under its own name comes before what a link leads to.
         folders[:] = [name for name in folders if name[0] != "."]
         folders.sort(key=lambda name: ((path / name).is_symlink(), name))
@@ -60,7 +68,7 @@ def directory_files(
     file_format: str | None = None,  # a key of READERS; None: all with a known suffix
 ) -> list[Path]:
     "List the files below a directory that can be read. Raises `ValueError` for none."
-    files = list_files(root)
+    files = list_files(root, notes=notes)
     suffixes = [s for s, name in SUFFIXES.items() if file_format in (None, name)]
     readable = [path for path in files if not suffixes or suffix_of(path) in suffixes]
     if len(files) > len(readable):
@@ -128,7 +136,9 @@ def check_not_inside(
 # %% ../../nbs/data/03_sources.ipynb #b2662be2
 def is_saved_dataset(path: str | os.PathLike) -> bool:
     "Return whether `datasets` wrote this directory with `save_to_disk`."
-    return any(Path(path, file).is_file() for file in ("dataset_dict.json", "state.json"))
+    state = Path(path, "state.json")  # other programs have files of this name, too
+    is_dataset = state.is_file() and b'"_data_files"' in state.read_bytes()
+    return is_dataset or Path(path, "dataset_dict.json").is_file()
 
 
 def is_dataset_directory(
@@ -287,6 +297,22 @@ def source_parts(
     return parts
 
 
+def _note_layouts(positions: dict[Path, Position], notes: Counter) -> None:
+    "Count files by what was learned about their form, with the names of a few."
+    names: dict[str, list[str]] = {}
+    for file, position in positions.items():
+        if how := position.learned.get("how"):
+            names.setdefault(how, []).append(_printable(file.name))
+    for how, files in names.items():
+        more = ", ..." if len(files) > 5 else ""
+        notes[f"files with {how}: {', '.join(files[:5])}{more}"] += len(files)
+
+
+def _printable(name: str) -> str:  # of a file
+    "Return a name without the surrogates that stand for bytes which are not UTF-8."
+    return os.fsencode(name).decode(errors="backslashreplace")
+
+
 def _read_part(
     options: ReadOptions,
     notes: Counter,
@@ -299,12 +325,13 @@ def _read_part(
     if not files:
         data = load_hub_dataset(name, options, streaming)
         yield from ((name, *row) for row in dataset_rows(data, name, columns))
-    for file in files:
-        position = Position()
-        for row in read_rows(file, options, position, handle, columns):
-            yield str(file), *row
-        if sample_by := position.learned.get("sample_by"):
-            notes[f"text files with one document per {sample_by}"] += 1
+    positions = {file: Position() for file in files}
+    try:
+        for file, position in positions.items():
+            for row in read_rows(file, options, position, handle, columns):
+                yield str(file), *row
+    finally:
+        _note_layouts(positions, notes)
 
 
 def iter_rows(
@@ -337,7 +364,7 @@ def _part_documents(
         if files:
             path = Path(path).relative_to(name).as_posix() if is_folder else os.path.basename(path)
         prompt = texts[0] if len(texts) > 1 else None
-        yield Document(texts[-1], f"{path}:{where.split()[-1]}", prompt)
+        yield Document(texts[-1], _printable(f"{path}:{where.split()[-1]}"), prompt)
 
 
 def iter_documents(
@@ -352,15 +379,41 @@ def iter_documents(
     if any(files for _, files in parts):
         bounds = parse_split(options.split)[1:]
     for part in parts:
-        read = partial(_part_documents, options, streaming, *part)
-        yield from sliced(read, notes, *bounds) if part[1] else read(notes)
+        documents = _part_documents(options, streaming, *part, notes)
+        yield from sliced(documents, *bounds) if part[1] else documents
+
+# %% ../../nbs/data/03_sources.ipynb #d61c4b65
+def read_column(
+    data: Any,  # a list of texts or rows; a `datasets.Dataset`, an Arrow table, a DataFrame
+    column: str | int = "text",  # of a table
+    argument: str = "texts",  # that holds the data, for messages
+) -> Any:  # an iterable
+    "Return the column of a table, and anything else as it is. Raises `ValueError` for mappings."
+    if isinstance(data, (str, bytes, Mapping)):
+        hint = "name the split, such as data['train']" if isinstance(data, Mapping) else "put it in a list, or name a file as pathlib.Path(...)"  # fmt: skip
+        raise ValueError(
+            f"{argument} must be several texts, not one {type(data).__name__}; {hint}"
+        )
+    if isinstance(data, (list, tuple)) and data:
+        if all(isinstance(row, str) and os.path.isfile(row) for row in data):
+            raise ValueError(f"{argument} are names of files, such as {data[0]!r}: give paths instead")
+    names = getattr(data, "column_names", None)
+    if names is None and hasattr(data, "columns") and hasattr(data, "iloc"):  # of pandas
+        names = [*map(str, data.columns)]
+    if names is None:
+        return data
+    name = resolve_column(column, list(names))
+    if hasattr(data, "iloc"):
+        return data.iloc[:, names.index(name)].tolist()
+    return data[name].to_pylist() if hasattr(data[name], "to_pylist") else data[name]
 
 # %% ../../nbs/data/03_sources.ipynb #01f40d44
 class TextStream:
     """Texts of files and datasets, one after the other; only the current one is in memory.
 
     An iteration continues where the last one stopped, also after `load_state_dict`; one that came
-    to the end begins anew. Blank texts are left out. Raises as `iter_documents` does.
+    to the end begins anew. Blank texts are left out. Raises as `iter_documents` does, and
+    `ValueError` for a pipe, which can be read only once.
     """
 
     def __init__(
@@ -373,6 +426,9 @@ class TextStream:
         self.handle = ErrorHandler(self.options.on_error, self.notes, warns=True)
         parts = source_parts(source, self.options, self.notes)
         self.parts = [part for name, files in parts for part in files or [name]]
+        for part in self.parts:
+            if isinstance(part, Path) and not part.is_file():
+                raise ValueError(f"{part} is a pipe, and a stream is read again: save it as a file")
         self.reset()
 
     def reset(self) -> None:
@@ -422,7 +478,8 @@ class TextStream:
         path = self.parts[part] if part < len(self.parts) else None
         if not isinstance(path, Path):
             return {}
-        return {"name": path.name, "bytes": path.stat().st_size if path.exists() else None}
+        size = path.stat().st_size if path.exists() else None
+        return {"name": _printable(path.name), "bytes": size}
 
     def load_state_dict(self, state: dict) -> None:
         "Continue from there. Raises `ValueError` for other files, or a changed one."

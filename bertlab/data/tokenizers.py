@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['SPECIAL_TOKENS', 'TOKENIZER_TRAINERS', 'TOKENIZER_FILES', 'iter_texts', 'byte_letters', 'unknown_fraction',
            'normalization_note', 'train_tokenizer', 'save_tokenizer', 'load_tokenizer', 'num_token_ids',
-           'check_same_vocabulary', 'unused_token_ids', 'tokenize_plain', 'resolve_tokenizer']
+           'check_same_vocabulary', 'unused_token_ids', 'spelled_special_ids', 'tokenize_plain', 'resolve_tokenizer']
 
 # %% ../../nbs/data/05_tokenizers.ipynb #34962f81
 import json
@@ -13,7 +13,7 @@ import os
 import unicodedata
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -21,8 +21,9 @@ from typing import Any
 from ..core.files import explain_missing_content, find_model_directory, write_json
 from ..core.names import check_range, look_up
 from ..core.serialization import load_json
-from .documents import UNSPACED
-from .sources import SourceNotFound, TextStream
+from .documents import UNSPACED, iter_pieces
+from .readers import ReadOptions
+from .sources import SourceNotFound, iter_documents, read_column
 from .sources import looks_like_hub_name, offline_if_unreachable
 
 # %% ../../nbs/data/05_tokenizers.ipynb #238dff1b
@@ -122,29 +123,21 @@ def _train_wordpiece(
 
 # %% ../../nbs/data/05_tokenizers.ipynb #3b83fb8b
 def iter_texts(
-    source: Any,  # texts, paths, a `Corpus`, or a dataset of `datasets`
+    source: Any,  # texts, paths, a `Corpus`, or a table: a dataset of `datasets`, a DataFrame
     text_column: str = "text",  # of tables and datasets
 ) -> list[str]:
     "Read all texts of a source. Raises `ValueError` for a string, a mapping, or rows without text."
-    if isinstance(source, (str, dict)):
-        raise ValueError(
-            f"texts must be a list of texts, not a {type(source).__name__}: put a text in a list, "
-            "choose a split of a dataset, or name a file or directory as pathlib.Path(...)"
-        )
-    source = [source] if isinstance(source, os.PathLike) else source
-    source = getattr(source, "train_texts", source)  # of a corpus
+    source = [source] if isinstance(source, os.PathLike) else getattr(source, "train_texts", source)
     texts = []
-    for row in source:
+    for row in read_column(source, text_column):
         if isinstance(row, os.PathLike):
-            texts += TextStream(os.fspath(row), text_column)
+            texts += (document.text for document in iter_documents(row, ReadOptions(text_column)))
         elif isinstance(row, str):
             texts.append(row)
-        elif hasattr(row, "get") and isinstance(row.get(text_column), str):
+        elif isinstance(row, Mapping) and isinstance(row.get(text_column), str):
             texts.append(row[text_column])
         else:
-            columns = (
-                f"; its columns are {', '.join(map(repr, row))}" if hasattr(row, "get") else ""
-            )
+            columns = f"; its columns are {[*row]}" if isinstance(row, Mapping) else ""
             raise ValueError(
                 f"texts holds a {type(row).__name__} without text in "
                 f"text_column={text_column!r}{columns}"
@@ -159,8 +152,8 @@ def iter_texts(
 _UNSPACED = "".join(f"{chr(low)}-{chr(high)}" for low, high in UNSPACED)
 _LETTERS = rf"\p{{L}}(?:\p{{L}}|(?![{_UNSPACED}])\p{{M}}){{0,31}}"
 _BYTE_WORDS = (
-    rf"'s|'t|'re|'ve|'m|'ll|'d| ?{_LETTERS}| ?\p{{N}}+| ?[^\s\p{{L}}\p{{N}}]+"
-    r"|\s+(?!\S)|\s+"
+    rf"'s|'t|'re|'ve|'m|'ll|'d| ?{_LETTERS}| ?\p{{N}}{{1,32}}| ?[^\s\p{{L}}\p{{N}}]{{1,32}}"
+    r"|\s{1,32}(?!\S)|\s{1,32}"
 )
 
 
@@ -243,6 +236,7 @@ def _train_unigram(
     limit_alphabet: int | None = None,
 ) -> Any:  # a tokenizer of `tokenizers`
     "Discard pieces until `vocab_size` are left (Kudo 2018, sec. 3.2)."
+    from tokenizers import Regex, pre_tokenizers
     from tokenizers.trainers import UnigramTrainer
 
     special, untrained = [*SPECIAL_TOKENS.values()], _metaspace(None, lowercase)
@@ -250,6 +244,8 @@ def _train_unigram(
     texts = _drop_rare_characters(texts, untrained.normalizer, limit_alphabet, room)
     characters = {*"".join(map(untrained.normalizer.normalize_str, texts)).replace(" ", "▁"), "▁"}
     _check_room(vocab_size, len(special) + len(characters), "the single characters of these texts")
+    steps = [untrained.pre_tokenizer, pre_tokenizers.Split(Regex(".{1,100}"), "isolated")]
+    untrained.pre_tokenizer = pre_tokenizers.Sequence(steps)  # long words take very long
     trainer = UnigramTrainer(
         vocab_size=vocab_size, special_tokens=special, unk_token="[UNK]", show_progress=False
     )
@@ -363,7 +359,7 @@ def train_tokenizer(
             f"strip_accents={strip_accents} needs kind: wordpiece with lowercase: true, and this "
             f"is kind: {kind} with lowercase: {lowercase}; leave strip_accents out"
         )
-    texts = iter_texts(texts, text_column)
+    texts = [piece for text in iter_texts(texts, text_column) for piece in iter_pieces(text)]
     if is_stripping and strip_accents is None and (share := _accent_fraction(texts)) > 0.01:
         strip_accents = False
         warnings.warn(
@@ -489,24 +485,40 @@ def _check_tokenizer(tokenizer: Any, name: str) -> None:
         )
 
 # %% ../../nbs/data/05_tokenizers.ipynb #5b0hide2
+def spelled_special_ids(
+    backend: Any,  # of `tokenizers`
+    unknown_id: int | None,
+) -> tuple[list[int], int]:  # the ids, and one to replace them
+    "Return the special tokens that a model finds as words or pieces of a text."
+    backend.encode_special_tokens = True
+    special = {n: str(t) for n, t in backend.get_added_tokens_decoder().items() if t.special}
+    texts = [*special.values(), " ".join(special.values())]
+    encodings = backend.encode_batch(texts, add_special_tokens=False)
+    spelled = {token_id for encoding in encodings for token_id in encoding.ids} & {*special}
+    if unknown_id is None and spelled:  # every text can be written without it
+        unknown_id = backend.encode("?", add_special_tokens=False).ids[0]
+    return sorted(spelled - {unknown_id}), unknown_id
+
+
 def tokenize_plain(
     tokenizer: Any,  # of transformers
     *texts: Any,  # as for a call
     **options: Any,
 ) -> Any:  # what the call returns, as lists
     "Call a tokenizer so that no text can contain a special token."
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if type(getattr(backend, "model", None)).__name__ != "Unigram":
+    backend, spelled = getattr(tokenizer, "backend_tokenizer", None), []
+    if backend is not None:
+        spelled, unknown = spelled_special_ids(backend, tokenizer.unk_token_id)
+    if not spelled:
         return tokenizer(*texts, split_special_tokens=True, **options)
     encoded = tokenizer(
         *texts, **{**options, "split_special_tokens": True, "return_special_tokens_mask": True}
     )
-    special, unknown = {*tokenizer.all_special_ids}, tokenizer.unk_token_id
 
     def replace(ids: list, mask: list) -> list:
         if ids and isinstance(ids[0], list):
             return [replace(*row) for row in zip(ids, mask)]
-        return [unknown if i in special and not framed else i for i, framed in zip(ids, mask)]
+        return [unknown if i in spelled and not framed else i for i, framed in zip(ids, mask)]
 
     encoded["input_ids"] = replace(encoded["input_ids"], encoded["special_tokens_mask"])
     if not options.get("return_special_tokens_mask"):

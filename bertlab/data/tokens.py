@@ -24,7 +24,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..core.files import atomic_write, write_json
+from .documents import iter_pieces
 from .masking import GOLDEN, splitmix64
+from .tokenizers import spelled_special_ids
 
 # %% ../../nbs/data/11_tokens.ipynb #8297eeb6
 BLOCK_TOKENS = 1 << 22  # a block ends with the document that brings it to this many tokens,
@@ -441,22 +443,37 @@ class BatchEncoder:
     def __init__(self, serialized: str):
         from tokenizers import Tokenizer  # here, because it is needed only where text is tokenized
 
-        self.backend = Tokenizer.from_str(serialized)
-        self.backend.encode_special_tokens = True  # "[MASK]" in a text is the word
-        # A Unigram model has special tokens as pieces; in a text they are unknown words.
-        state, self.special_ids, self.unknown_id = json.loads(serialized), [], None
-        if state["model"]["type"] == "Unigram":
-            self.special_ids = [token["id"] for token in state["added_tokens"] if token["special"]]
-            self.unknown_id = state["model"]["unk_id"]
+        self.backend, model = Tokenizer.from_str(serialized), json.loads(serialized)["model"]
+        unknown_id = model.get("unk_id")
+        if unknown_id is None and model.get("unk_token"):
+            unknown_id = self.backend.token_to_id(model["unk_token"])
+        # "[MASK]" in a text is the word, or unknown if the model finds the token as a word.
+        self.special_ids, self.unknown_id = spelled_special_ids(self.backend, unknown_id)
+        self.num_dropped = self._check_pieces()
+
+    def _check_pieces(self) -> int | None:
+        "Return how many spaces a piece inside a text loses to get its ids; None: texts stay whole."
+        ids = lambda text: self.backend.encode(text, add_special_tokens=False).ids
+        begin, end = "Some words, and 12 more", " of them at the end"
+        equal = (n for n in (0, 1) if ids(begin) + ids(end[n:]) == ids(begin + end))
+        return next(equal, None)
 
     def __call__(self, texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
         "Tokenize without special tokens: the ids of all texts joined, and tokens per text."
-        encodings = self.backend.encode_batch_fast(texts, add_special_tokens=False)
-        parts = [np.array(encoding.ids, dtype=np.int32) for encoding in encodings]
+        pieces, owners = texts, np.arange(len(texts))
+        if self.num_dropped is not None:  # in pieces, because the library needs 200 times the text
+            cut = [list(iter_pieces(text)) for text in texts]
+            owners = np.repeat(owners, [len(own) for own in cut])
+            pieces = [piece[(n > 0) * self.num_dropped :] for own in cut for n, piece in enumerate(own)]  # fmt: skip
+        parts = []
+        for batch in text_batches(pieces):
+            encodings = self.backend.encode_batch_fast(batch, add_special_tokens=False)
+            parts += [np.array(encoding.ids, dtype=np.int32) for encoding in encodings]
         ids = np.concatenate(parts)
         if self.special_ids:
             ids[np.isin(ids, self.special_ids)] = self.unknown_id
-        return ids, np.array([len(part) for part in parts], dtype=np.int64)
+        lengths = np.bincount(owners, [len(part) for part in parts], len(texts))
+        return ids, lengths.astype(np.int64)
 
 
 BATCH_CHARS, BATCH_TEXTS = 500_000, 2000  # a batch ends with whichever comes first

@@ -28,6 +28,7 @@ from bertlab.data.documents import (
     ngram_overlap,
     parse_docstrings,
     python_files,
+    drop_rules,
     sections,
     split_words,
     word_pattern,
@@ -136,6 +137,17 @@ def test_docstrings_do_not_depend_on_the_encoding():
 @given(st.text(alphabet="ab \n*=-", max_size=300), st.integers(1, 100))
 def test_cutting_a_page_loses_nothing_but_blank_lines(page, max_chars):
     assert "".join("".join(sections(page, max_chars)).split()) == "".join(page.split())
+
+
+@pytest.mark.parametrize("mark", "+|-")
+def test_a_line_that_is_almost_a_rule_takes_no_time(mark):
+    assert drop_rules(f"{mark * 5000}x\n{mark * 5000}\n+{mark} {mark}++\na") == f"{mark * 5000}x\na"
+
+
+def test_long_texts_are_read_in_pieces_with_the_same_words():
+    text = "A cat, sleeps\non the (river) " * 20_000
+    assert normalized_words(text).split() == ["a", "cat", "sleeps", "on", "the", "river"] * 20_000
+    assert len(word_ngrams(text)) == 120_000 - 7 and len({*word_ngrams(text)}) == 6
 
 
 def test_files_that_do_not_parse_are_counted(tmp_path):
@@ -424,7 +436,7 @@ def test_a_text_is_cut_at_lines_or_at_blank_lines(tmp_path, content, sample_by, 
     corpus = load_corpus(path, sample_by=sample_by, validation_fraction=0)
     assert corpus.train_texts == expected
     unit = "paragraph" if any("\n" in text for text in expected) else "line"
-    assert f"text files with one document per {unit}" in corpus.describe()
+    assert f"files with one document per {unit}" in corpus.describe()
 
 
 def test_a_row_that_is_one_long_document_is_read(tmp_path):

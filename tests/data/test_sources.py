@@ -7,6 +7,8 @@ import io
 import itertools
 import json
 import lzma
+import os
+import threading
 from collections import Counter
 from pathlib import Path
 
@@ -24,6 +26,7 @@ from bertlab.data.sources import (
     expand_sources,
     iter_documents,
     list_files,
+    read_column,
 )
 
 TEXTS = [
@@ -235,7 +238,7 @@ def test_a_format_can_be_named_where_the_suffix_does_not_say_it(tmp_path):
 # content, what is left, the line that is named, how many
 MALFORMED = {
     "a.jsonl": (b'{"text": "a"}\noops\n{"text": "b"}\n[1]\n{"no": 1}\n{"text": null}\n{"text": "c"}\n', "abc", "line 2", 4),
-    "a.csv": (b'id,text\n1,a\n2\n3,b\n4,"x"y\n5,c\n', "abc", "line 3", 2),
+    "a.csv": (b'id,text\n1,"a"\n2\n3,"b"\n4,"x"y\n5,"c"\n', "abc", "line 3", 2),
     "b.csv": (b'text\na\n"open\nb\nc\n', "abc", "line 3", 1),
     "a.txt": (b"a\n\xff\xfe\nb\n\xe9\nc\n", "abc", "line 2", 2),
     "a.json": (b'[{"text": "a"}, {"text": 7}, {"text": "b"}, 3, {"text": "c"}]', "abc", "row 2", 2),
@@ -339,6 +342,60 @@ def test_links_are_followed_and_nothing_is_read_twice(tmp_path):
         "near/a.txt:1",
     ]
     assert list(TextStream(str(root))) == texts_of(str(root))
+
+
+def test_odd_directories_are_read_and_the_rest_is_counted(tmp_path, monkeypatch):
+    for name in ("a.txt", "._a.txt", ".ipynb_checkpoints/a.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("One.\n")
+    (tmp_path / "state.json").write_text('{"text": "Two."}\n')  # not of `datasets`
+    (tmp_path / "gone.txt").symlink_to(tmp_path / "nothing")
+    odd = os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9.txt")
+    Path(odd).write_text("Three.\n")
+    notes = Counter()
+    documents = list(iter_documents(str(tmp_path), notes=notes))
+    assert [document.text for document in documents] == ["One.", "Three.", "Two."]
+    "".join([*notes, *(document.source for document in documents)]).encode()  # can be printed
+    assert sum(count for note, count in notes.items() if "links" in note) == 1
+    assert list(TextStream(odd)) == ["Three."]
+    denied = PermissionError(13, "Permission denied", str(tmp_path / "shut"))
+    monkeypatch.setattr(os, "scandir", lambda path: (_ for _ in ()).throw(denied))
+    with pytest.raises(ValueError, match="shut"):
+        list_files(tmp_path)
+
+
+def test_pipes_are_read_once_or_refused(tmp_path):
+    os.mkfifo(path := tmp_path / "a")
+
+    def read(function):
+        writer = threading.Thread(target=path.write_text, args=("a\nb\nc\nd\n",))
+        writer.start()
+        try:
+            return function()
+        finally:
+            writer.join()
+
+    assert read(lambda: load_corpus(path, validation_fraction=0).train_texts) == [*"abcd"]
+    assert read(lambda: texts_of(str(path), split="train[50%:]")) == ["c", "d"]
+    with pytest.raises(ValueError, match=f"{path} is a pipe"):
+        TextStream(path)
+
+
+@pytest.mark.parametrize("data", [{"text": ["a"]}, "a text", [__file__]])
+def test_names_are_not_taken_for_texts(data):
+    with pytest.raises(ValueError, match="texts"):
+        list(read_column(data))
+
+
+def test_tables_in_memory_give_their_column():
+    import datasets
+    import pandas as pd
+    import pyarrow as pa
+
+    columns = {"n": [1, 2], "text": ["a", "b"]}
+    tables = pd.DataFrame(columns), datasets.Dataset.from_dict(columns), pa.table(columns)
+    assert [list(read_column(table)) for table in tables] == 3 * [["a", "b"]]
+    assert list(read_column(["a", "b"])) == ["a", "b"]
 
 
 def test_a_directory_above_another_that_is_linked_is_still_read(tmp_path):

@@ -166,10 +166,11 @@ def test_wordpiece_warns_of_text_without_spaces(script):
         train_tokenizer(without_spaces(script), 700)
 
 
-def test_runs_of_letters_end_after_32_in_byte_level_bpe():
-    tokenizer = train_tokenizer(without_spaces("dna"), 500, kind="bpe")
-    words = tokenizer.backend_tokenizer.pre_tokenizer.pre_tokenize_str("acgt" * 50)
-    assert max(len(word) for word, _ in words) == 32
+@pytest.mark.parametrize("run", ["acgt", "१२3", "-", " ", "\n "])
+def test_no_run_makes_a_long_word_of_byte_level_bpe(run):
+    tokenizer = train_tokenizer([run * 1000 + "x"], 300, kind="bpe").backend_tokenizer
+    words = tokenizer.pre_tokenizer.pre_tokenize_str(run * 1000 + "x")
+    assert max(stop - start for _, (start, stop) in words) <= 33
 
 
 @pytest.mark.parametrize("kind", KINDS)

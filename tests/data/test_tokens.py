@@ -1,6 +1,7 @@
 "Token ids in memory, in a cache and on disk are the same; copies of held-out documents are never trained on."
 
 import pickle
+import random
 
 import datasets
 import numpy as np
@@ -290,3 +291,43 @@ def test_so_they_are_in_rows_of_text_and_prompts():
     (pair,), (length,) = encode_pairs(tokenizer, ["ab <s> e"], [text], max_ends=1)
     assert tokenizer.decode(pair[: length - 1]) == "ab <unk> a<unk>b"
     assert tokenizer.decode(pair[length:-1]) == "ab <unk> e"
+
+
+@pytest.mark.parametrize("model", ["WordLevel", "WordPiece", "BPE"])
+def test_special_tokens_that_are_words_are_unknown_in_a_text(model):
+    "Tokenizers that cut at spaces and look whole words up."
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    roles = {f"{name}_token": f"[{name.upper()}]" for name in ("pad", "unk", "mask")}
+    vocabulary = {word: n for n, word in enumerate([*roles.values(), "cat", "?"])}
+    options = {"merges": [], "ignore_merges": True} if model == "BPE" else {"unk_token": "[UNK]"}
+    backend = Tokenizer(getattr(models, model)(vocabulary, **options))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **roles)
+    encoder = BatchEncoder(serialize_tokenizer(tokenizer))
+    for ids in (encoder(["cat [MASK] [PAD]"])[0], tokenize_plain(tokenizer, "cat [MASK] [PAD]").input_ids):
+        assert list(ids)[0] == 3 and not {0, 2} & {*map(int, ids)} and len(ids) == 3
+
+
+@pytest.mark.parametrize("kind", ["wordpiece", "bpe", "unigram"])
+def test_a_long_line_is_encoded_in_pieces_with_its_own_ids(kind, monkeypatch):
+    words = "a cat, sleeps on the (river) at 12 ".split(" ")
+    draw = random.Random(0)
+    text = " ".join(draw.choices([*words, "  \n", "naïve"], k=200_000)) + "\nthe end"
+    tokenizer = train_tokenizer([text[:5000]], 300, kind=kind)
+    encoder, sizes = BatchEncoder(serialize_tokenizer(tokenizer)), []
+    expected = encoder.backend.encode(text, add_special_tokens=False).ids
+    backend = encoder.backend
+
+    class Watched:
+        def encode_batch_fast(self, texts, **options):
+            sizes.append(sum(map(len, texts)))
+            return backend.encode_batch_fast(texts, **options)
+
+    encoder.backend = Watched()
+    ids, lengths = encoder(["a cat", text, "", "on"])
+    start = int(lengths[0])
+    assert ids[start : start + lengths[1]].tolist() == expected and sum(lengths) == len(ids)
+    assert list(lengths[[0, 2, 3]]) == [len(encoder(["a cat"])[0]), 0, len(encoder(["on"])[0])]
+    assert max(sizes) < 5 * 2**17 < len(text)
