@@ -177,7 +177,7 @@ def iter_pieces(
     "Cut a long text before spaces between words; where there is none, anywhere."
     start, half = 0, size // 2
     while len(text) - start > size:
-        before_space = re.match(r"(?s).*\w(?=[ \n]\w)", text[start + half : start + size])
+        before_space = re.match(r"(?s).*\w(?=[ \n]\w)", text[start + half : start + size + 2])
         stop = start + (half + before_space.end() if before_space else size)
         yield text[start:stop]
         start = stop

@@ -202,6 +202,7 @@ class SourceFile:
         encoding = next((name for mark, name in _MARKS.items() if start.startswith(mark)), encoding)
         if "\n".encode(encoding) != b"\n":
             blocks, encoding = self._recode(encoding), "utf-8"
+            self.position.learned["recoded"] = True  # offsets are not those of the file
         elif isinstance(self.file, io.BufferedReader) and self.file.seekable():
             self.file.seek(first)
             number, end = self.position.line, first
@@ -295,10 +296,11 @@ def _learn_layout(
     filled = sorted(len(line.rstrip()) for line in lines if line.strip())
     pairs = [(a, b) for a, b in zip(lines, lines[1:]) if a.strip() and b.strip()]
     width = filled[len(filled) * 99 // 100] if filled else 0
-    full = [b.lstrip()[0] for a, b in pairs if not _has_room(a, b, width)]
-    num_continued = sum(letter.isalpha() and not letter.isupper() for letter in full)
+    full = [b.split(maxsplit=1)[0] for a, b in pairs if not _has_room(a, b, width)]
+    num_continued = sum(word[0].isalpha() and not word[0].isupper() for word in full)
     is_wrapped = 30 <= width <= 200 and len(pairs) > 5 and len(full) > 0.4 * len(pairs)
-    is_wrapped &= num_continued > 0.25 * len(pairs)
+    is_wrapped &= num_continued > 0.25 * len(pairs)  # in the middle of a sentence
+    is_wrapped &= max(Counter(full).values(), default=0) < 0.3 * len(pairs)  # else a template's
     num_gaps = sum(not b.strip() and bool(a.strip()) for a, b in zip(lines, lines[1:]))
     if sample_by == "auto":
         sample_by = "paragraph" if is_wrapped or 20 * num_gaps > len(lines) else "line"
@@ -525,7 +527,9 @@ def parse_json(text: str, where: object) -> Any:
     except (json.JSONDecodeError, RecursionError) as error:
         raise ValueError(f"{where} is not JSON: {error}; give an object a line or a list") from None
     except ValueError:  # Python converts at most 4,300 digits; a longer number stays text
-        return json.loads(text, parse_int=lambda digits: digits if len(digits) > 4000 else int(digits))
+        return json.loads(
+            text, parse_int=lambda digits: digits if len(digits) > 4000 else int(digits)
+        )
 
 
 def _is_list(file: SourceFile) -> bool:

@@ -391,12 +391,12 @@ def read_column(
     "Return the column of a table, and anything else as it is. Raises `ValueError` for mappings."
     if isinstance(data, (str, bytes, Mapping)):
         hint = "name the split, such as data['train']" if isinstance(data, Mapping) else "put it in a list, or name a file as pathlib.Path(...)"  # fmt: skip
-        raise ValueError(
-            f"{argument} must be several texts, not one {type(data).__name__}; {hint}"
-        )
+        raise ValueError(f"{argument} must be several texts, not one {type(data).__name__}; {hint}")
     if isinstance(data, (list, tuple)) and data:
         if all(isinstance(row, str) and os.path.isfile(row) for row in data):
-            raise ValueError(f"{argument} are names of files, such as {data[0]!r}: give paths instead")
+            raise ValueError(
+                f"{argument} are names of files, such as {data[0]!r}: give paths instead"
+            )
     names = getattr(data, "column_names", None)
     if names is None and hasattr(data, "columns") and hasattr(data, "iloc"):  # of pandas
         names = [*map(str, data.columns)]

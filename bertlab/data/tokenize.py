@@ -30,7 +30,8 @@ import numpy as np
 from ..core.files import atomic_directory, move_aside
 from ..core.names import install_command, check_range, import_object, look_up
 from .documents import split_words
-from .readers import MALFORMED, ErrorHandler, Position, ReadOptions, read_rows
+from .readers import COMPRESSIONS, MALFORMED, ErrorHandler, Position, ReadOptions
+from .readers import read_rows
 from .loaders import end_with_parent
 from .readers import text_of
 from .sources import check_not_inside, dataset_rows, expand_sources
@@ -111,7 +112,8 @@ def _line_edges(path: Path, reading: ReadOptions, limit: int) -> list[int]:
     position = Position()
     next(read_rows(path, reading, position, lambda error: None), None)  # it learns the form
     is_lines = position.learned.get("sample_by") == "line" or not position.learned.get("is_list", 1)
-    if not is_lines or position.offset > limit:
+    has_other_offsets = path.suffix.lower() in COMPRESSIONS or "recoded" in position.learned
+    if not is_lines or has_other_offsets or position.offset > limit:
         return []
     edges, size = [0], path.stat().st_size
     with open(path, "rb") as file:
@@ -517,8 +519,9 @@ def tokenize_dataset(
     file_format: str | None = None,  # None: by the files' names
     sample_by: str = "auto",  # a text file's documents: line, paragraph or document
     header: bool = True,  # of .csv and .tsv; False: text_column is a number
-    delimiter: str | None = None,  # of tables; None: a tab for .tsv, else a comma
-    encoding: str = "utf-8",  # of text files and tables
+    delimiter: str | None = None,  # between cells; None: as the beginning of a file says
+    quotechar: str | None = None,  # around cells; "": none; None: as the beginning of a file says
+    encoding: str = "utf-8",  # of text files and tables without a byte order mark
     on_error: str = "raise",  # or skip: leave malformed rows out and count them
     filters: list[str] | None = None,  # names (*_quality: for English), or my_file.keep of yours
     near_duplicates: bool = False,  # leave all but one of similar documents out (MinHash)
@@ -545,8 +548,8 @@ def tokenize_dataset(
     for name in filters or ():
         make_filter(name)
     reading = ReadOptions(
-        text_column, None, file_format, sample_by, header, delimiter, encoding, on_error, split,
-        config_name,
+        text_column, None, file_format, sample_by, header, delimiter, quotechar, encoding, on_error,
+        split, config_name,
     )  # fmt: skip
     if executor_options and executor == "local" and not near_duplicates:
         raise ValueError("executor_options are for executor 'slurm' or 'ray', not for 'local'")

@@ -504,7 +504,7 @@ def test_what_reading_left_out_is_told(tmp_path):
     )
     said = data.describe(num_rows=1)
     assert re.search(r"a\.txt: left out 7: duplicates", said) and re.search(
-        r"a\.txt: 1 text files with one document", said
+        r"a\.txt: 1 files with one document per line: a", said
     )
 
 

@@ -99,7 +99,9 @@ def test_a_table_is_read_as_its_beginning_says(name, content, expected, how, tmp
     assert not said if how is None else how in said[0] and name in said[0]
 
 
-@pytest.mark.parametrize("delimiter, quotechar", [(";", "'"), ("\t", '"'), ("|", "~"), ("\\t", '"')])
+@pytest.mark.parametrize(
+    "delimiter, quotechar", [(";", "'"), ("\t", '"'), ("|", "~"), ("\\t", '"')]
+)
 def test_delimiter_and_quotes_can_be_given(delimiter, quotechar, tmp_path):
     form = {"delimiter": delimiter.replace("\\t", "\t"), "quotechar": quotechar}
     (tmp_path / "a.csv").write_text(as_csv([[*ROWS[0]], *NEWS], **form))
@@ -271,7 +273,12 @@ def test_odd_columns_are_read_and_odd_cells_handed_over(tmp_path):
         errors = []
         assert texts_of(tmp_path / name, -1, errors.append) == ["a", "c"]
         assert len(errors) == 1 and f"{name} row 2" in str(errors[0])
-        rows = [row for _, row in read_rows(tmp_path / name, ReadOptions(on_error="skip"), handle=errors.append)]
+        rows = [
+            row
+            for _, row in read_rows(
+                tmp_path / name, ReadOptions(on_error="skip"), handle=errors.append
+            )
+        ]
         assert [list(row) for row in rows] == 2 * [["text", "when", "text.2"]]
         assert isinstance(rows[0]["when"], str) and rows[1]["when"].year == 1970
         with pytest.raises(ValueError, match=f"{name}.*'text'"):

@@ -1,6 +1,7 @@
 "Text becomes the same shards on any number of processes; what is stopped goes on; what is asked for wrongly is named."
 
 import json
+import gzip
 import os
 import random
 import signal
@@ -318,6 +319,23 @@ def test_a_worker_that_dies_is_named_and_no_part_is_lost(text, tmp_path, monkeyp
     made(text, tmp_path / "out", num_proc=2)
     after = {p.name: p.stat().st_mtime_ns for p in (tmp_path / "out").glob("*.arrow")}
     assert before.items() <= after.items() and len(after) == 5
+
+
+@pytest.mark.parametrize("name, encoding", [
+    ("a.jsonl.gz", "utf-8"), ("a.txt", "utf-16"), ("a.jsonl", "utf-8"),
+])  # fmt: skip
+def test_parts_hold_every_document_where_bytes_are_not_those_of_the_text(
+    name, encoding, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(module, "PART_BYTES", (1000, 2000))
+    draw = random.Random(0)
+    texts = [f"{draw.random()} 今天" for _ in range(300)]
+    lines = [json.dumps({"text": text}) if "json" in name else text for text in texts]
+    data = "\n".join(lines).encode(encoding)
+    (tmp_path / name).write_bytes(gzip.compress(data) if name.endswith("gz") else data)
+    parts = module.find_parts(str(tmp_path / name))
+    read = [text for part in parts for text in module.read_part(part, ReadOptions(), Counter())]
+    assert read == texts and (len(parts) > 1) == (name == "a.jsonl")
 
 
 KILLS = int(

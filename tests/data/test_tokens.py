@@ -306,7 +306,10 @@ def test_special_tokens_that_are_words_are_unknown_in_a_text(model):
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **roles)
     encoder = BatchEncoder(serialize_tokenizer(tokenizer))
-    for ids in (encoder(["cat [MASK] [PAD]"])[0], tokenize_plain(tokenizer, "cat [MASK] [PAD]").input_ids):
+    for ids in (
+        encoder(["cat [MASK] [PAD]"])[0],
+        tokenize_plain(tokenizer, "cat [MASK] [PAD]").input_ids,
+    ):
         assert list(ids)[0] == 3 and not {0, 2} & {*map(int, ids)} and len(ids) == 3
 
 
