@@ -262,7 +262,7 @@ def _evaluated_tasks(name: str, data: str | None, columns: tuple) -> list[Retrie
 
 def embed_evaluate(
     model: str,  # directory or hub name of the model
-    task: str = "docstring",  # docstring, signature, duplicates; all
+    task: str = "docstring",  # docstring, signature; all
     data: str | None = None,  # a table of pairs of your own, in place of a task
     query_column: str | None = None,  # of data; null: by its usual name
     positive_column: str | None = None,  # of data; null: by its usual name

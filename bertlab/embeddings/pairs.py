@@ -126,8 +126,13 @@ def find_columns(
         resolved["positive"] = []
     elif resolved["positive"]:
         resolved["vector"] = []
-    if resolved["scores"] or requested.get("scores") == "":
+    if resolved["scores"] or requested.get("scores") == "" or not resolved["positive"]:
         resolved["label"] = []
+    if resolved["label"] and str(resolved["positive"][0]).lower() == "hypothesis":
+        raise ValueError(
+            f"the column {resolved['label'][0]!r} of a hypothesis names a class: keep the rows that "
+            'follow from their premise, then give scores_column=""'
+        )
     has_role = {"query": resolved["query"], "positive": resolved["positive"] + resolved["vector"]}
     for role, names in has_role.items():
         if not names:
@@ -165,48 +170,25 @@ def _check_score(value: Any, column: str) -> float:
 
 def _read_pair(row: Mapping, columns: Mapping[str, list[str]]) -> Pair:
     "Read the pair of a row, without its label."
-    query, positive = (
-        next((_check_text(row.get(name), name) for name in columns[role]), None)
-        for role in ("query", "positive")
+
+    def read(role: str, check: Callable, begin: str) -> list:
+        cells = ((name, row.get(name)) for name in columns[role])
+        return [check(value, name) for name, cell in cells for value in _as_list(cell, begin)]
+
+    query, *positives = (
+        _check_text(row.get(name), name) for role in ("query", "positive") for name in columns[role]
     )
-    negatives, scores, vector = (
-        [check(v, name) for name in columns[role] for v in _as_list(row.get(name), begin)]
-        for role, check, begin in (
-            ("negative", _check_text, _TEXTS),
-            ("scores", _check_score, _NUMBERS),
-            ("vector", _check_score, _NUMBERS),
-        )
-    )
-    if positive is None:
-        return Pair(query, None, [], None, np.array(vector, np.float32))
+    if not positives:
+        vector = np.array(read("vector", _check_score, _NUMBERS), np.float32)
+        return Pair(query, None, [], None, vector)
+    negatives = read("negative", _check_text, _TEXTS)
+    scores = read("scores", _check_score, _NUMBERS)
     if columns["scores"] and len(scores) != 1 + len(negatives):
         raise ValueError(
             f"{len(scores)} scores for a positive and {len(negatives)} negatives; give one each, "
             "the positive's first"
         )
-    return Pair(query, positive, negatives, scores or None)
-
-
-class _Label(NamedTuple):
-    "How similar a pair is; an error is kept, since all rows may have the same label."
-
-    column: str
-    cell: str
-    value: float | ValueError
-
-
-def _read_label(row: Mapping, columns: Mapping[str, list[str]], where: str) -> _Label | None:
-    if not columns["label"]:
-        return None
-    [name] = columns["label"]
-    try:
-        if [str(column).lower() for column in columns["positive"]] == ["hypothesis"]:
-            raise ValueError(f"the column {name!r} of a hypothesis names a class, no similarity")
-        value = _check_score(row.get(name), name)
-    except ValueError as error:
-        hint = 'remove the rows that are not similar, then give scores_column=""'
-        value = ValueError(f"{where}: {error}: {hint}")
-    return _Label(name, str(row.get(name)), value)
+    return Pair(query, *positives, negatives, scores or None)
 
 # %% ../../nbs/embeddings/05_pairs.ipynb #a39f1d52
 def group_texts(
@@ -241,12 +223,11 @@ def _drop_negatives(
 
 
 def _merge(first: Pair, second: Pair) -> Pair:
-    "Join the negatives of two rows of the same pair; the scores are the first row's, where it has some."
-    scores = [row.scores or [None] * (1 + len(row.negatives)) for row in (second, first)]
-    values = {n: s for row, s in zip((second, first), scores) for n, s in zip(row.negatives, s[1:])}
-    negatives = [*dict.fromkeys([*first.negatives, *second.negatives])]
-    joined = first.scores and [first.scores[0], *(values[text] for text in negatives)]
-    return first._replace(negatives=negatives, scores=joined)
+    "Join the negatives of two rows of the same pair."
+    new = [n for n, text in enumerate(second.negatives) if text not in first.negatives]
+    negatives = [*first.negatives, *(second.negatives[n] for n in new)]
+    scores = first.scores and [*first.scores, *(second.scores[1 + n] for n in new)]
+    return first._replace(negatives=negatives, scores=scores)
 
 
 def clean_pairs(pairs: PairDataset) -> PairDataset:
@@ -264,24 +245,25 @@ def clean_pairs(pairs: PairDataset) -> PairDataset:
 
 # %% ../../nbs/embeddings/05_pairs.ipynb #063b1775
 def _label_pairs(
-    pairs: list[Pair], labels: Sequence[_Label | None], handle_error: ErrorHandler
+    pairs: list[Pair],
+    labels: Sequence[tuple[str, str, Any]],  # place, column and cell
+    handle_error: ErrorHandler,
 ) -> list[Pair]:
     "Give pairs their labels as similarities, unless all labels are equal."
-    if len({label and (label.column, label.cell) for label in labels}) <= 1:
+    if len({str(cell) for *_, cell in labels}) <= 1:
         return pairs
-    column = next(label.column for label in labels if label)
-    if any(pair.negatives for pair in pairs):
+    column, scored = labels[0][1], []
+    if len(labels) < len(pairs) or any(pair.negatives for pair in pairs):
         raise ValueError(
-            f"the column {column!r} differs between rows that have negatives: give scores_column="
-            '"" to ignore it, or a list of scores for the positive and the negatives'
+            f"the column {column!r} is not in all rows, or differs between rows with negatives: "
+            'give scores_column="" to ignore it, or a list of scores of positive and negatives'
         )
-    scored = []
-    for pair, label in zip(pairs, labels):
-        value = label.value if label else ValueError(f"a row has no {column!r}")
-        if isinstance(value, ValueError):
-            handle_error(value)
-        else:
-            scored.append(pair._replace(scores=[value]))
+    for pair, (where, _, cell) in zip(pairs, labels):
+        try:
+            scored.append(pair._replace(scores=[_check_score(cell, column)]))
+        except ValueError as error:
+            hint = 'remove the rows that are not similar, then give scores_column=""'
+            handle_error(ValueError(f"{where}: {error}: {hint}"))
     handle_error.notes[f"pairs are learned by their similarity, the column {column!r}"] += len(
         scored
     )
@@ -322,7 +304,7 @@ def read_pairs(
         columns = find(tuple(row))  # JSON rows may have different keys
         try:
             pairs.append(_read_pair(row, columns))
-            labels.append(_read_label(row, columns, f"{file} {where}"))
+            labels += [(f"{file} {where}", name, row[name]) for name in columns["label"]]
         except ValueError as error:
             handle_error(ValueError(f"{file} {where}: {error}"))
     num_rows, pairs = len(pairs), _label_pairs(pairs, labels, handle_error)
@@ -366,8 +348,16 @@ def hold_out_pairs(
     return _drop_negatives(train.rows(), is_good, note, train.notes), validation
 
 # %% ../../nbs/embeddings/05_pairs.ipynb #56b0735d
+def _pad(rows: Iterable[Sequence], width: int, blank: float) -> np.ndarray:  # (P + 1, width)
+    "Write rows of different lengths into one array, with a row of blanks at its end."
+    return np.array([[*row[:width], *[blank] * (width - len(row))] for row in [*rows, []]])
+
+
 class TokenizedPairs(Dataset):
-    "Tokenized pairs: `rows[epoch, position]` in the order of an epoch, `rows[n]` by number."
+    """Tokenized pairs: `rows[epoch, position]` in the order of an epoch, `rows[n]` by number.
+
+    -1 is a blank text, which is in no group, and a blank pair, which fills the last batch.
+    """
 
     def __init__(
         self,
@@ -383,19 +373,25 @@ class TokenizedPairs(Dataset):
         self.num_negatives = most if num_negatives is None else num_negatives
         texts, groups = pairs.texts(), group_texts(pairs)
         numbers = {text: n for n, text in enumerate(texts)}
-        self.ids = [np.asarray(ids, np.int32) for ids in encode(texts)]
-        self.groups = np.array([groups[text] for text in texts])
-        self.pairs = [  # text numbers of query, positive and negatives
-            [numbers[text] for text in row.texts(self.num_negatives)] for row in pairs.rows()
-        ]
-        self.num_texts = (1 if pairs.vectors else 2) + self.num_negatives  # of a row
-        self.scores, self.has_similarities = pairs.scores, pairs.has_similarities
-        self.vectors = np.array(pairs.vectors) if pairs.vectors else None
+        ids = [np.asarray(ids, np.int32) for ids in encode(texts)]
+        self.ids, self.groups = [*ids, ids[0][:1]], np.array([*(groups[t] for t in texts), -1])
+        members = ([numbers[text] for text in pair.texts()] for pair in pairs.rows())
+        num_sides = 1 if pairs.vectors else 2  # query and positive
+        self.members_PT = _pad(members, num_sides + self.num_negatives, -1)  # numbers of texts
+        self.targets: dict[str, np.ndarray] = {}  # by key of a batch
+        if pairs.has_similarities:
+            self.targets["similarities"] = _pad(pairs.scores, 1, 0.0)[:, 0]
+        elif pairs.scores is not None:
+            self.targets["teacher_scores"] = _pad(pairs.scores, 1 + self.num_negatives, -math.inf)
+        if pairs.vectors is not None:
+            self.targets["teacher_vectors"] = np.array(
+                [*pairs.vectors, np.zeros_like(pairs.vectors[0])]
+            )
         self.shuffle, self.seed = shuffle, seed
         self._epoch_order: tuple[int | None, Any] = None, None
 
     def __len__(self) -> int:
-        return len(self.pairs)
+        return len(self.members_PT) - 1
 
     def order(self, epoch: int) -> np.ndarray:
         "Return the order of an epoch, a function of seed and epoch."
@@ -409,22 +405,10 @@ class TokenizedPairs(Dataset):
             if self._epoch_order[0] != epoch:
                 self._epoch_order = epoch, self.order(epoch)
             key = int(self._epoch_order[1][position])
-        members = self.pairs[key] if key >= 0 else []  # -1 fills the last batch of a split
-        num_blank = self.num_texts - len(members)
-        row = {
-            "ids": [self.ids[n] for n in members] + [self.ids[0][:1]] * num_blank,
-            "groups": [int(self.groups[n]) for n in members] + [-1] * num_blank,
-            "numbers": members + [-1] * num_blank,
-        }
-        if self.has_similarities:
-            row["similarities"] = self.scores[key][0]
-        elif self.scores is not None:
-            scores = self.scores[key][: max(0, len(members) - 1)] if members else []
-            scores = [*scores, *[-math.inf] * (1 + self.num_negatives - len(scores))]
-            row["teacher_scores"] = np.array(scores, np.float32)
-        if self.vectors is not None:
-            row["teacher_vectors"] = self.vectors[key]
-        return row
+        members_T = self.members_PT[key]
+        row = {"ids": [self.ids[n] for n in members_T], "text_numbers": members_T}
+        row["groups"] = self.groups[members_T]
+        return row | {name: values[key] for name, values in self.targets.items()}
 
 
 @dataclass(frozen=True)
@@ -436,20 +420,23 @@ class PairCollator:
     packing: bool = True  # False: one text a row, for constant shapes and any encoder
 
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
-        num_texts, num_pairs = len(rows[0]["ids"]), len(rows)
-        num_sides = min(2, num_texts)  # queries, then positives
-        order = [(p, c) for c in range(num_sides) for p in range(num_pairs)]
-        order += [(p, c) for p in range(num_pairs) for c in range(2, num_texts)]
-        ids = [rows[p]["ids"][c] for p, c in order]
-        packed = pack_for_encoder(ids, self.row_length, self.pad_token_id, self.packing)
+        num_pairs = len(rows)
+        # Queries, then positives, then the negatives pair by pair.
+        arrange = lambda values_PT: np.concatenate(
+            [values_PT[:, :2].T.ravel(), values_PT[:, 2:].ravel()]
+        )
+        ids = [text for row in rows for text in row["ids"]]
+        order = arrange(np.arange(len(ids)).reshape(num_pairs, -1))
+        packed = pack_for_encoder(
+            [ids[n] for n in order], self.row_length, self.pad_token_id, self.packing
+        )
+        for name in rows[0].keys() - {"ids"}:
+            values = np.stack([row[name] for row in rows])
+            is_target = name not in ("groups", "text_numbers")
+            packed[name] = values.astype(np.float32) if is_target else arrange(values)
         batch = {name: torch.from_numpy(value) for name, value in packed.items()}
-        for name, key in (("groups", "groups"), ("text_numbers", "numbers")):
-            batch[name] = torch.tensor([rows[p][key][c] for p, c in order])
         targets = torch.arange(num_pairs)
         batch["labels"] = torch.where(batch["groups"][:num_pairs] < 0, IGNORE_INDEX, targets)
-        for name in ("teacher_scores", "similarities", "teacher_vectors"):
-            if name in rows[0]:
-                batch[name] = torch.from_numpy(np.array([row[name] for row in rows], np.float32))
         return batch
 
 # %% ../../nbs/embeddings/05_pairs.ipynb #ea5c5aa7
@@ -564,10 +551,11 @@ class EmbeddingDataModule(L.LightningDataModule):
         self.collator = replace(
             self.collator, row_length=min(row_length, positions), packing=packing
         )
-        if (vectors := self.datasets["train"].vectors) is not None:
+        targets = [rows.targets for rows in self.datasets.values()]
+        if (vectors := targets[0].get("teacher_vectors")) is not None:
             basis = fit_projection(vectors, model.embedding_dim)
-            for rows in self.datasets.values() if basis is not None else ():
-                rows.vectors = rows.vectors @ basis
+            for split_targets in targets if basis is not None else ():
+                split_targets["teacher_vectors"] = split_targets["teacher_vectors"] @ basis
 
     def _encode(self, texts: list[str]) -> list[list[int]]:
         ids, num_cut = tokenize_texts(self.tokenizer, texts, self.max_sequence_length)
@@ -617,8 +605,8 @@ class EmbeddingDataModule(L.LightningDataModule):
         "Describe each split, and what was left out. Call `setup` first."
         lines = []
         for split, rows in self.datasets.items():
-            lengths = np.array([*map(len, rows.ids)])
-            num_groups = len({rows.groups[members[0]] for members in rows.pairs})
+            lengths = np.array([*map(len, rows.ids[:-1])])
+            num_groups = len({*rows.groups[rows.members_PT[:-1, 0]]})
             lines.append(
                 f"{split}: {len(rows):,} pairs in {num_groups:,} groups, {len(lengths):,} texts of "
                 f"{lengths.mean():.0f} tokens on average, {rows.num_negatives} negatives a pair"

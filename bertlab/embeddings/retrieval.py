@@ -4,18 +4,17 @@
 
 # %% auto #0
 __all__ = ['RETRIEVAL_TASKS', 'Scorer', 'RetrievalTask', 'first_sentence', 'signatures', 'load_retrieval_task', 'bm25_scores',
-           'tfidf_scores', 'WordVectors', 'similarity_scorer', 'retrieval_scores', 'bootstrap_ci', 'evaluate_retrieval',
-           'pair_baselines', 'retrieval_table', 'alignment', 'uniformity', 'mteb_scores']
+           'tfidf_scores', 'WordVectors', 'similarity_scorer', 'bootstrap_ci', 'evaluate_retrieval', 'pair_baselines',
+           'retrieval_table', 'alignment', 'uniformity', 'mteb_scores']
 
 # %% ../../nbs/embeddings/07_retrieval.ipynb #46289dea
 import ast
 import re
 import sysconfig
 import warnings
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +22,9 @@ import numpy as np
 
 from ..core.names import look_up
 from ..data.corpus import Corpus, embedded_corpus
-from ..data.documents import BLOCKS, Document, python_files, split_words, word_ngrams
+from ..data.documents import BLOCKS, Document, python_files, split_words
 from .bi_encoder import find_similarity, normalize_rows, similarity
+from .module import retrieval_scores
 from .pairs import PairDataset, clean_pairs
 
 # %% ../../nbs/embeddings/07_retrieval.ipynb #6abf419b
@@ -111,28 +111,9 @@ def _signature_pairs(documents: Sequence[Document], modules: set[str]) -> list[t
     return [pair for path in paths for pair in signatures(path)]
 
 
-def _duplicate_pairs(documents: Sequence[Document], modules: set[str]) -> list[tuple[str, str]]:
-    "Pair documents that share between 0.3 and 0.95 of their runs of five words."
-    runs = [set(word_ngrams(document.text, 5)) for document in documents]
-    holders: dict[tuple, list[int]] = defaultdict(list)
-    for n, document_runs in enumerate(runs):
-        for run in document_runs:
-            holders[run].append(n)
-    shared: Counter[tuple[int, int]] = Counter()
-    for numbers in holders.values():
-        if len(numbers) <= 20:  # boilerplate makes no duplicates
-            shared.update(combinations(numbers, 2))
-    return [
-        (documents[a].text, documents[b].text)
-        for (a, b), count in sorted(shared.items())
-        if 0.3 <= count / len(runs[a] | runs[b]) <= 0.95
-    ]
-
-
 RETRIEVAL_TASKS: dict[str, tuple[str, Callable[..., list[tuple[str, str]]]]] = {
     "docstring": ("the first sentence of a docstring finds the rest", _docstring_pairs),
     "signature": ("a function's name and parameters find its documentation", _signature_pairs),
-    "duplicates": ("a docstring finds its near-duplicate", _duplicate_pairs),
 }
 
 
@@ -226,35 +207,6 @@ def similarity_scorer(
     )
 
 # %% ../../nbs/embeddings/07_retrieval.ipynb #8ada10c3
-def retrieval_scores(
-    scores_QN: np.ndarray,
-    relevant: Sequence[Sequence[int]],  # document numbers for each query
-    ks: Sequence[int] = (1, 10),  # of recall
-    left_out: Sequence[Sequence[int]] | None = None,  # documents without a rank, for each query
-) -> dict[str, np.ndarray]:  # measure: its value for each query
-    """Compute recall at k, reciprocal rank and nDCG at 10; ties count against the answer.
-
-    Recall at k is divided by at most k (R_cap@k of BEIR; Thakur et al. 2021).
-    """
-    values: dict[str, list[float]] = defaultdict(list)
-    eps = np.finfo(np.result_type(scores_QN, np.float32)).eps
-    scores_QN = np.where(np.isnan(scores_QN), -np.inf, scores_QN)  # NaN ranks last
-    left_out = [()] * len(relevant) if left_out is None else left_out
-    for scores_N, answers, hidden in zip(scores_QN, relevant, left_out, strict=True):
-        rivals_N = np.delete(scores_N, [*answers, *hidden])
-        answer_scores = np.sort(scores_N[[*answers]])[::-1, None]
-        # Equal products may differ by the rounding of their sums.
-        tolerance = 16 * eps * np.abs(answer_scores)
-        better = (rivals_N >= answer_scores - tolerance).sum(1)
-        ranks = 1 + np.arange(len(answers)) + better
-        for k in ks:
-            values[f"recall_{k}"].append((ranks <= k).sum() / min(k, len(answers)))
-        values["mrr"].append(1 / ranks[0])
-        ideal = (1 / np.log2(1 + np.arange(1, 1 + min(10, len(answers))))).sum()
-        values["ndcg_10"].append((1 / np.log2(1 + ranks[ranks <= 10])).sum() / ideal)
-    return {name: np.array(numbers) for name, numbers in values.items()}
-
-
 def bootstrap_ci(
     values: np.ndarray,  # of each query, or differences between two systems
     rounds: int = 1000,

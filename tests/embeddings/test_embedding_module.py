@@ -24,8 +24,7 @@ from torch.nn import functional as F
 
 from bertlab.data.tokenizers import train_tokenizer
 from bertlab.embeddings.bi_encoder import BiEncoder
-from bertlab.embeddings.losses import EmbeddedTexts
-from bertlab.embeddings.module import EmbeddingModule, ranks_of
+from bertlab.embeddings.module import EmbeddingModule
 from bertlab.embeddings.pairs import EmbeddingDataModule
 from bertlab.optim.groups import main_param_group
 from bertlab.train.checkpoints import TrainingCheckpoint
@@ -78,28 +77,6 @@ def test_a_small_model_learns_the_vectors_of_a_larger_one():
     fit(module, data, 60, val_check_steps=30, callbacks=[losses])
     first, last = losses.column("train_loss")[0], losses.validation[-1]["val_loss"]
     assert first > 0.6 > 0.3 > last, "one minus the cosine of both vectors"
-
-
-def test_ranks_are_those_of_counting_by_hand():
-    rng = np.random.default_rng(0)
-    q, d = (torch.tensor(rng.normal(size=(8, 4))) for _ in range(2))
-    groups = torch.tensor([0, 1, 2, 3, 4, 4, 6, 7])
-    expected = []
-    for i in range(8):
-        cos = lambda n, i=i: float(F.cosine_similarity(q[i], d[n], dim=0))  # noqa: E731
-        expected.append(1 + sum(cos(n) >= cos(i) for n in range(8) if groups[n] != groups[i]))
-    ranks = ranks_of(EmbeddedTexts(q, groups), d, EmbeddedTexts(d, groups), block=4)
-    assert ranks.tolist() == expected
-
-
-@pytest.mark.parametrize("width", [64, 384, 768])
-def test_ties_count_despite_rounding(width):
-    torch.manual_seed(0)
-    collapsed = EmbeddedTexts(torch.randn(1, width).expand(300, width), torch.arange(300))
-    assert ranks_of(collapsed, collapsed.vectors_ND, collapsed, 128).tolist() == [300] * 300
-    q = torch.randn(100, width).repeat(2, 1)  # every text has a twin in another group
-    d, groups = q + 0.3 * torch.randn(100, width).repeat(2, 1), torch.arange(200)
-    assert ranks_of(EmbeddedTexts(q, groups), d, EmbeddedTexts(d, groups)).tolist() == [2] * 200
 
 
 def test_ranks_of_a_split_are_those_among_its_different_answers():

@@ -9,9 +9,10 @@ from test_bi_encoder import make_model
 
 from bertlab.data.corpus import make_corpus
 from bertlab.data.documents import Document
+from bertlab.embeddings.module import retrieval_scores
 from bertlab.embeddings.retrieval import (RETRIEVAL_TASKS, RetrievalTask, WordVectors, alignment, bm25_scores, bootstrap_ci, evaluate_retrieval,
                                       first_sentence, load_retrieval_task, mteb_scores, retrieval_table,
-                                      retrieval_scores, signatures, similarity_scorer, tfidf_scores, uniformity)  # fmt: skip
+                                      signatures, similarity_scorer, tfidf_scores, uniformity)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
