@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['FIRST_DEMO', 'QUESTIONS', 'DemoConfig', 'gaps_in', 'settle_steps', 'pretraining_config', 'prepare_demo',
-           'format_table', 'format_answers', 'run_demo', 'demo']
+           'format_answers', 'run_demo', 'demo']
 
 # %% ../../nbs/cli/04_demo.ipynb #ccab1ebc
 import os
@@ -116,53 +116,41 @@ def _demo_shape(demo: DemoConfig) -> dict[str, Any]:  # of `BertLabConfig`
     return shape_settings(config)
 
 
+_OPTIONS = {
+    "learning_rate": "model.learning_rate", "weight_decay": "model.weight_decay",
+    "optimizer": "model.optimizer_class", "data": "data.train_dataset_name_or_path",
+    "tokenizer": "data.pretrained_tokenizer_name_or_path", "text_column": "data.text_column",
+    "max_sequence_length": "data.max_sequence_length", "batch_size": "data.train_batch_size",
+    "steps": "trainer.max_steps", "precision": "trainer.precision", "vocab_size": "run.vocab_size",
+}  # fmt: skip
+_READING = ("level", "max_documents", "header", "on_error")
+
+
 def pretraining_config(demo: DemoConfig, output: str | os.PathLike) -> dict[str, Any]:
     "Return the configuration of `bertlab pretrain` for a demo."
     demo = settle_steps(demo)
     config = configuration(COMMANDS["pretrain"]) | {"seed_everything": demo.seed}
+    for name, option in _OPTIONS.items():
+        section, _, key = option.partition(".")
+        config[section][key] = getattr(demo, name)
     config["model"] |= {
         "model_config_kwargs": _demo_shape(demo),
         "compile_model": False,
-        "learning_rate": demo.learning_rate,
-        "weight_decay": demo.weight_decay,
-        "optimizer_class": demo.optimizer,
-        "optimizer_kwargs": {
-            "betas": [0.9, 0.98],
-            "eps": 1e-6,
-            **({"momentum": 0.85} if demo.optimizer == "muon" else {}),
-        },
+        "optimizer_kwargs": {"betas": [0.9, 0.98], "eps": 1e-6}
+        | ({"momentum": 0.85} if demo.optimizer == "muon" else {}),
         "scheduler_warmup_steps": round(demo.steps * demo.warmup_fraction),
         "scheduler_cooldown_steps": round(demo.steps * demo.cooldown_fraction),
     }
     config["data"] |= {
-        "train_dataset_name_or_path": demo.data,
-        "text_column": demo.text_column,
-        "pretrained_tokenizer_name_or_path": demo.tokenizer,
-        "max_sequence_length": demo.max_sequence_length,
-        "train_batch_size": demo.batch_size,
         "val_batch_size": demo.batch_size,
-        "collator_kwargs": {
-            "mlm_probability": demo.mlm_probability,
-            "selection": "exact",
-            "min_labels_per_document": 1,
-        },
-        "data_kwargs": {
-            "level": demo.level,
-            "max_documents": demo.max_documents,
-            "header": demo.header,
-            "on_error": demo.on_error,
-        },
-    }
-    config["trainer"] |= {"max_steps": demo.steps, "precision": demo.precision}
+        "data_kwargs": {name: getattr(demo, name) for name in _READING},
+        "collator_kwargs": {"mlm_probability": demo.mlm_probability, "selection": "exact",
+                            "min_labels_per_document": 1},
+    }  # fmt: skip
     config["run"] |= {
-        "output": str(output),
-        "vocab_size": demo.vocab_size,
-        "keep_last": 1,
-        "val_every_steps": max(1, demo.steps // 5),
-        "measure_every_steps": 0,
-        "skip_spikes": False,
-        "models": False,
-    }
+        "output": str(output), "keep_last": 1, "val_every_steps": max(1, demo.steps // 5),
+        "measure_every_steps": 0, "skip_spikes": False, "models": False,
+    }  # fmt: skip
     return config
 
 # %% ../../nbs/cli/04_demo.ipynb #99c2dd77
@@ -174,45 +162,21 @@ def prepare_demo(
 ) -> Any:  # the `Run`, ready to fit
     "Load, check and build. Raises `ValueError` or `OSError` for what a user can mend."
     check_run_directory(output, resume, overwrite)
-    names = ("text_column", "level", "max_documents", "header", "on_error")
-    corpus = load_corpus(demo.data, **{name: getattr(demo, name) for name in names})
+    reading = {name: getattr(demo, name) for name in ("text_column", *_READING)}
+    corpus = load_corpus(demo.data, **reading)
     from bertlab.train.reports import environment  # torch: seconds
     from bertlab.train.run import Run, pretraining_on
     from bertlab.train.trainer import seed_everything
 
-    is_open, demo = demo.steps is None, settle_steps(demo)
+    demo = settle_steps(demo)
     record = {"corpus": corpus.name, **environment()}
-    print(f"device  {record['device']}\n{corpus.describe()}", flush=True)
-    if is_open and demo.steps != _STEPS:
-        print(
-            f"steps   {demo.steps:,} instead of {_STEPS:,}, because float32 takes longer on a "
-            "CPU than bfloat16; --steps says otherwise",
-            flush=True,
-        )
+    print(f"device  {record['device']}\n{corpus.describe()}\nsteps   {demo.steps:,}", flush=True)
     notes = {"command": "demo", "recipe": asdict(demo), "record": record}
     run = Run(pretraining_config(demo, output), pretraining_on(corpus), resume, overwrite, notes)
     seed_everything(demo.seed)
     run.module.configure_model()
     run.prepare()
     return run
-
-# %% ../../nbs/cli/04_demo.ipynb #2d8c5a78
-def format_table(metrics: dict[str, Any]) -> str:
-    "The numbers that a person looks for, one a line."
-    from bertlab.train.history import format_seconds
-
-    memory = metrics["peak_memory_bytes"]
-    lines = {
-        "validation loss": f"{metrics['val_loss']:.3f} nats per masked token",
-        "unigram entropy": f"{metrics['unigram_entropy']:.3f} nats, if the input is ignored",
-        "below the unigram line": f"{metrics['nats_below_unigram']:.3f} nats",
-        "masked tokens right": f"{metrics['val_accuracy']:.1%}",
-        "tokens per second": f"{metrics['tokens_per_second']:,.0f}",
-        "time": f"{format_seconds(metrics['seconds'])} (training {format_seconds(metrics['train_seconds'])})",
-        "peak memory": f"{memory / 2**30:.2f} GiB" if memory else "unknown on this system",
-    }
-    width = max(map(len, lines))
-    return "\n".join(f"  {name:<{width}}  {value}" for name, value in lines.items())
 
 # %% ../../nbs/cli/04_demo.ipynb #4b755ec1
 def format_answers(
@@ -262,8 +226,7 @@ def run_demo(
         "seconds": time.perf_counter() - started,  # of this session
     }
     write_json(run.output / "metrics.json", metrics)
-    print(f"\n{format_answers(questions, before, ask())}\n\n{format_table(metrics)}\n\n"
-          f"written to {run.output}", flush=True)  # fmt: skip
+    print(f"\n{format_answers(questions, before, ask())}\n\nwritten to {run.output}", flush=True)
     return metrics
 
 
@@ -272,6 +235,6 @@ def demo(
     output: str = "bertlab-demo",  # directory of the run
     resume: bool = False,  # continue the run in --output
     overwrite: bool = False,  # start anew; an earlier run there is moved into previous-N
-) -> None:
+) -> dict[str, Any]:  # what is in metrics.json
     "Train a small encoder on text, in minutes."
-    run_demo(DemoConfig(**config), output, resume, overwrite)
+    return run_demo(DemoConfig(**config), output, resume, overwrite)

@@ -47,7 +47,7 @@ def _has_lost_peer(error: Exception) -> bool:
 def run_command(
     name: str,  # of the command, for messages
     work: Callable[[], Any],
-    resume: str = "",  # the command that continues what was stopped
+    resume: Callable[[], str] = str,  # gives the command that continues what was stopped
 ) -> int:  # the exit status
     "Do the work of a command; turn a mistake into one line."
     report = lambda message: print(f"bertlab {name}: {message}", file=sys.stderr, flush=True)
@@ -66,25 +66,27 @@ def run_command(
         if isinstance(error, SystemExit) and not isinstance(error.__context__, KeyboardInterrupt):
             raise
         advice = "; if the directory already holds a run, continue with bertlab "
-        report(f"stopped before it was done{advice + resume if resume else ''}")
+        command = resume()
+        report(f"stopped before it was done{advice + command if command else ''}")
         return 130
     except Exception as error:
         if type(error).__name__ == "TrainingInterrupted":  # its module imports torch
-            print(f"\nstopped at step {error.args[0]} and saved; continue with:\n  bertlab {resume}", flush=True)  # fmt: skip
+            report(f"stopped at step {error.args[0]} and saved; continue with:\n  bertlab {resume()}")
             return 130
         if type(error).__name__ == "TrainingStopped":
             report(str(error))
             return 4
         if "DataLoader worker" in str(error):  # it is raised wherever the run is at that moment
             explained = import_module("bertlab.data.loaders").worker_error(error) or error
-            report(f"{explained}{resume and '; then continue with bertlab '}{resume}")
+            command = resume()
+            report(f"{explained}{command and '; then continue with bertlab '}{command}")
             return 3
         if not _has_lost_peer(error):
             raise
         report(
             f"process {_process_number()} ends because another process of the run died, whose message "
             f"says why ({' '.join(str(error).split())[:200]}); if the run has a checkpoint, continue "
-            f"with bertlab {resume}"
+            f"with bertlab {resume()}"
         )
         os._exit(3)  # leaving in order would wait for the process that is gone
 
@@ -127,14 +129,15 @@ def parse_command(
     return parsed
 
 
-def _resume_command(name: str, words: Sequence[str], config: Mapping[str, Any]) -> str:
+def _resume_command(name: str, words: Sequence[str]) -> str:
     "The command that continues a run: the same words with --resume, without --overwrite."
     if "resume" not in COMMANDS[name].options:
         return ""
     if "run.output" in COMMANDS[name].options:  # run.yaml has the rest
-        return shlex.join([*name.split(), "--resume", config["run"]["output"]])
-    words = [word for word in words if word not in ("--overwrite", "--resume")]
-    return shlex.join([*name.split(), *words, "--resume"])
+        words = ["--resume", parse_command(name, words).config["run"]["output"]]
+    else:
+        words = [word for word in words if word not in ("--overwrite", "--resume")] + ["--resume"]
+    return shlex.join([*name.split(), *words])
 
 
 def _texts(value: Any) -> list[str]:
@@ -173,13 +176,17 @@ def _check_paths(command: Command, config: Mapping[str, Any]) -> None:
         check_output_file(os.path.expanduser(output))
 
 
+def _import_part(file: str) -> Any:  # "cli/write.py"
+    return import_module(f"bertlab.{file[:-3].replace('/', '.')}")
+
+
 def _check_values(command: Command, config: Mapping[str, Any]) -> None:
     "Check the sections whose class needs no torch."
     for section, source in command.sections.items():
         file, _, name = source.partition(":")
         if file.endswith(("config.py", "demo.py")):
-            fields = [option.name for option in read_options(source)]
-            values = config[section] if section else {field: config[field] for field in fields}
+            names = [option.name for option in read_options(source)]
+            values = config[section] if section else {name: config[name] for name in names}
             getattr(_import_part(file), name)(**values)
     if (config.get("trainer") or {}).get("max_steps") == 0:
         raise ValueError("trainer.max_steps=0 must be 1 or more")
@@ -188,20 +195,16 @@ def _check_values(command: Command, config: Mapping[str, Any]) -> None:
 def call(
     name: str,  # of the command
     words: Sequence[str] = (),
+    quiet: bool = False,  # keep libraries out of the terminal
 ) -> Any:  # what its function returns
     "Call a command by its words, as from the command line. Raises `ValueError`."
     command, parsed = COMMANDS[name], parse_command(name, words)
+    if parsed.prints_config:
+        return dump_yaml(configuration(command, words)).rstrip()
     _check_paths(command, parsed.config)
     _check_values(command, parsed.config)
-    return _call_parsed(command, parsed)
-
-
-def _import_part(file: str) -> Any:  # "cli/write.py"
-    return import_module(f"bertlab.{file[:-3].replace('/', '.')}")
-
-
-def _call_parsed(command: Command, parsed: Parsed) -> Any:
-    "Call the function of a command."
+    if quiet:
+        silence_libraries()
     file, _, function_name = command.function.partition(":")
     function = getattr(_import_part(file), function_name)
     names = signature(function).parameters
@@ -232,7 +235,8 @@ def _print_result(result: Any) -> None:
     if result is None or _process_number():
         return
     if isinstance(result, Mapping):
-        result = "\n".join(f"{name:<20}  {value}" for name, value in result.items())
+        show = lambda value: f"{value:.5g}" if isinstance(value, float) else value
+        result = "\n".join(f"{name:<20}  {show(value)}" for name, value in result.items())
     print(result, flush=True)
 
 
@@ -247,7 +251,12 @@ def main(argv: Sequence[str] | None = None) -> int:  # the exit status
         return 0
     name = next((name for name in (" ".join(words[:2]), *words[:1]) if name in COMMANDS), None)
     if name is not None:
-        return _run(name, words[len(name.split()) :])
+        words = words[len(name.split()) :]
+        if {"--help", "-h"} & {*words}:
+            print(COMMANDS[name].help(), end="")
+            return 0
+        work = lambda: _print_result(call(name, words, quiet=True))
+        return run_command(name, work, lambda: _resume_command(name, words))
     families = {name.partition(" ")[0] for name in COMMANDS if " " in name}
     family = words[0] if words and words[0] in families else ""
     rest = words[bool(family) :]
@@ -258,29 +267,6 @@ def main(argv: Sequence[str] | None = None) -> int:  # the exit status
     hint = did_you_mean(name, COMMANDS) or f"; choose one of {', '.join(COMMANDS)}"
     print(f"bertlab: {name!r} is not a command{hint}", file=sys.stderr)
     return 2
-
-
-def _run(name: str, words: list[str]) -> int:
-    "Read the words of a command, and do the work."
-    command = COMMANDS[name]
-    if {"--help", "-h"} & {*words}:
-        print(command.help(), end="")
-        return 0
-    parsed: list[Parsed] = []
-    if status := run_command(name, lambda: parsed.append(parse_command(name, words))):
-        return status
-    [options] = parsed
-    if options.prints_config:
-        print(dump_yaml(configuration(command, words)), end="")
-        return 0
-
-    def work() -> None:
-        _check_paths(command, options.config)
-        _check_values(command, options.config)
-        silence_libraries()
-        _print_result(_call_parsed(command, options))
-
-    return run_command(name, work, _resume_command(name, words, options.config))
 
 
 if __name__ == "__main__" and "__file__" in globals():  # a program, not a notebook's cell

@@ -802,9 +802,9 @@ def test_ctrl_c_saves_and_the_run_can_be_resumed(words, tmp_path):
     lines = iter(process.stdout.readline, "")
     assert any(line.startswith("step ") for line in lines)
     process.send_signal(signal.SIGINT)
-    rest, errors = process.communicate(timeout=120)
+    _, errors = process.communicate(timeout=120)
     assert process.returncode == 130, errors
-    assert f"bertlab pretrain --resume {run}" in rest
+    assert f"bertlab pretrain --resume {run}" in errors
     step = int(latest_checkpoint(run / "checkpoints").stem[5:])
     assert "a signal" in (run / "report.md").read_text()
     assert pretrain(["--trainer.max_steps", str(step + 2)], resume=str(run))["steps"] == step + 2

@@ -380,7 +380,7 @@ def test_an_interrupted_run_resumes_to_the_same_result(tok, rows, tmp_path, outp
     handler = signal.getsignal(signal.SIGINT)
     threading.Thread(target=interrupt, daemon=True).start()
     assert run(*words_for(tok, rows, output, *words)) == 130
-    assert f"bertlab finetune --resume {output}" in capsys.readouterr().out
+    assert f"bertlab finetune --resume {output}" in capsys.readouterr().err
     assert signal.getsignal(signal.SIGINT) is handler and not (output / "config.json").exists()
     first = (output / "seed-0" / "best.ckpt").stat().st_mtime_ns
     assert run("--resume", output) == 0

@@ -15,12 +15,11 @@ from pathlib import Path
 import pytest
 import yaml
 from conftest import ROOT
-from ranks import run_on_ranks
 
 from bertlab.cli.commands import COMMANDS
 from bertlab.cli.parser import parse
 from called import pretrain  # noqa: E402
-from bertlab.cli.ray import check_shared, count_places, launch_of, ray_strategy, train_on_ray
+from bertlab.cli.ray import count_places, launch_of, ray_strategy, train_on_ray
 from bertlab.train.parallel import FullyShardedStrategy
 
 WITH_RAY = find_spec("ray") is not None
@@ -87,7 +86,6 @@ def test_sharded_strategies_stay_ours_and_what_starts_processes_is_refused():
 
 @pytest.mark.parametrize("more, options, parts", [
     ([], {"num_workers": 0}, ["num_workers", "0"]),
-    ([], {"num_workers": 1.5}, ["num_workers", "1.5"]),
     ([], {"cpus_per_worker": 0}, ["cpus_per_worker", "0"]),
     ([], {"max_failures": -2}, ["max_failures", "-2"]),
     (["--trainer.max_step", "3"], {}, ["trainer.max_step", "max_steps"]),
@@ -105,6 +103,7 @@ def test_a_mistake_is_one_sentence_before_ray_is_imported(
     write_text(Path("text.txt"))
     Path("old").mkdir()
     Path("old/run.yaml").write_text("{}\n")
+    Path("old/metrics.json").write_text("{}\n")
     Path("file").touch()
     with pytest.raises(ValueError) as refused:
         train_on_ray(words_of("run", *more), **options)
@@ -118,33 +117,6 @@ def test_without_ray_the_extra_is_named(tmp_path, monkeypatch):
     with pytest.raises(ImportError, match=r"bertlab-encoders\[ray\]"):
         train_on_ray(words_of("run"))
     assert not Path("run").exists()
-
-
-def processes_that_look(place: str) -> None:
-    "What each of two processes does, which stand in the same directory and then in one of their own."
-    import torch
-
-    torch.distributed.init_process_group("gloo")
-    rank = torch.distributed.get_rank()
-    os.chdir(place)
-    check_shared("shared")
-    check_shared(Path(place))
-    own = Path(place, f"own-{rank}")
-    own.mkdir()
-    os.chdir(own)
-    try:
-        check_shared("run")
-    except ValueError as refused:
-        (own / "said.txt").write_text(str(refused))
-    torch.distributed.destroy_process_group()
-
-
-def test_a_disk_that_only_one_process_sees_is_refused_by_all(tmp_path):
-    run_on_ranks(processes_that_look, str(tmp_path))
-    said = [(tmp_path / f"own-{rank}/said.txt").read_text() for rank in range(2)]
-    assert said[0] == said[1] and "run.output=run" in said[0] and os.uname().nodename in said[0]
-    left = sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*"))
-    assert left == ["own-0", "own-0/said.txt", "own-1", "own-1/said.txt"], "nothing is left behind"
 
 
 # --- with Ray -------------------------------------------------------------------------------------

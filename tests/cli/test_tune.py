@@ -118,7 +118,7 @@ def test_a_stopped_search_says_how_to_continue(plan, tmp_path, monkeypatch, caps
     monkeypatch.setattr(tuning, "run_trial", run_trial)
     words = ["tune", str(plan[0]), "--output", str(tmp_path / "search")]
     assert main(words) == 130
-    assert f"bertlab {shlex.join(words)} --resume" in capsys.readouterr().out
+    assert f"bertlab {shlex.join(words)} --resume" in capsys.readouterr().err
 
 
 def test_a_failed_trial_leaves_its_reason(plan, tmp_path, monkeypatch):
