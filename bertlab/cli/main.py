@@ -71,7 +71,9 @@ def run_command(
         return 130
     except Exception as error:
         if type(error).__name__ == "TrainingInterrupted":  # its module imports torch
-            report(f"stopped at step {error.args[0]} and saved; continue with:\n  bertlab {resume()}")
+            report(
+                f"stopped at step {error.args[0]} and saved; continue with:\n  bertlab {resume()}"
+            )
             return 130
         if type(error).__name__ == "TrainingStopped":
             report(str(error))
