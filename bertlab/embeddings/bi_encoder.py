@@ -19,15 +19,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..core.files import find_model_directory, write_json
+from ..core.files import write_json
 from ..core.names import check_range, look_up
-from ..core.serialization import load_json
 from ..data.tokenizers import load_tokenizer
 from .gradcache import chunk_batch, encode_with_gradcache
 from .pooling import POOLINGS, document_index, pack_for_encoder
 from ..model.encoder import BertLabModel
 from ..model.mask_filling import eval_mode
-from ..model.huggingface import check_tokenizer, load_model, save_model
+from ..model.huggingface import check_tokenizer, load_model, read_model_json, save_model
 
 # %% ../../nbs/embeddings/04_bi_encoder.ipynb #f1309f11
 def length_batches(
@@ -268,18 +267,6 @@ def st_config_files(model: BiEncoder) -> dict[str, Any]:  # file: content
     }
 
 
-def _read_st_file(source: str | os.PathLike, name: str, cls: type = dict) -> Any:  # None: no file
-    from transformers.utils import cached_file
-
-    path = cached_file(
-        os.fspath(find_model_directory(source)),
-        name,
-        _raise_exceptions_for_missing_entries=False,
-        _raise_exceptions_for_connection_errors=False,
-    )
-    return load_json(path, cls) if path else None
-
-
 def _read_pooling(config: Mapping[str, Any], source: Any) -> str:
     "Return the pooling of a sentence-transformers configuration. Raises `ValueError`."
     names = {key: name for name, key in _POOLING_KEYS.items()}
@@ -297,7 +284,7 @@ def read_st_config(source: str | os.PathLike) -> dict[str, Any]:  # options of `
 
     Raises `ValueError` for modules and settings that a `BiEncoder` does not support.
     """
-    modules = _read_st_file(source, "modules.json", list)
+    modules = read_model_json(source, "modules.json", list)
     if modules is None:
         return {}
     names = [str(module.get("type")).rpartition(".")[2] for module in modules]
@@ -306,9 +293,9 @@ def read_st_config(source: str | os.PathLike) -> dict[str, Any]:  # options of `
             f"{source} has the modules {', '.join(names)} in modules.json; bertlab reads "
             "Transformer, Pooling and Normalize"
         )
-    pooling = _read_st_file(source, f"{modules[1]['path']}/config.json") or {}
-    settings = _read_st_file(source, "sentence_bert_config.json") or {}
-    config = _read_st_file(source, "config_sentence_transformers.json") or {}
+    pooling = read_model_json(source, f"{modules[1]['path']}/config.json") or {}
+    settings = read_model_json(source, "sentence_bert_config.json") or {}
+    config = read_model_json(source, "config_sentence_transformers.json") or {}
     prompts, default = config.get("prompts") or {}, config.get("default_prompt_name")
     skips_prompts = pooling.get("include_prompt") is False and any(prompts.values())
     if skips_prompts or prompts.get(default):

@@ -8,7 +8,6 @@ __all__ = ['TASKS', 'TASK_FILE', 'LabelNames', 'Task', 'count_long', 'get_task',
 
 # %% ../../nbs/finetuning/02_task.ipynb #8a9362e0
 import importlib
-import json
 import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -19,10 +18,11 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from ..core.files import find_model_directory, write_json
+from ..core.files import write_json
 from ..core.names import import_object, look_up
 from ..data.rows import IGNORE_INDEX
 from ..data.supervised import SupervisedCollator, read_texts
+from ..model.huggingface import read_model_json
 from .files import choose_reader, flatten
 from .files import plain_label, read_number_cell
 
@@ -391,18 +391,12 @@ def save_task(
 
 def load_task(directory: str | os.PathLike) -> dict[str, Any]:
     "Read task.json of a directory or of a model on the hub; empty if there is none."
-    path = Path(find_model_directory(directory)) / TASK_FILE
-    if not path.parent.exists() and os.fspath(directory).count("/") < 2:  # a name on the hub
-        from transformers.utils import cached_file
-
-        errors = "missing_entries", "connection_errors"
-        options = {f"_raise_exceptions_for_{error}": False for error in errors}
-        path = Path(cached_file(os.fspath(directory), TASK_FILE, **options) or path)
-    if not path.is_file():
-        return {}
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = read_model_json(directory, TASK_FILE)
+        if content is None:
+            return {}
         int(content["max_sequence_length"])
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is damaged ({error}): delete it, and name the columns") from None
+        message = f"{directory}: {TASK_FILE} is damaged ({error}): delete it, and name the columns"
+        raise ValueError(message) from None
     return {"columns": {}, "label_column": None, "settings": {}, "reader": {}, **content}

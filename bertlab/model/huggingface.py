@@ -6,7 +6,7 @@
 __all__ = ['ARCHITECTURES', 'SENTENCE_TRANSFORMERS_FILES', 'BertLabModelWithPooler', 'find_head', 'read_config', 'LoadedModel',
            'load_model', 'from_huggingface', 'has_adapter', 'check_no_adapter', 'merged_copy', 'positions_differ',
            'drop_position_offset', 'to_huggingface', 'check_tokenizer', 'sync_special_tokens', 'saved_as', 'save_model',
-           'read_sentence_transformers_files']
+           'read_model_json', 'read_sentence_transformers_files']
 
 # %% ../../nbs/model/10_huggingface.ipynb #bb5daf10
 import copy
@@ -526,6 +526,25 @@ SENTENCE_TRANSFORMERS_FILES = (
 _FOLDERS = {"Transformer": "", "Pooling": "1_Pooling", "Normalize": "2_Normalize"}
 
 
+def read_model_json(
+    source: str | os.PathLike,  # of a model or a run: a directory, or a name on the hub
+    name: str,  # of a file beside the model
+    cls: type = dict,  # of its content
+) -> Any:  # None: there is no such file
+    "Read a JSON file beside a model. Raises `ValueError` if it is damaged."
+    from transformers.utils import cached_file
+
+    directory = os.fspath(find_model_directory(source))
+    missing = dict.fromkeys(("_raise_exceptions_for_missing_entries",
+                             "_raise_exceptions_for_connection_errors"), False)  # fmt: skip
+    try:
+        with offline_if_unreachable(directory):
+            path = cached_file(directory, name, **missing)
+    except OSError:  # neither a directory nor a name on the hub
+        return None
+    return None if path is None else load_json(path, cls)
+
+
 def read_sentence_transformers_files(
     source: str | os.PathLike,  # of a model: a directory, or a name on the hub
 ) -> dict[str, list[str]]:  # names of modules, and how they pool; empty for a plain encoder
@@ -533,14 +552,9 @@ def read_sentence_transformers_files(
 
     Raises `ValueError` for a module whose files are not in `SENTENCE_TRANSFORMERS_FILES`.
     """
-    from transformers.utils import cached_file
-
-    missing = dict.fromkeys(("_raise_exceptions_for_missing_entries",
-                             "_raise_exceptions_for_connection_errors"), False)  # fmt: skip
-    directory = os.fspath(find_model_directory(source))
-    if (path := cached_file(directory, "modules.json", **missing)) is None:
+    if (listed := read_model_json(source, "modules.json", list)) is None:
         return {}
-    modules = {m["type"].rpartition(".")[2]: m["path"] for m in load_json(path, list)}
+    modules = {module["type"].rpartition(".")[2]: module["path"] for module in listed}
     for module, folder in modules.items():
         if _FOLDERS.get(module) != folder:
             raise ValueError(
@@ -548,8 +562,7 @@ def read_sentence_transformers_files(
                 "copies Transformer, Pooling in 1_Pooling and Normalize in 2_Normalize; do this "
                 "with sentence-transformers"
             )
-    path = cached_file(directory, "1_Pooling/config.json", **missing)
-    pooling = {} if path is None else load_json(path)
+    pooling = read_model_json(source, "1_Pooling/config.json") or {}
     modes = [name for name in pooling if name.startswith("pooling_mode_") and pooling[name] is True]
     modes = modes or [pooling.get("pooling_mode", "mean")]  # later versions name it
     return {

@@ -2,6 +2,7 @@
 
 import copy
 from collections import Counter
+from functools import partial
 
 import pytest
 import torch
@@ -9,13 +10,14 @@ from torch._functorch import config as partitioning
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import CheckpointPolicy
 
+import model_cases
+
 from bertlab.model.activation_checkpointing import (
     MemoryTracker,
     checkpoint_activations,
     save_matmuls,
     parse_checkpointing,
 )
-from bertlab.model.config import BertLabConfig, modernbert_tiny
 from bertlab.model.encoder import run_blocks
 from bertlab.model.heads import (
     BertLabForEnhancedMaskedLM,
@@ -23,7 +25,6 @@ from bertlab.model.heads import (
 )
 from bertlab.model.losses import LossConfig
 
-torch.set_num_threads(1)
 V, B, L = 50, 4, 24
 MODELS = [BertLabForMaskedLM, BertLabForEnhancedMaskedLM]
 EAGER_MODES = {  # all but `budget`, which a compiler has to carry out
@@ -33,6 +34,8 @@ EAGER_MODES = {  # all but `budget`, which a compiler has to carry out
     "selected_ops": {},
 }
 DROPOUT = dict(embedding_dropout=0.1, attention_dropout=0.2, mlp_dropout=0.1)
+small = partial(model_cases.small, num_hidden_layers=4, **DROPOUT)
+lively = lambda model: model_cases.lively(model).train()
 COMPILER = "aot_eager_decomp_partition"  # inductor's partitioning without its C++
 
 
@@ -42,25 +45,6 @@ def same_start_for_every_test():
     torch._dynamo.reset()
     yield
     partitioning.activation_memory_budget = 1.0
-
-
-def small(**overrides) -> BertLabConfig:
-    shape = dict(
-        vocab_size=V,
-        hidden_size=16,
-        intermediate_size=20,
-        num_hidden_layers=4,
-        num_attention_heads=2,
-    )
-    return modernbert_tiny(**{**shape, "local_attention": 4, **DROPOUT, **overrides})
-
-
-def lively(model):
-    "Move every weight well away from its start, so that nothing hides."
-    with torch.no_grad():
-        for p in model.parameters():
-            p.add_(0.12 * torch.randn(p.shape))
-    return model.train()
 
 
 def some_batch() -> dict:

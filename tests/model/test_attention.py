@@ -24,7 +24,6 @@ from bertlab.model.attention import (
     make_varlen_metadata,
 )
 
-torch.set_num_threads(1)
 TOLERANCE = dict(rtol=0, atol=1e-5)
 L = 12
 # Rows of document lengths; what is missing to L is padding.

@@ -3,12 +3,9 @@
 import pytest
 import torch
 
-from bertlab.data.collators import EnhancedMaskedLanguageModelingCollator
 from bertlab.model.config import bert_tiny, modernbert_tiny
 from bertlab.model.heads import BertLabForCausalLM
-from bertlab.train.modules import PretrainingModule
 
-torch.set_num_threads(1)
 V = 40
 SHAPE = dict(vocab_size=V, hidden_size=16, intermediate_size=24, num_hidden_layers=3, num_attention_heads=2,
              max_position_embeddings=48, initializer_range=0.3)  # fmt: skip
@@ -66,25 +63,3 @@ def test_packed_documents_have_the_gradients_of_each_alone():
         # the first token of a document has no label
         assert sum(int(output.num_labels) for output in outputs) == 6 + 7
     assert all(torch.allclose(a, b, atol=1e-4) for a, b in zip(*gradients))
-
-
-def test_the_module_trains_it_on_the_rows_of_the_encoder():
-    shape = {k: v for k, v in modernbert_tiny(**SHAPE).to_diff_dict().items() if k != "model_type"}
-    module = PretrainingModule(shape, objective="causal")
-    module.configure_model()
-    collate = EnhancedMaskedLanguageModelingCollator(
-        0, 4, V, special_token_ids=[0, 1, 2, 3, 4], max_sequence_length=12
-    )
-    batch = collate([[1, *range(5, 14), 2]] * 8)  # each word follows from the one before it
-    assert module.model.num_parameters() == module.config.num_params() == module.num_params()
-    flops = [PretrainingModule(shape, objective=name).num_flops_per_token(8.0, 0.5)
-             for name in ("causal", "mlm")]  # fmt: skip
-    assert flops[0] == flops[1], "the block that rebuilds is none of the twin's"
-    optimizer, losses = torch.optim.Adam(module.model.parameters(), 1e-2), []
-    for _ in range(60):
-        parts = module.label_loss(batch)
-        optimizer.zero_grad()
-        parts.mean().backward()
-        optimizer.step()
-        losses.append(parts.mean().item())
-    assert losses[-1] < 0.1 < losses[0]

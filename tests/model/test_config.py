@@ -124,22 +124,6 @@ def test_sizes_that_follow_by_hand():
     assert small().num_kv_heads == 6
 
 
-@pytest.mark.parametrize(
-    "place, embedding_norm, want",  # embedding + 4 layers + final + head
-    [
-        ("pre", True, 1 + 7 + 1 + 1),
-        ("pre", False, 0 + 8 + 1 + 1),
-        ("post", True, 1 + 8 + 0 + 1),
-        ("post", False, 0 + 8 + 0 + 1),
-        ("pre_and_post", True, 1 + 15 + 1 + 1),
-        ("pre_and_post", False, 0 + 16 + 1 + 1),
-        ("none", True, 1 + 0 + 0 + 1),
-    ],
-)
-def test_norms_are_counted_where_they_stand(place, embedding_norm, want):
-    assert small(norm_position=place, embedding_norm=embedding_norm).num_norms == want
-
-
 # ---- presets ---------------------------------------------------------------------------------
 
 
@@ -274,19 +258,3 @@ def test_bertblocks_names_are_understood(tmp_path):
     assert BertLabConfig.from_pretrained(tmp_path).to_diff_dict() == config.to_diff_dict()
     with pytest.raises(ValueError, match="norm_kind|norm_position"):
         BertLabConfig(norm_kind="behind")
-
-
-@pytest.mark.parametrize(
-    "shape",
-    [
-        dict(hidden_size=18, attention_positions="alibi"),  # heads of 3: nothing is turned
-        dict(partial_rotary_factor=0.5),
-        dict(norm="group", norm_groups=24),
-        dict(norm_groups=5),  # read by norm "group" only
-        dict(global_attention_every_n_layers=99),
-        dict(num_key_value_heads=1),
-    ],
-    ids=str,
-)
-def test_unusual_settings_that_do_fit_are_accepted(shape):
-    assert small(**shape).num_params() == size(built(small(**shape)))

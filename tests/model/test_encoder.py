@@ -1,12 +1,16 @@
 "The encoder and its masked-LM head: shapes, packed documents, losses, counts, refusals."
 
 import itertools
+from functools import partial
 
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
 from torch.nn import functional as F
 from transformers import AutoModelForMaskedLM
+
+import model_cases
+from model_cases import lively
 
 from bertlab.model.attention import (
     ATTENTION_KERNELS,
@@ -20,33 +24,13 @@ from bertlab.model.config import (
     BertLabConfig,
     training_flops_per_token,
     matmul_parameters,
-    modernbert_tiny,
 )
 from bertlab.model.encoder import BertLabModel
 from bertlab.model.heads import BertLabForMaskedLM
 
-torch.set_num_threads(1)
+small = partial(model_cases.small, num_hidden_layers=4)  # global, local, local, global
 TOLERANCE = dict(rtol=0, atol=1e-5)
 L = 12
-
-
-def small(**overrides) -> BertLabConfig:
-    "Four layers (global, local, local, global) whose windows are narrower than the rows."
-    shape = dict(vocab_size=50, hidden_size=16, intermediate_size=20, num_attention_heads=2)
-    return modernbert_tiny(**{**shape, "local_attention": 4, **overrides})
-
-
-@pytest.fixture(autouse=True)
-def same_start_for_every_test():
-    torch.manual_seed(0)
-
-
-def lively(model: torch.nn.Module) -> torch.nn.Module:
-    "Move every weight well away from its start, norms and biases too, so that nothing hides."
-    with torch.no_grad():
-        for p in model.parameters():
-            p.add_(0.12 * torch.randn(p.shape))
-    return model.eval()
 
 
 def some_ids(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -178,16 +162,6 @@ def test_unpadded_layers_see_tokens_only(varlen_anywhere):
     assert shapes == [(1, int((DOCUMENTS > 0).sum()), 16)]
     assert out.last_hidden_state.shape == (5, L, 16) and len(out.hidden_states) == 5
     assert all((x[DOCUMENTS == 0] == 0).all() for x in out.hidden_states)
-
-
-def test_a_zero_one_mask_equals_cut_rows():
-    model, ids = lively(BertLabForMaskedLM(small())), some_ids(2, L)
-    mask = torch.ones(2, L, dtype=torch.long)
-    mask[0, 9:], mask[1, :4] = 0, 0
-    logits = model(ids, mask).logits
-    torch.testing.assert_close(logits[0, :9], model(ids[:1, :9]).logits[0], **TOLERANCE)
-    torch.testing.assert_close(logits[1, 4:], model(ids[1:, 4:]).logits[0], **TOLERANCE)
-    torch.testing.assert_close(model(ids, mask.bool()).logits, logits)
 
 
 @pytest.mark.parametrize("settings", [{}, dict(attention_positions="alibi", qk_norm=True)])

@@ -6,6 +6,8 @@ from importlib.util import find_spec
 import pytest
 import torch
 
+import model_cases
+
 from bertlab.model.activation_checkpointing import checkpoint_activations
 from bertlab.model.config import BertLabConfig, modernbert_tiny
 from bertlab.model.float8 import (
@@ -16,18 +18,13 @@ from bertlab.model.float8 import (
 )
 from bertlab.model.heads import BertLabForEnhancedMaskedLM, BertLabForMaskedLM
 
-torch.set_num_threads(1)
+lively = lambda model: model_cases.lively(model).train()
 needs_torchao = pytest.mark.skipif(
     find_spec("torchao") is None, reason="needs torchao: the quantized extra"
 )
 needs_no_torchao = pytest.mark.skipif(
     find_spec("torchao") is not None, reason="torchao is installed"
 )
-
-
-@pytest.fixture(autouse=True)
-def same_start_for_every_test():
-    torch.manual_seed(0)
 
 
 def small(**overrides) -> BertLabConfig:
@@ -39,14 +36,6 @@ def small(**overrides) -> BertLabConfig:
         num_attention_heads=2,
     )
     return modernbert_tiny(**{**shape, **overrides})
-
-
-def lively(model):
-    "Weights away from their start, so that rounding has something to do."
-    with torch.no_grad():
-        for p in model.parameters():
-            p.add_(0.1 * torch.randn(p.shape))
-    return model.train()
 
 
 def loss_and_gradient(model, ids):

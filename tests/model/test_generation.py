@@ -18,7 +18,6 @@ from bertlab.model.heads import (
 from bertlab.model.huggingface import from_huggingface
 from bertlab.model.sampling import SAMPLERS
 
-torch.set_num_threads(1)
 TEXTS = ["the cat sat on the mat", "the dog sat on the log", "a bird sang in a tree"] * 20
 TOKENIZER = train_tokenizer(TEXTS, vocab_size=90)
 SHAPE = dict(hidden_size=16, intermediate_size=20, num_hidden_layers=2, num_attention_heads=2,

@@ -10,7 +10,6 @@ from bertlab.model.config import BertLabConfig, modernbert_tiny
 from bertlab.model.growth import (
     check_growth,
     grow,
-    axis_maps,
     layer_map,
     tile_indices,
 )
@@ -24,7 +23,6 @@ from bertlab.model.task_heads import (
     BertLabForTokenClassification,
 )
 
-torch.set_num_threads(1)
 V = 40
 
 
@@ -161,24 +159,6 @@ def test_each_tile_of_each_matrix_is_its_source(width_factor, inner):
         assert torch.equal(
             block.mlp.down_proj.weight, source.mlp.down_proj.weight[stream][:, units]
         )
-
-
-@pytest.mark.parametrize("heads, groups, more_heads, more_groups", [(2, 2, 3, 3), (4, 2, 6, 3)])
-def test_heads_stay_whole_and_queries_keep_their_keys(heads, groups, more_heads, more_groups):
-    def sized(heads, groups):
-        return shape(hidden_size=4 * heads, num_attention_heads=heads, num_key_value_heads=groups)
-
-    maps = axis_maps(sized(heads, groups), sized(more_heads, more_groups))
-    rows = maps["qkv"].view(-1, 4)
-    assert (rows[:, 0] % 4 == 0).all() and (rows.diff(dim=1) == 1).all()
-    sources = rows[:, 0] // 4  # the small model's heads, in the order of its qkv
-    q, k, v = sources.split((more_heads, more_groups, more_groups))
-    assert ((0 <= q) & (q < heads)).all() and ((heads <= k) & (k < heads + groups)).all()
-    assert torch.equal(v, k + groups)
-    sharing = more_heads // more_groups
-    assert torch.equal(k.repeat_interleave(sharing) - heads, q // (heads // groups))
-    # and what attention returns is read in the same order
-    assert torch.equal(maps["queries"], rows[:more_heads].flatten())
 
 
 def test_layers_of_a_deeper_model_are_copies():

@@ -6,7 +6,8 @@ from torch._dynamo.testing import CompileCounter
 from torch.nn import functional as F
 from transformers import AutoModelForMaskedLM
 
-from bertlab.model.config import BertLabConfig, modernbert_tiny
+from model_cases import lively, small
+
 from bertlab.model.heads import (
     BertLabForEnhancedMaskedLM,
     BertLabForMaskedDiffusion,
@@ -18,7 +19,6 @@ from bertlab.model.heads import (
 )
 from bertlab.model.losses import LossConfig
 
-torch.set_num_threads(1)
 TOLERANCE = dict(rtol=0, atol=1e-5)
 V, B, L = 50, 4, 12
 MODELS = [BertLabForMaskedLM, BertLabForEnhancedMaskedLM]
@@ -35,30 +35,6 @@ VARIANTS = {
     "post": dict(norm="deep", norm_position="post"),
     "no_norm": dict(norm_position="none", embedding_norm=False),
 }
-
-
-@pytest.fixture(autouse=True)
-def same_start_for_every_test():
-    torch.manual_seed(0)
-
-
-def small(**overrides) -> BertLabConfig:
-    shape = dict(
-        vocab_size=V,
-        hidden_size=16,
-        intermediate_size=20,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-    )
-    return modernbert_tiny(**{**shape, "local_attention": 4, **overrides})
-
-
-def lively(model):
-    "Move every weight well away from its start, so that nothing hides."
-    with torch.no_grad():
-        for p in model.parameters():
-            p.add_(0.12 * torch.randn(p.shape))
-    return model.eval()
 
 
 def some_batch(seed=0, rate=0.4):
@@ -233,11 +209,6 @@ def test_scrambling_follows_splitmix_from_seed_zero():
     signed = torch.tensor([s - 2**64 if s >= 2**63 else s for s in states])
     known = [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
     assert [b % 2**64 for b in splitmix64(signed).tolist()] == known
-
-
-def test_a_coin_depends_on_key_query_and_place_alone():
-    long, short = sample_half_of_pairs(KEYS, 100), sample_half_of_pairs(KEYS[[2, 0]], 70)
-    assert torch.equal(long[[2, 0], :70, :70], short)
 
 
 # ---- enhanced: the model ---------------------------------------------------------------------

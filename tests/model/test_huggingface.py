@@ -17,6 +17,8 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from model_cases import lively
+
 from bertlab.model.config import (
     BertLabConfig,
     bert_base,
@@ -52,7 +54,6 @@ from bertlab.model.heads import (
 from bertlab.model.loading import read_state_dict
 from bertlab.model.task_heads import BertLabForQuestionAnswering
 
-torch.set_num_threads(1)
 TOLERANCE = dict(rtol=0, atol=1e-5)
 B, L, V = 4, 24, 50
 SHAPE = dict(vocab_size=V, hidden_size=16, intermediate_size=20, num_attention_heads=2)
@@ -63,19 +64,6 @@ OTHERS = {  # what makes each kind differ from its defaults
     "modernbert": dict(num_hidden_layers=7, local_attention=6, **SPECIAL),
 }
 MODEL_KINDS = list(OTHERS)
-
-
-@pytest.fixture(autouse=True)
-def same_start_for_every_test():
-    torch.manual_seed(0)
-
-
-def lively(model):
-    "Move every weight away from its start, norms and biases too, so that nothing hides."
-    with torch.no_grad():
-        for p in model.parameters():
-            p.add_(0.1 * torch.randn(p.shape))
-    return model.eval()
 
 
 def ours(**overrides) -> BertLabForMaskedLM:
@@ -247,19 +235,6 @@ def test_a_setting_is_refused_only_where_the_head_reads_it():
 # ---- names ----------------------------------------------------------------------------------------
 
 
-def test_names_of_weights_by_hand():
-    table = key_table("bert", "ForMaskedLM")
-    [name] = their_names("encoder.blocks.11.mlp.up_proj.bias", table)
-    assert name == "bert.encoder.layer.11.intermediate.dense.bias"
-    prefix = "bert.encoder.layer.3.attention.self"
-    assert their_names("encoder.blocks.3.attention.qkv.weight", table) == [
-        f"{prefix}.{part}.weight" for part in ("query", "key", "value")
-    ]
-    for unknown in ("encoder.blocks.0.attention.q_norm.weight", "blocks.0.mlp.up_proj.weight"):
-        with pytest.raises(KeyError):
-            their_names(unknown, table)
-
-
 # ---- parity and round trip ---------------------------------------------------------------------
 
 
@@ -400,18 +375,6 @@ def test_a_roberta_with_another_padding_is_written_as_a_bert(head, tmp_path):
     assert_same_outputs({k: v for k, v in want.items() if v is not None}, got, mask)
     assert type(again).__name__ in saved_as(model, tokenizer=words)
     assert from_huggingface(tmp_path).config.max_position_embeddings == L
-
-
-def test_a_converted_model_packs_exactly():
-    original, (ids, _) = theirs("bert"), padded_rows(1)
-    converted, ids = from_huggingface(original), ids[:1].clamp(min=5)
-    documents = torch.tensor([[1] * 7 + [2] * 1 + [3] * 14 + [0] * 2])
-    packed = converted(ids, documents).logits
-    for begin, end in ((0, 7), (7, 8), (8, 22)):
-        alone = original(input_ids=ids[:, begin:end]).logits
-        torch.testing.assert_close(packed[:, begin:end], alone, **TOLERANCE)
-    leaking = converted(ids, documents.clamp(max=1)).logits  # without document numbers
-    assert (leaking - packed)[:, :22].abs().max() > 1e-2
 
 
 def test_packed_rows_equal_transformers_with_explicit_masks():

@@ -13,7 +13,6 @@ from bertlab.data.rows import Vocabulary
 from bertlab.data.tokenizers import train_tokenizer
 from bertlab.model.likelihood import diffusion_nll_bound
 
-torch.set_num_threads(1)
 TABLE = torch.from_numpy(np.random.default_rng(3).normal(size=(5**5, 5, 9))).float() * 1.5
 TOY = Vocabulary(9, pad_token_id=0, mask_token_id=4, special_token_ids=(1, 2, 3))
 PLACES = torch.tensor([625, 125, 25, 5, 1])

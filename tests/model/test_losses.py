@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from bertlab.model.layers import gather_positions
 from bertlab.model.losses import (
     LossConfig,
     bits_per_byte,
@@ -24,7 +23,6 @@ from bertlab.model.losses import (
     z_loss,
 )
 
-torch.set_num_threads(1)
 EXACT = dict(rtol=0, atol=1e-6)
 V, D = 11, 6
 
@@ -67,19 +65,6 @@ def test_the_sum_is_that_of_the_definition(smoothing, weighted):
     assert count.item() == sum(label != -100 for label in labels.tolist()) < 20
 
 
-@settings(derandomize=True, deadline=None, max_examples=30)
-@given(num=st.integers(1, 30), cut=st.integers(0, 30), seed=st.integers(0, 99))
-def test_parts_add_up_to_the_whole(num, cut, seed):
-    x, labels, weights, decoder = some_case(num, seed)
-    logits, config = x @ decoder.T, LossConfig(0.1, 0.01)
-    whole = sum_losses(logits, labels, config, weights)
-    parts = [
-        sum_losses(logits[s], labels[s], config, weights[s]) for s in (slice(cut), slice(cut, None))
-    ]
-    for together, *apart in zip(whole, *parts):
-        torch.testing.assert_close(sum(apart), together, rtol=1e-5, atol=1e-5)
-
-
 def test_positions_without_a_label_get_no_gradient():
     x, labels, weights, decoder = some_case(12, seed=2)
     logits = (x @ decoder.T).requires_grad_()
@@ -112,16 +97,6 @@ def test_z_loss_is_the_squared_log_of_the_denominator():
     assert z_loss(logits, torch.tensor([0, 1, -100])).item() == pytest.approx(expected)
 
 
-def test_smoothing_has_its_best_score_where_calculus_puts_it():
-    "(1 - e + e/V) / (e/V) = exp(score of the right word above the others)."
-    epsilon, best = 0.1, math.log((0.9 + 0.1 / V) / (0.1 / V))
-    logits = torch.zeros(1, V, dtype=torch.float64)
-    logits[0, 4] = best
-    logits.requires_grad_()
-    masked_lm_loss(logits, torch.tensor([4]), None, epsilon)[0].backward()
-    assert logits.grad.abs().max() < 1e-12
-
-
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_a_loss_keeps_one_copy_of_the_scores_for_its_gradient(smoothing):
     logits, labels, saved = torch.randn(50, 400, requires_grad=True), torch.randint(400, (50,)), {}
@@ -143,13 +118,6 @@ def test_options_out_of_range_are_named(options):
 
 
 # ---- only where there is a label ---------------------------------------------------------------
-
-
-def test_gathering_is_indexing_row_by_row():
-    x, at = torch.randn(3, 5, 2), torch.tensor([[0, 4], [2, 2], [3, 1]])
-    expected = torch.stack([x[b, at[b]] for b in range(3)])
-    assert torch.equal(gather_positions(x, at), expected)
-    assert torch.equal(gather_positions(x[..., 0], at), expected[..., 0])
 
 
 # ---- never all at once -----------------------------------------------------------------------

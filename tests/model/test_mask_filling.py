@@ -13,8 +13,6 @@ from bertlab.model.generation import generate
 from bertlab.model.mask_filling import eval_mode, fill_mask, fill_masks, max_input_length
 from bertlab.model.heads import BertLabForMaskedLM
 
-torch.set_num_threads(1)
-
 
 @pytest.fixture(scope="module")
 def tokenizer():

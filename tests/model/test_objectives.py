@@ -7,6 +7,7 @@ import torch
 from bertlab.data.collators import get_collator_cls
 from bertlab.model.config import BertLabConfig
 from bertlab.model.heads import (
+    BertLabForCausalLM,
     BertLabForEnhancedMaskedLM,
     BertLabForMaskedDiffusion,
     BertLabForMaskedLM,
@@ -19,6 +20,7 @@ MODELS = {
     "mlm": BertLabForMaskedLM,
     "diffusion": BertLabForMaskedDiffusion,
     "enhanced_mlm": BertLabForEnhancedMaskedLM,
+    "causal": BertLabForCausalLM,  # on the rows of enhanced_mlm, where nothing is masked
 }
 
 
@@ -30,7 +32,7 @@ def rows(num=6, length=32):
 
 
 def batch_of(objective, examples):
-    collator = get_collator_cls(objective)(
+    collator = get_collator_cls(objective.replace("causal", "enhanced_mlm"))(
         PAD, MASK, SIZE, max_sequence_length=32, special_token_ids=[CLS, SEP]
     )
     return collator(examples)

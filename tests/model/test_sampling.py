@@ -16,11 +16,9 @@ from bertlab.model.sampling import (
     SAMPLERS,
     SamplingConfig,
     iterate_unmasking,
-    schedule_steps,
     unmask,
 )
 
-torch.set_num_threads(1)
 MASK, END, WORDS = 4, 3, (5, 6, 7)
 TOY = Vocabulary(8, pad_token_id=0, mask_token_id=MASK, special_token_ids=(1, 2, 3))
 TABLE = torch.from_numpy(np.random.default_rng(7).normal(size=(9**3, 3, 8))).float() * 1.3
@@ -132,7 +130,7 @@ def ordered(rule, state, open_gaps, law, p, quota):
             yield tuple(new), chance / len(subsets)
 
 
-def check_law(rule: SamplingConfig, start=(MASK,) * 3, n=12_000):
+def check_law(rule: SamplingConfig, start=(MASK,) * 3, n=6_000):
     law = enumerated(rule, start)
     assert math.isclose(sum(law.values()), 1)
     last = unmask(Tables(), torch.tensor([start] * n), TOY, rule)
@@ -187,7 +185,7 @@ class Flat(torch.nn.Module):
         return SimpleNamespace(logits=self.logits.expand(*input_ids.shape, 8))
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=30, deadline=None, derandomize=True)
 @given(st.sampled_from(list(SAMPLERS)), st.integers(1, 9), st.integers(1, 12), st.sampled_from([None, 1, 3]),
        st.sampled_from([0.0, 0.7, 1.0]), st.lists(st.sampled_from([MASK, 5, 1]), min_size=7, max_size=7))  # fmt: skip
 def test_all_gaps_are_filled_and_the_prompt_stays(sampler, num_steps, gaps, size, heat, mixed):
@@ -221,16 +219,6 @@ def test_ordered_samplers_write_an_even_number_in_each_step(sampler, gaps, num_s
     rule = SamplingConfig(sampler, num_steps=num_steps)
     steps = list(iterate_unmasking(Flat(), torch.full((3, gaps), MASK), TOY, rule))[1:]
     assert [s.revealed_BL.sum(1).tolist() for s in steps] == [[c] * 3 for c in counts]
-
-
-def test_blocks_are_finished_from_left_to_right():
-    rule = SamplingConfig("confidence", num_steps=6, block_size=4)
-    for step in iterate_unmasking(Flat(), torch.full((2, 12), MASK), TOY, rule):
-        for row in (step.ids_BL == MASK).int().tolist():
-            blocks = [sum(row[i : i + 4]) for i in (0, 4, 8)]
-            assert all(left == 0 or right == 4 for left, right in zip(blocks, blocks[1:]))
-    blocks = [schedule[:2] for schedule in schedule_steps(12, rule)]
-    assert blocks == [(0, 4), (0, 4), (4, 8), (4, 8), (8, 12), (8, 12)]
 
 
 def test_an_ended_gap_has_only_ends_to_its_right():

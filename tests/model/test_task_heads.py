@@ -1,18 +1,19 @@
 "Heads for texts, tokens and questions: losses by hand, padding without a say, pipelines."
 
+from functools import partial
+
 import pytest
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.nn import functional as F
 from transformers import (
     AutoModelForQuestionAnswering,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
-    PreTrainedTokenizerFast,
-    pipeline,
 )
 
-from bertlab.model.config import BertLabConfig, modernbert_tiny
+import model_cases
+from model_cases import lively
+
 from bertlab.model.encoder import BertLabModel
 from bertlab.model.heads import BertLabForEnhancedMaskedLM
 from bertlab.model.task_heads import (
@@ -25,9 +26,9 @@ from bertlab.model.task_heads import (
     pool_tokens,
 )
 
-torch.set_num_threads(1)
 TOLERANCE = dict(rtol=0, atol=1e-5)
 V, L, C = 50, 9, 3
+small = partial(model_cases.small, num_labels=C)
 AUTO = {
     BertLabForSequenceClassification: AutoModelForSequenceClassification,
     BertLabForTokenClassification: AutoModelForTokenClassification,
@@ -36,29 +37,6 @@ AUTO = {
 PROBLEM = dict(
     single="single_label_classification", multi="multi_label_classification", numbers="regression"
 )
-
-
-@pytest.fixture(autouse=True)
-def same_start_for_every_test():
-    torch.manual_seed(0)
-
-
-def small(**overrides) -> BertLabConfig:
-    shape = dict(
-        vocab_size=V,
-        hidden_size=16,
-        intermediate_size=20,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-    )
-    return modernbert_tiny(**{**shape, "local_attention": 4, "num_labels": C, **overrides})
-
-
-def lively(model):
-    with torch.no_grad():
-        for p in model.parameters():
-            p.add_(0.2 * torch.randn(p.shape))
-    return model.eval()
 
 
 def some_ids(*shape) -> torch.Tensor:
@@ -176,21 +154,6 @@ def test_the_loss_is_torchs_mean(problem):
     assert model(batch["input_ids"]).loss is None
 
 
-@pytest.mark.parametrize(
-    "num_labels, labels, problem",
-    [
-        (1, torch.randn(3), "numbers"),
-        (3, torch.tensor([0, 1, 2]), "single"),
-        (3, torch.tensor([[1.0, 0, 0]] * 3), "multi"),
-    ],
-)
-def test_labels_tell_an_unnamed_problem(num_labels, labels, problem):
-    model, ids = BertLabForSequenceClassification(small(num_labels=num_labels)), some_ids(3, L)
-    loss = model(ids, labels=labels).loss
-    model.config.problem_type = PROBLEM[problem]
-    assert loss == model(ids, labels=labels).loss
-
-
 def test_an_answer_outside_of_its_row_has_no_loss():
     model, ids = model_for("answers"), some_ids(3, L)
     starts, ends = torch.tensor([1, 3, L]), torch.tensor([2, 3, L + 4])
@@ -246,36 +209,3 @@ def test_a_pretrained_directory_gives_its_encoder_alone(cls, source, tmp_path):
         assert torch.equal(weight, weights[name]), name
     outputs = 2 if cls is BertLabForQuestionAnswering else 5
     assert model.task_head.classifier.weight.shape == (outputs, 16)
-
-
-@pytest.mark.parametrize("cls", AUTO)
-@pytest.mark.parametrize("classifier_head", ["prediction", "tanh"])
-def test_a_saved_model_has_equal_scores(cls, classifier_head, tmp_path):
-    model, ids = lively(cls(small(classifier_head=classifier_head))), some_ids(2, L)
-    model.save_pretrained(tmp_path)
-    again = AUTO[cls].from_pretrained(tmp_path)
-    assert type(again) is cls and torch.equal(scores_of(again, ids), scores_of(model, ids))
-
-
-@pytest.fixture
-def tokenizer() -> PreTrainedTokenizerFast:
-    names = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"] + [f"w{i}" for i in range(V - 5)]
-    inner = Tokenizer(models.WordLevel({name: i for i, name in enumerate(names)}, "[UNK]"))
-    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="[PAD]", unk_token="[UNK]")
-
-
-TEXTS = ["w1 w2 w3 w4 w5", "w7 w1"]
-
-
-@pytest.mark.parametrize("problem", PROBLEM)
-def test_text_classification_pipeline(problem, tokenizer, tmp_path):
-    names = {0: "red", 1: "green", 2: "blue"}
-    model = model_for(problem, id2label=names)
-    model.save_pretrained(tmp_path), tokenizer.save_pretrained(tmp_path)
-    classify = pipeline("text-classification", str(tmp_path), device="cpu")
-    scale = dict(single=lambda z: z.softmax(-1), multi=torch.sigmoid, numbers=lambda z: z)[problem]
-    for text, answers in zip(TEXTS, classify(TEXTS, top_k=None, batch_size=2)):
-        scores = scale(model(torch.tensor([tokenizer(text)["input_ids"]])).logits[0]).tolist()
-        want = {name: pytest.approx(scores[i], abs=1e-5) for i, name in names.items()}
-        assert {answer["label"]: answer["score"] for answer in answers} == want
