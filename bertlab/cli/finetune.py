@@ -263,8 +263,8 @@ def run_seeds(
         _check_settings(config, output)
     record = environment(find_accelerator(config["trainer"]["accelerator"]))
     notes = {"command": "finetune", "record": record | {"fingerprint": _fingerprint(parts)}}
-    prepare_run_directory(output, resume, overwrite)
     with lock_directory(output):
+        prepare_run_directory(output, resume, overwrite)
         save_run_file(output, {**config, **notes})
         save_tokenizer(parts.data.tokenizer, output / "tokenizer")
         print(parts.describe(), flush=True)

@@ -218,8 +218,7 @@ def _result_of(search: SearchConfig, content: Mapping[str, Any], trial: Any, out
     trial.set_user_attr("directory", directory)
     try:
         config = _trial_config(search, content, trial.params, output / directory)
-        with lock_directory(output):
-            value, is_pruned = run_trial(search, config, trial)
+        value, is_pruned = run_trial(search, config, trial)
     except (ValueError, torch.OutOfMemoryError) as error:
         trial.set_user_attr("reason", one_line(error))
         return None, states.FAIL
@@ -252,8 +251,15 @@ def tune(
     text, _ = shareable_yaml(content_of_search)
     if resume and (directory / RUN_FILE).read_text("utf-8") != text:
         raise ValueError(f"{search} is not the search in {output}: restore it, or change --output")
-    prepare_run_directory(directory, resume)
-    save_run_file(directory, content_of_search)
+    with lock_directory(directory):
+        prepare_run_directory(directory, resume)
+        save_run_file(directory, content_of_search)
+        return _run_trials(plan, content, directory, num_trials)
+
+
+def _run_trials(
+    plan: SearchConfig, content: Mapping[str, Any], directory: Path, num_trials: int
+) -> str:  # the table
     study, states, failures = _open_study(directory, plan), _optuna().trial.TrialState, 0
     finished = lambda: len(study.get_trials(states=(states.COMPLETE, states.PRUNED)))
     while finished() < num_trials:

@@ -13,6 +13,7 @@ import multiprocessing
 import os
 import re
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -21,13 +22,15 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from importlib import import_module
 from inspect import signature
+from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from threading import Thread
 from typing import Any
 
 import numpy as np
 
-from ..core.files import atomic_directory, move_aside
+from ..core.files import atomic_directory, lock_directory, move_aside
 from ..core.names import install_command, check_range, import_object, look_up
 from .documents import split_words
 from .readers import COMPRESSIONS, MALFORMED, ErrorHandler, Position, ReadOptions
@@ -37,7 +40,13 @@ from .readers import text_of
 from .sources import check_not_inside, dataset_rows, expand_sources
 from .sources import load_hub_dataset, source_parts
 from .tokenizers import load_tokenizer, num_token_ids
-from .tokens import FILE_TOKENS, TOKEN_INFO, BatchEncoder, check_writable
+from bertlab.data.tokens import (
+    FILE_TOKENS,
+    TOKEN_INFO,
+    BatchEncoder,
+    check_writable,
+    count_documents,
+)
 from .tokens import finish_dataset, id_dtype, is_token_directory, part_record
 from .tokens import serialize_tokenizer, text_batches
 from .tokens import tokenizer_fingerprint, write_part
@@ -290,24 +299,32 @@ class TokenizeJob:
 def tokenize_part(job: TokenizeJob, number: int) -> dict:  # the part's record
     "Write the files of one part, unless it is finished."
     part, key = job.first + number, job.key(number)
-    if (record := part_record(Path(job.output), part, key)) is not None:
+    record = part_record(job.output, part, key, is_finished=False)
+    if record and record["is_finished"]:
         return record
     notes, malformed, encode = Counter(), Counter(), BatchEncoder(job.tokenizer)
 
     def batches() -> Iterator[tuple[np.ndarray, np.ndarray]]:
         texts = read_part(job.parts[number], job.reading, malformed)
         kept = kept_documents(texts, job.filters, notes, job.removed(number))
-        yield from map(encode, text_batches(kept))
+        yield from map(encode, text_batches(islice(kept, count_documents(record), None)))
         notes.update({note: n for note, n in malformed.items() if note.startswith(MALFORMED)})
 
     dtype = id_dtype(job.num_ids)
     return write_part(job.output, part, batches(), key, dtype, job.file_tokens, notes)
 
 # %% ../../nbs/data/18_tokenize.ipynb #88655b1f
-def _begin_worker() -> None:
-    # Threads inside each process would compete for the cores that the processes fill.
+def _begin_worker(parent: int) -> None:
+    "Use no threads, which would compete for the cores, and end when the parent has died."
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     end_with_parent()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(1)
+        os._exit(1)
+
+    Thread(target=watch, daemon=True).start()
 
 
 def run_locally(
@@ -318,9 +335,8 @@ def run_locally(
     "Tokenize all parts that are not finished. Raises `ValueError` where a process dies."
     from tqdm import tqdm
 
-    output = Path(job.output)
     numbers = [n for n in range(len(job.parts))
-               if part_record(output, job.first + n, job.key(n)) is None]  # fmt: skip
+               if part_record(job.output, job.first + n, job.key(n)) is None]  # fmt: skip
     disable = None if progress is None else not progress
     with tqdm(total=len(numbers), unit="part", desc="tokenizing", disable=disable) as bar:
         if num_proc == 1 or len(numbers) < 2:
@@ -329,7 +345,8 @@ def run_locally(
                 bar.update()
             return
         context = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
-        with ProcessPoolExecutor(min(num_proc, len(numbers)), context, _begin_worker) as pool:
+        arguments = context, _begin_worker, (os.getpid(),)
+        with ProcessPoolExecutor(min(num_proc, len(numbers)), *arguments) as pool:
             futures = [pool.submit(tokenize_part, job, part) for part in numbers]
             try:
                 for future in as_completed(futures):
@@ -429,7 +446,7 @@ def _finish_job(job: TokenizeJob) -> dict:  # the content of tokens.json
     before = _read_info(Path(job.output)) if job.first else {}
     notes, num_parts = Counter(), job.first + len(job.parts)
     for part in range(num_parts):
-        if record := part_record(Path(job.output), part):
+        if record := part_record(job.output, part):
             notes.update(record["notes"])
     info = {"tokenizer": job.fingerprint, "jobs": [*before.get("jobs", ()), job.key()],
             "notes": dict(notes)}  # fmt: skip
@@ -446,31 +463,41 @@ _OWN_FILES = re.compile(
 )
 
 
+def _check_own(output: Path) -> None:
+    "Raise `ValueError` for a directory with files that no job has written."
+    names = sorted(path.name for path in output.iterdir() if not _OWN_FILES.match(path.name))
+    if names:
+        raise ValueError(
+            f"output {output} holds other files ({', '.join(names[:3])}); choose an empty or new "
+            "directory"
+        )
+
+
 def check_output(
     job: TokenizeJob, append: bool, overwrite: bool
 ) -> TokenizeJob | None:  # numbered after what is there; None: it is done
-    "Compare a job with what is in its directory. Raises `ValueError` for other files or tokens."
+    "Compare a job with what is in its directory. Raises `ValueError` for other tokens."
     output = Path(job.output)
-    names = sorted(path.name for path in output.iterdir())
-    if foreign := [name for name in names if not _OWN_FILES.match(name)]:
-        raise ValueError(
-            f"output {output} holds other files ({', '.join(foreign[:3])}); choose an empty or new "
-            "directory"
-        )
     if overwrite:
-        if any(not name.startswith("previous-") for name in names):
+        if any(not path.name.startswith(("previous-", ".")) for path in output.iterdir()):
             move_aside(output)
         return job
     info, saved_tokenizer = _read_info(output), output / "tokenizer"
     if job.key() in info.get("jobs", ()):
         return None
+    for path in output.glob("steps/*"):  # of jobs on a cluster
+        if path.name not in (job.key(), *info.get("jobs", ())):
+            raise ValueError(
+                f"output {output} belongs to another job that is queued or was stopped: wait for "
+                f"it, or remove {path} if you have cancelled it"
+            )
     is_other = (
         saved_tokenizer.exists()
         and tokenizer_fingerprint(load_tokenizer(saved_tokenizer)) != job.fingerprint
     )
     if info and append and not is_other:
         return replace(job, first=info["parts"])
-    records = [part_record(output, part) for part in range(len(job.parts))]
+    records = [part_record(output, n, is_finished=False) for n in range(len(job.parts))]
     is_mine = all(record is None or record["key"] == job.key(n) for n, record in enumerate(records))
     if info or is_other or not is_mine:
         reason = "another tokenizer" if is_other else "other tokens"
@@ -498,6 +525,7 @@ def _run_job(
 ) -> dict[str, Any]:
     "Tokenize the parts of a job here, or queue them on a cluster."
     if executor != "local":
+        job.steps.mkdir(parents=True, exist_ok=True)  # `check_output` looks for it
         run_stages(job, executor, num_proc or len(job.parts), options)
         return {"queued": len(job.parts), "executor": executor, "output": job.output}
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
@@ -530,7 +558,7 @@ def tokenize_dataset(
     executor_options: dict[str, Any] | None = None,  # of datatrove's executor, as partition, time
     append: bool = False,  # add the tokens to those that are there
     overwrite: bool = False,  # start again; what is there is moved into previous-N
-    file_tokens: int = 134_217_728,  # tokens after which a file ends: 2**27
+    file_tokens: int = 16_777_216,  # of a file, at most: 2**24; a kill loses less of each process
     progress: bool | None = None,  # a bar; None: only in a terminal
 ) -> dict[str, Any]:  # the content of tokens.json; on a cluster, what was queued
     """Turn text into a dataset of tokens. What was stopped continues when it is called again.
@@ -557,13 +585,15 @@ def tokenize_dataset(
     check_not_inside(output, expand_sources(source), "output")
     loaded = _load_as_saved(tokenizer)
     output = check_writable(output, "output").absolute()
+    _check_own(output)
     job = TokenizeJob(
         tuple(parts), reading, str(output), serialize_tokenizer(loaded),
         tokenizer_fingerprint(loaded), num_token_ids(loaded), tuple(filters or ()),
         near_duplicates, file_tokens)  # fmt: skip
-    job = check_output(job, append, overwrite)
-    if job is None:
-        return _read_info(output)
-    with atomic_directory(output / "tokenizer") as directory:
-        loaded.save_pretrained(directory)
-    return _run_job(job, executor, executor_options or {}, num_proc, progress)
+    with lock_directory(output):
+        job = check_output(job, append, overwrite)
+        if job is None:
+            return _read_info(output)
+        with atomic_directory(output / "tokenizer") as directory:
+            loaded.save_pretrained(directory)
+        return _run_job(job, executor, executor_options or {}, num_proc, progress)

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['BLOCK_TOKENS', 'BLOCK_DOCUMENTS', 'FILE_TOKENS', 'TOKEN_INFO', 'HELD_OUT_AMONG', 'BATCH_CHARS', 'BATCH_TEXTS',
-           'StaleTokens', 'Block', 'read_ids', 'iter_blocks', 'TokenizedDocuments', 'part_record', 'write_part',
-           'finish_dataset', 'is_token_directory', 'load_tokens', 'hash_documents', 'exclude_documents',
+           'StaleTokens', 'Block', 'read_ids', 'iter_blocks', 'TokenizedDocuments', 'part_record', 'count_documents',
+           'write_part', 'finish_dataset', 'is_token_directory', 'load_tokens', 'hash_documents', 'exclude_documents',
            'split_held_out', 'serialize_tokenizer', 'tokenizer_fingerprint', 'BatchEncoder', 'text_batches', 'id_dtype',
            'check_writable', 'tokenize_documents', 'LengthOptions', 'cut_to_lengths']
 
@@ -13,11 +13,12 @@ __all__ = ['BLOCK_TOKENS', 'BLOCK_DOCUMENTS', 'FILE_TOKENS', 'TOKEN_INFO', 'HELD
 import hashlib
 import json
 import os
+import shutil
 import tempfile
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -232,7 +233,7 @@ class TokenizedDocuments(Sequence):
         return digest.hexdigest()
 
 # %% ../../nbs/data/11_tokens.ipynb #3b2ab327
-FILE_TOKENS = 1 << 27  # a file ends with the block that brings it to this many tokens: 256 MB
+FILE_TOKENS = 1 << 24  # of a file, at most: 32 MB, or 64
 TOKEN_INFO = "tokens.json"
 
 
@@ -240,7 +241,7 @@ def _write_tokens(
     path: Path,
     blocks: Iterable[tuple[np.ndarray, np.ndarray]],  # of `iter_blocks`
     dtype: str,  # "uint16" holds ids up to 65,535, "int32" the others
-    max_tokens: float = float("inf"),  # no further block is taken after so many
+    max_tokens: int,  # no further block is taken after so many
 ) -> dict[str, Any]:  # filename, documents and tokens
     "Write blocks to one Arrow file, which gets its name when it is complete."
     import pyarrow as pa
@@ -254,35 +255,52 @@ def _write_tokens(
                 lists = pa.ListArray.from_arrays(offsets, pa.array(ids.astype(dtype)))
                 writer.write_batch(pa.record_batch([lists], schema=schema))
                 num_documents, num_tokens = num_documents + len(lengths), num_tokens + len(ids)
-                if num_tokens >= max_tokens:
+                if num_tokens > max_tokens:
                     break
     return {"filename": path.name, "documents": num_documents, "tokens": num_tokens}
 
 # %% ../../nbs/data/11_tokens.ipynb #b726bbdc
-def part_record(directory: Path, part: int, key: str | None = None) -> dict | None:
-    "Read the record of a finished part; None if there is none, or if it has another key."
-    path = directory / f"part-{part:05d}.json"
+def part_record(
+    directory: str | os.PathLike,
+    part: int,
+    key: str | None = None,  # None: any
+    is_finished: bool = True,  # False: also of a part that was begun
+) -> dict | None:  # key, files, is_finished and notes
+    "Read the record of a part; None if there is none, or if it has another key."
+    path = Path(directory, f"part-{part:05d}.json")
     record = json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
-    return record if record and key in (None, record["key"]) else None
+    is_right = record and key in (None, record["key"])
+    return record if is_right and record["is_finished"] >= is_finished else None
+
+
+def count_documents(
+    record: dict | None,  # of `part_record`
+) -> int:
+    "Count the documents in the files of a part."
+    return sum(file["documents"] for file in record["files"]) if record else 0
 
 
 def write_part(
     directory: str | os.PathLike,
     part: int,  # its number among all parts
-    batches: Iterable[tuple[np.ndarray, np.ndarray]],  # joined ids, and tokens per document
+    # Joined ids, and tokens per document; of a part that was begun, what comes after its files.
+    batches: Iterable[tuple[np.ndarray, np.ndarray]],
     key: str,  # a hash of everything that the tokens depend on
     dtype: str = "int32",
     file_tokens: int = FILE_TOKENS,
     notes: Mapping[str, int] | None = None,  # counts for the record, read at the end
 ) -> dict:  # the record
-    "Write the files of one part, then its record."
-    directory, files = Path(directory), []
-    directory.mkdir(parents=True, exist_ok=True)
-    blocks = iter_blocks(batches, min(BLOCK_TOKENS, file_tokens))
+    "Write the files of one part, and its record after each of them."
+    directory, block_tokens = Path(directory), min(BLOCK_TOKENS, file_tokens)
+    begun = part_record(directory, part, key, is_finished=False) or {"files": []}
+    record = {"key": key, "files": begun["files"], "is_finished": False}
+    blocks = iter_blocks(batches, block_tokens)
     for block in blocks:
-        path = directory / f"data-{key[:16]}-{part:05d}-{len(files):04d}.arrow"
-        files.append(_write_tokens(path, chain([block], blocks), dtype, file_tokens))
-    record = {"key": key, "files": files, "notes": dict(notes or {})}
+        path = directory / f"data-{key[:16]}-{part:05d}-{len(record['files']):04d}.arrow"
+        stored = _write_tokens(path, chain([block], blocks), dtype, file_tokens - block_tokens)
+        record["files"].append(stored)
+        write_json(directory / f"part-{part:05d}.json", record)
+    record |= {"is_finished": True, "notes": dict(notes or {})}
     write_json(directory / f"part-{part:05d}.json", record)
     return record
 
@@ -350,13 +368,16 @@ def load_tokens(
         raise FileNotFoundError(
             f"{directory} holds no finished tokens: run `bertlab tokenize` (again) to make them"
         )
+    path = directory / TOKEN_INFO
+    info = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    if info.get("documents") == 0:  # datasets opens no directory without files
+        return TokenizedDocuments.from_sequences([])
     try:
         documents = TokenizedDocuments.from_dataset(datasets.load_from_disk(str(directory)))
     except Exception as error:  # Arrow and datasets raise a dozen types for damaged files
         reason = str(error).split("\n")[0]
         raise StaleTokens(f"{directory} cannot be read ({reason}); tokenize again") from error
-    documents.path, info = directory, directory / TOKEN_INFO
-    documents.info = json.loads(info.read_text(encoding="utf-8")) if info.exists() else {}
+    documents.path, documents.info = directory, info
     return documents
 
 # %% ../../nbs/data/11_tokens.ipynb #bb0b64e2
@@ -548,9 +569,9 @@ def tokenize_documents(
 ) -> TokenizedDocuments:
     """Tokenize whole documents without special tokens.
 
-    With `cache_dir` the result is a file there, which is found again by the content of the texts
-    and of the tokenizer. Raises `ValueError` for a text that is not a string, and for a directory
-    that cannot be written.
+    With `cache_dir` the result is a directory there, which is found again by the content of the
+    texts and of the tokenizer; a call that was killed goes on. Raises `ValueError` for a text that
+    is not a string, and for a directory that cannot be written.
     """
     if isinstance(texts, str):
         raise ValueError("texts must be several texts, and this is one string: put it in a list")
@@ -559,24 +580,23 @@ def tokenize_documents(
         parts += _encode_texts(texts, tokenizer, progress)
         tokens, lengths = (np.concatenate(arrays) for arrays in zip(*parts))
         return TokenizedDocuments(tokens, np.cumsum(lengths))
-    import datasets
-    import pyarrow as pa
-
-    directory = check_writable(cache_dir, "cache_dir")
+    cache_dir = check_writable(cache_dir, "cache_dir")
     texts = list(texts) if content_key is None else texts
     key = _hash_texts(texts) if content_key is None else content_key
-    path = directory / f"{key}-{tokenizer_fingerprint(tokenizer)}.arrow"
-    for attempt in range(2):
-        if not path.exists():
-            blocks = iter_blocks(_encode_texts(texts, tokenizer, progress))
-            _write_tokens(path, blocks, id_dtype(len(tokenizer)))
+    name = f"{key}-{tokenizer_fingerprint(tokenizer)}"
+    directory = cache_dir / name
+    if (directory / TOKEN_INFO).exists():
         try:
-            return TokenizedDocuments.from_dataset(datasets.Dataset.from_file(str(path)))
-        except (pa.ArrowException, OSError) as error:
-            if attempt:
-                raise
-            warnings.warn(f"{path} is damaged ({error}); it is built again")
-            path.unlink()
+            return load_tokens(directory)
+        except StaleTokens as error:
+            warnings.warn(f"{error}; it is built again")
+            shutil.rmtree(directory)
+    done = count_documents(part_record(directory, 0, name, is_finished=False))
+    batches = _encode_texts(islice(texts, done, None), tokenizer, progress)
+    dtype = id_dtype(len(tokenizer))
+    write_part(directory, 0, batches, name, dtype)
+    finish_dataset(directory, 1, dtype)
+    return load_tokens(directory)
 
 # %% ../../nbs/data/11_tokens.ipynb #0d8afa40
 @dataclass(frozen=True)

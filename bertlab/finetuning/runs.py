@@ -141,8 +141,8 @@ def prepare(
     data.setup()
     if missing := {"train", "validation"} - data.datasets.keys():
         raise ValueError(
-            f"there is no {min(missing)} split: name train_split and val_split, or let the data "
-            "module hold a share out (validation_fraction)"
+            f"there is no {min(missing)} split: name train_split and val_split, or hold a share "
+            f"out: validation_fraction={data.validation_fraction} must be above 0, such as 0.1"
         )
     module.settle(data)
     return monitor or module.monitor

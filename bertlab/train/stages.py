@@ -170,20 +170,26 @@ def run_stages(
 
     Raises `ValueError` before training, and `TrainingStopped` if a limit or guard ends a stage.
     """
-    output, previous, metrics = Path(output), None, []
+    output = Path(output)
     _check_stages(configs, output, overwrite)
     if rank_zero_only.rank == 0:
         check_run_directory(output, resume, overwrite)
-        prepare_run_directory(output, resume, overwrite)
-        save_run_file(output, {"command": "distill", "stages": configs})
+    with lock_directory(output):
+        if rank_zero_only.rank == 0:
+            prepare_run_directory(output, resume, overwrite)
+            save_run_file(output, {"command": "distill", "stages": configs})
+        return _run_stages(configs, output)
+
+
+def _run_stages(configs: Sequence[Mapping[str, Any]], output: Path) -> list[dict[str, Any]]:
+    previous, metrics = None, []
     for number, config in enumerate(configs, 1):
         directory, optimizer = output / f"stage-{number}", config.get("optimizer")
         if optimizer == "previous":
             optimizer = latest_checkpoint(output / f"stage-{number - 1}" / "checkpoints")
         complete = stage_config(config, number, previous, output)
         if not _is_finished(directory, complete):
-            with lock_directory(output):
-                _run_stage(number, complete, optimizer)
+            _run_stage(number, complete, optimizer)
         elif (edited := _edited_options(directory, complete)) and rank_zero_only.rank == 0:
             print_line(f"stage {number} is finished: the new {', '.join(edited)} has no effect")
         metrics.append(load_json(directory / "metrics.json"))

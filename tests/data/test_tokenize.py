@@ -5,7 +5,6 @@ import gzip
 import os
 import random
 import signal
-import subprocess
 import sys
 import time
 from collections import Counter
@@ -13,8 +12,10 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT
+from test_files import fork, kill_at
 
-from bertlab.core.files import atomic_write
+from bertlab.core import files
+from bertlab.core.files import atomic_write, lock_directory
 from bertlab.data import tokenize as module
 from bertlab.data.tokens import load_tokens
 from bertlab.data.readers import ReadOptions
@@ -239,7 +240,9 @@ def test_overwrite_moves_tokens_and_tokenizer_aside(text, tmp_path):
     out = tmp_path / "out"
     made(text, out)
     train_tokenizer(TEXTS[:50], 200).save_pretrained(tmp_path / "other")
-    before = {path.relative_to(out): path.read_bytes() for path in out.rglob("*") if path.is_file()}
+    before = {
+        path.relative_to(out): path.read_bytes() for path in out.rglob("[!.]*") if path.is_file()
+    }
     for _ in range(2):
         tokenize_dataset(
             str(text / "text" / "0.jsonl"), tmp_path / "other", out, overwrite=True, progress=False
@@ -338,37 +341,42 @@ def test_parts_hold_every_document_where_bytes_are_not_those_of_the_text(
     assert read == texts and (len(parts) > 1) == (name == "a.jsonl")
 
 
-KILLS = int(
-    os.environ.get("BERTLAB_KILLS", 5)
-)  # as many as you have patience for; 50 once, in benchmarks/kills.py
+def test_a_command_killed_at_any_file_goes_on(text, tmp_path):
+    out, n, is_killed = tmp_path / "out", 0, True
+    make = lambda: made(text, out, num_proc=1, file_tokens=500)
+    while is_killed:
+        n += 5
+        before = files_of(out)
+        is_killed = kill_at(n, make, ["os.rename"])
+        assert before.items() <= files_of(out).items()
+    assert n > 15 and [d.tolist() for d in load_tokens(out)] == expected(text)
+    assert all(name.startswith("data-") for name in files_of(out)) and len(files_of(out)) > 10
+    assert not [path for path in out.iterdir() if path.name.endswith(".tmp")]
 
 
-def run_killed(text: Path, output: Path, seed: int) -> None:
-    "A command that is killed after a while, then run to its end."
-    command = [sys.executable, "-m", "bertlab.cli", "tokenize", str(text / "text"), "--tokenizer", str(text / "tokenizer"),
-               "--output", str(output), "--num_proc", "2", "--file_tokens", "500"]  # fmt: skip
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    process = subprocess.Popen(
-        command,
-        env=environment,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
+def test_a_second_job_in_the_directory_is_refused(text, tmp_path):
+    (tmp_path / "more.txt").write_text("One more line.\n")
+    options = dict(progress=False, append=True)
+    append = lambda: tokenize_dataset(
+        str(tmp_path / "more.txt"), text / "tokenizer", tmp_path / "out", **options
     )
-    deadline = time.time() + 120
-    while not list(output.glob("part-*")) and process.poll() is None and time.time() < deadline:
-        time.sleep(0.005)
-    time.sleep(random.Random(seed).random() * 0.3)
-    if process.poll() is None:
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait(60)
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
+    made(text, tmp_path / "out", num_proc=1)
+
+    def second():
+        files._held.clear()  # as in another program
+        with pytest.raises(ValueError, match="another command is at work"):
+            append()
+
+    with lock_directory(tmp_path / "out"):
+        assert fork(second) == 0
+    assert append()["documents"] == len(TEXTS) + 1
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(KILLS))
-def test_a_killed_command_goes_on(text, tmp_path, seed):
-    run_killed(text, tmp_path / "out", seed)
-    stored = load_tokens(tmp_path / "out")
-    assert [d.tolist() for d in stored] == expected(text)
+def test_a_queued_job_keeps_others_out_of_its_directory(text, tmp_path, monkeypatch):
+    pytest.importorskip("datatrove")
+    monkeypatch.setattr(module, "run_stages", lambda *_, **__: None)  # a cluster that is busy
+    out = tmp_path / "out"
+    for _ in range(2):
+        assert made(text, out, executor="slurm")["queued"] == 5
+    with pytest.raises(ValueError, match="another job .*steps"):
+        made(text, out, "text/0.jsonl", append=True)

@@ -18,6 +18,7 @@ from bertlab.data.tokens import (
     BatchEncoder,
     StaleTokens,
     TokenizedDocuments,
+    count_documents,
     cut_to_lengths,
     finish_dataset,
     iter_blocks,
@@ -195,12 +196,38 @@ def test_another_content_is_another_file(tokenizer, tmp_path, change):
     other = train_tokenizer(TEXTS, 210) if change == "tokenizer" else tokenizer
     key = "given" if change == "key" else None
     tokenize_documents(texts.get(change, ["a b", "c"]), other, cache_dir=tmp_path, content_key=key)
-    assert len(list(tmp_path.glob("*.arrow"))) == 2
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_a_killed_call_goes_on_after_its_files(tokenizer, tmp_path, small_blocks, monkeypatch):
+    monkeypatch.setattr(module.write_part, "__defaults__", ("int32", 100, None))
+    plain, texts = tokenize_documents(TEXTS, tokenizer), []
+
+    def until(n):
+        for text in TEXTS[:n]:
+            texts.append(text)
+            yield text
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(module, "BATCH_TEXTS", 10)
+    with pytest.raises(KeyboardInterrupt):
+        tokenize_documents(until(200), tokenizer, cache_dir=tmp_path, content_key="key")
+    (directory,) = tmp_path.iterdir()
+    done = count_documents(part_record(directory, 0, is_finished=False))
+    assert 150 < done <= 200 and part_record(directory, 0) is None
+    calls = []
+    monkeypatch.setattr(
+        module, "text_batches", lambda texts: calls.extend(texts) or iter([calls])
+    )  # fmt: skip
+    cached = tokenize_documents(iter(TEXTS), tokenizer, cache_dir=tmp_path, content_key="key")
+    assert calls == TEXTS[done:] and np.array_equal(cached.tokens, plain.tokens)
+    files = part_record(directory, 0)["files"]
+    assert len(files) > 10 and max(file["tokens"] for file in files) <= 100
 
 
 def test_a_damaged_cache_is_built_again(tokenizer, tmp_path):
     first = tokenize_documents(TEXTS, tokenizer, cache_dir=tmp_path).tokens.copy()
-    path = next(tmp_path.glob("*.arrow"))
+    path = next(tmp_path.glob("*/data-*.arrow"))
     data = path.read_bytes()
     path.unlink()  # the old file stays mapped
     path.write_bytes(data[:-300])

@@ -8,7 +8,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
 from test_finetuning import CONFIG, FRUIT, PLACES, TOOLS, data_for, fit, module_for, predict
-from test_finetuning import texts_of, weights
+from test_finetuning import texts_of, tokenizer, weights
 
 from bertlab.data.tokenizers import load_tokenizer
 from bertlab.finetuning import runs
@@ -275,3 +275,13 @@ def test_a_model_below_a_baseline_is_told():
     told = lambda f1: compare_with_baselines("val_f1", {"val_f1": f1}, baselines, hparams)
     assert told(0.9) == "" and "bag of words" in told(0.5) and "bag of words" in told(math.nan)
     assert compare_with_baselines("val_loss", {"val_loss": 1.0}, baselines, hparams) == ""
+
+
+def test_training_without_rows_to_validate_on_names_the_fraction(tmp_path):
+    rows = "\n".join(f"text {n},{'ab'[n % 2]}" for n in range(20))
+    (tmp_path / "a.csv").write_text(f"text,label\n{rows}\n")
+    data = FinetuningDataModule(
+        "classification", tokenizer(), tmp_path / "a.csv", validation_fraction=0
+    )
+    with pytest.raises(ValueError, match="no validation split.*validation_fraction=0 must be"):
+        prepare(module_for(), data)
