@@ -29,14 +29,14 @@ ARMS = {
 }  # fmt: skip
 
 
-def train(arm: str, width: int, steps: int, seed: int) -> dict:
+def train(arm: str, width: int, steps: int, seed: int, length: int, rows: int) -> dict:
     "Train one model, and return its metrics."
     shape = {"hidden_size": width, "num_hidden_layers": 4, "num_attention_heads": width // 64 or 1,
-             "intermediate_size": 2 * width, "max_position_embeddings": 128}  # fmt: skip
+             "intermediate_size": 2 * width, "max_position_embeddings": length}  # fmt: skip
     with tempfile.TemporaryDirectory() as directory:
         words = [
             *ARMS[arm], "--run.output", f"{directory}/run", "--run.models", "false", "--run.progress", "none",
-            "--data.max_sequence_length", "128", "--data.train_batch_size", "16", "--trainer.max_steps", str(steps),
+            "--data.max_sequence_length", str(length), "--data.train_batch_size", str(rows), "--trainer.max_steps", str(steps),
             "--run.val_every_steps", str(steps), "--seed_everything", str(seed),
         ]  # fmt: skip
         for name, value in shape.items():
@@ -46,7 +46,7 @@ def train(arm: str, width: int, steps: int, seed: int) -> dict:
         run.prepare()
         metrics, options = run.fit(), run.module.options
     return {
-        "arm": arm, "width": width, "steps": steps, "seed": seed, "optimizer": options.optimizer_class,
+        "arm": arm, "width": width, "steps": steps, "seed": seed, "tokens_per_step": rows * length, "optimizer": options.optimizer_class,
         "learning_rate": options.learning_rate, "val_loss": metrics["val_loss"], "seconds": metrics["train_seconds"],
     }  # fmt: skip
 
@@ -57,21 +57,23 @@ def main() -> None:
     parser.add_argument("--widths", nargs="+", type=int, default=[192, 256, 384])
     parser.add_argument("--steps", nargs="+", type=int, default=[300, 1000, 6000])
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=["reference", "adamw, cooldown", "auto"])  # fmt: skip
+    parser.add_argument("--length", type=int, default=128, help="positions of a row")
+    parser.add_argument("--rows", type=int, default=16, help="rows of a step")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
     options = parser.parse_args()
     if options.quick:
         options.widths, options.steps, options.arms = [32], [3], ["reference", "auto"]
-    rows = load_json(RESULTS)["runs"] if RESULTS.exists() and not options.quick else []
-    finished = [(row["arm"], row["width"], row["steps"], row["seed"]) for row in rows]
+    results = load_json(RESULTS)["runs"] if RESULTS.exists() and not options.quick else []
+    finished = [(row["arm"], row["width"], row["steps"], row["seed"]) for row in results]
     for width, steps, arm, seed in itertools.product(
         options.widths, options.steps, options.arms, options.seeds
     ):
         if (arm, width, steps, seed) in finished:
             continue
-        rows.append(train(arm, width, steps, seed))
-        print(rows[-1], flush=True)
+        results.append(train(arm, width, steps, seed, options.length, options.rows))
+        print(results[-1], flush=True)
         RESULTS.parent.mkdir(parents=True, exist_ok=True)
-        write_json(RESULTS, {"record": environment(), "runs": rows})
+        write_json(RESULTS, {"record": environment(), "runs": results})
 
 
 if __name__ == "__main__":

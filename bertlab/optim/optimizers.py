@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['Adapted', 'GALORE_DEFAULTS', 'OPTIMIZERS', 'FUSED_DEVICES', 'PROBE_SHAPE', 'backward_options', 'forward_context',
-           'OptimizerSpec', 'optimizer_spec', 'optimizer_table', 'optimizer_state_bytes', 'get_optimizer']
+           'OptimizerSpec', 'optimizer_spec', 'optimizer_state_bytes', 'get_optimizer']
 
 # %% ../../nbs/optim/05_optimizers.ipynb #2c459c34
 import inspect
@@ -279,19 +279,6 @@ def optimizer_spec(optimizer: Any) -> OptimizerSpec:  # a key of OPTIMIZERS, or 
         elementwise=getattr(spec, "elementwise", False),
         split_hidden=getattr(spec, "split_hidden", False),
     )
-
-
-def optimizer_table() -> str:  # one line a name
-    "Show where each optimizer comes from, and whether it runs on a TPU and under FSDP2."
-    rows = [("name", "from", "TPU", "FSDP2")]
-    for name, spec in OPTIMIZERS.items():
-        library = "torch" if hasattr(torch.optim, spec.class_name) else "pytorch-optimizer"
-        library = "bertlab" if spec.class_name in _OURS else library
-        tpu = f"{'yes' if spec.tpu else 'slow'}: {spec.tpu_note}"
-        rows.append((name, library, tpu, f"{'yes' if spec.fsdp else 'no'}: {spec.fsdp_note}"))
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths)) for row in rows)
-    return "\n".join(line.rstrip() for line in lines)
 
 # %% ../../nbs/optim/05_optimizers.ipynb #9b6ead15
 FUSED_DEVICES = {"cpu", "cuda"}

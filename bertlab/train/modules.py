@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
 from ..core.durations import parse_duration
-from ..core.names import import_object, resolve
+from ..core.names import resolve
 from ..data.rows import NON_MODEL_KEYS
 from ..data.tokenizers import check_same_vocabulary, load_tokenizer
 from ..model.activation_checkpointing import checkpoint_activations, parse_checkpointing
@@ -109,12 +109,8 @@ def clock_budget(
     options: Mapping[str, Any],  # of a module, with schedule and scheduler_kwargs
 ) -> Any:  # None: its schedule does not follow the clock
     "Return the time after which a schedule that follows the clock has a rate of 0."
-    schedule = options.get("schedule")
-    if schedule is not None:
-        schedule = resolve(schedule, CUSTOM_SCHEDULES, "schedule", (LRScheduler,))
-    if isinstance(schedule, str):
-        schedule = import_object(schedule, "schedule", (LRScheduler,))
-    follows_clock = isinstance(schedule, type) and issubclass(schedule, TimeBudgetLR)
+    names = ("time_budget", CUSTOM_SCHEDULES["time_budget"], TimeBudgetLR)
+    follows_clock = options.get("schedule") in names
     return (options.get("scheduler_kwargs") or {}).get("budget") if follows_clock else None
 
 
@@ -162,24 +158,19 @@ def describe_recipe(
     has_end: bool = True,
 ) -> str:
     "Describe optimizer, rate and schedule in a line."
-    optimizer = options.optimizer_class
-    optimizer = optimizer if isinstance(optimizer, str) else optimizer.__name__
-    cooldown = options.scheduler_cooldown_steps
+    optimizer, cooldown = options.optimizer_class, options.scheduler_cooldown_steps
     if options.schedule is not None:
-        kwargs = (options.scheduler_kwargs or {}).items()
-        schedule = f"schedule {options.schedule}, {', '.join(f'{k} {v}' for k, v in kwargs)}"
-    elif cooldown:
-        schedule = f"{options.scheduler_cooldown_kind} cooldown of {cooldown}" + (
-            " steps" if isinstance(cooldown, int) else " of the run"
-        )
+        schedule = f"schedule {options.schedule} {options.scheduler_kwargs or ''}"
+    elif has_end:
+        kind = options.scheduler_cooldown_kind
+        schedule = f"{kind} cooldown over {cooldown}" if cooldown else "no cooldown"
     else:
-        schedule = "no cooldown"
-    if not has_end and options.schedule is None:
         schedule = (
             "constant until you stop it; finish with --resume, --trainer.max_steps N and "
             f"--model.scheduler_cooldown_steps {COOLDOWN_SHARE}"
         )
-    return f"{optimizer}, rate {options.learning_rate:.3g} at its peak, {schedule}"
+    name = getattr(optimizer, "__name__", optimizer)
+    return f"{name}, rate {options.learning_rate:.3g} at its peak, {schedule}"
 
 
 def build_optimizer(

@@ -723,13 +723,14 @@ def _describe_pretraining(
     entropy: float | None = None,  # of the unigrams of the validation text, nats
 ) -> str:
     "Describe data, model, recipe, and the loss of a model that ignores its input."
+    is_chosen = run.recipe == "auto" and module.options.pretrained_model_name_or_path is None
     shape = run.shape
     size = f"{module.num_params():,} parameters, vocabulary {num_token_ids(data.tokenizer):,}"
     lines = [
         data.describe(num_rows=1),
         f"model   {size}" + f" ({shape}; --run.shape chooses another)" * bool(shape),
         f"recipe  {describe_recipe(module.options, trainer['max_steps'] > 0)}"
-        + f" (--run.recipe reference: AdamW at a constant rate)" * (run.recipe == "auto"),
+        + " (--run.recipe reference: AdamW at a constant rate)" * is_chosen,
     ]
     if entropy is not None:
         lines.append(f"unigram baseline  {entropy:.3f} nats, if the input is ignored")

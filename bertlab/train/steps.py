@@ -351,7 +351,7 @@ class TrainingModule(L.LightningModule):
         loss_sum = (
             parts.loss_sum + parts.z_loss + sum(weight * value for weight, value in auxiliary)
         )
-        mask = batch.get("attention_mask")
+        mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
         tokens = (torch.zeros_like(parts.loss_sum) if mask is None else mask > 0).sum()
         auxiliary_sums = [value for _, value in auxiliary]
         sums = (parts.loss_sum, parts.num_labels, parts.z_loss, tokens, *auxiliary_sums)

@@ -7,7 +7,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from test_training import Texts, equal, train
 
 from bertlab.train.checkpoints import TrainingCheckpoint
-from bertlab.train.histograms import WeightHistograms, histogram_grid, match_parameters
+from bertlab.train.histograms import WeightHistograms, match_parameters
 from bertlab.train.histograms import read_histograms, log_histogram, tensor_histogram
 
 
@@ -96,22 +96,6 @@ def test_histograms_and_bits_survive_a_resume(tmp_path):
     for a, b in zip(straight.histograms, resumed.histograms, strict=True):
         assert (a.step, a.name, a.kind) == (b.step, b.name, b.kind)
         np.testing.assert_array_equal(a.counts, b.counts)
-
-
-def test_a_grid_keeps_every_value_in_its_place():
-    rng = np.random.default_rng(0)
-    tensors = [rng.normal(0, scale, 4000) for scale in (1.0, 0.1)]
-    histograms = [
-        tensor_histogram(torch.tensor(t), i, "w", "weight", 64) for i, t in enumerate(tensors)
-    ]
-    steps, edges, shares = histogram_grid(histograms, "w", bins=40)
-    assert steps.tolist() == [0, 1] and shares.shape == (2, 40) and len(edges) == 41
-    np.testing.assert_allclose(shares.sum(1), 1)
-    for row, tensor in zip(shares, tensors):
-        exact = np.histogram(tensor, edges)[0] / len(tensor)
-        assert np.abs(np.cumsum(row) - np.cumsum(exact)).max() < 0.05
-    with pytest.raises(ValueError, match=r"'v'.*w \(weight\)"):
-        histogram_grid(histograms, "v")
 
 
 def test_tensorboard_gets_the_sums_of_the_values(monkeypatch):

@@ -843,7 +843,7 @@ def test_a_default_rate_is_of_the_optimizers_scale(recwarn):
         return module_of(optimizer_class=name, learning_rate=rate).hparams.learning_rate
 
     default = default_learning_rate(SHAPE["hidden_size"])
-    assert rate_of("adamw") == rate_of("muon") == rate_of(torch.optim.NAdam) == default
+    assert rate_of("adamw") == rate_of("muon") / 2 == rate_of(torch.optim.NAdam) == default
     assert rate_of("lion") == pytest.approx(default / 5) and rate_of("sgd", 0.3) == 0.3
     assert not [warning for warning in recwarn if "learning_rate" in str(warning.message)]
     with pytest.warns(UserWarning, match="is a rate of AdamW.*sgd have another scale"):
