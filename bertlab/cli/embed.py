@@ -15,12 +15,11 @@ from typing import Any
 
 from tqdm import tqdm
 
-from .models import find_model_directory
 from ..core.devices import find_accelerator, num_devices
 from ..core.files import atomic_write, check_output_file, lock_directory, write_json
 from ..core.names import check_choice, check_range
 from ..core.serialization import load_json
-from ..data.sources import check_not_inside, looks_like_hub_name
+from ..data.sources import check_not_inside
 from ..embeddings.bi_encoder import BiEncoder, find_similarity
 from ..embeddings.module import build_embedding
 from ..embeddings.pairs import read_pairs
@@ -85,11 +84,7 @@ def load_bi_encoder(
     max_sequence_length: int | None = None,
     pooling: str | None = None,
 ) -> BiEncoder:  # on the GPU if there is one
-    "Load a model, or the best one of a run. Raises `ValueError` for a missing directory."
-    if Path(model).expanduser().exists():
-        model = str(find_model_directory(model))
-    elif not looks_like_hub_name(model):
-        raise ValueError(f"there is no model {model}")
+    "Load a model, or the best one of a run."
     options = {"max_sequence_length": max_sequence_length, "pooling": pooling}
     loaded = BiEncoder.load(model, **{k: v for k, v in options.items() if v is not None})
     return loaded.to(next(name for name in ("cuda", "mps", "cpu") if num_devices(name)))

@@ -160,12 +160,12 @@ def _check_text(value: Any, column: str) -> str:
 
 def _check_score(value: Any, column: str) -> float:
     try:
-        number = float(value)
+        score = float(value)
     except (TypeError, ValueError):
-        number = math.nan
-    if not math.isfinite(number):
+        score = math.nan
+    if not math.isfinite(score):
         raise ValueError(f"the column {column!r} needs finite numbers, got {value!r}")
-    return number
+    return score
 
 
 def _read_pair(row: Mapping, columns: Mapping[str, list[str]]) -> Pair:
@@ -199,7 +199,7 @@ def group_texts(
     from scipy.sparse.csgraph import connected_components
 
     texts = pairs.texts()
-    numbers = {text: number for number, text in enumerate(texts)}
+    numbers = {text: n for n, text in enumerate(texts)}
     ends = [[numbers[text] for text in row.texts(0)] for row in pairs.rows()]
     ends = np.array([(members[0], members[-1]) for members in ends], int).reshape(-1, 2).T
     graph = coo_matrix((np.ones(len(pairs)), ends), shape=(len(texts), len(texts)))

@@ -68,15 +68,15 @@ def pack_for_encoder(
 ) -> dict[str, np.ndarray]:  # input_ids, attention_mask, position_ids (B, L); text_order (N,)
     "Place texts in rows. Raises `ValueError` for an empty text, or one longer than a row."
     lengths_N = np.fromiter(map(len, ids), np.int64, len(ids))
-    for number in np.flatnonzero(lengths_N < 1)[:1]:
-        raise ValueError(f"text {number} has no token; leave it out")
+    for n in np.flatnonzero(lengths_N < 1)[:1]:
+        raise ValueError(f"text {n} has no token; leave it out")
     if packing:
         plan = pack_best_fit(lengths_N, row_length)
         members_N, counts_B = plan.members, np.diff(plan.offsets)
     else:
-        for number in np.flatnonzero(lengths_N > row_length)[:1]:
+        for n in np.flatnonzero(lengths_N > row_length)[:1]:
             raise ValueError(
-                f"text {number} has {lengths_N[number]} tokens, more than row_length={row_length}"
+                f"text {n} has {lengths_N[n]} tokens, more than row_length={row_length}"
             )
         members_N, counts_B = np.arange(len(ids)), np.ones(len(ids), np.int64)
     first_B = np.cumsum(counts_B) - counts_B

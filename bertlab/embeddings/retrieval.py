@@ -60,8 +60,8 @@ class RetrievalTask:
     def find_itself(self) -> list[list[int]]:  # document numbers for each query
         "Find documents equal to the query's own text, unless they are marked as relevant."
         numbers: dict[str, list[int]] = defaultdict(list)
-        for number, document in enumerate(self.documents):
-            numbers[document].append(number)
+        for n, document in enumerate(self.documents):
+            numbers[document].append(n)
         return [
             [n for n in numbers.get(query, ()) if n not in relevant]
             for query, relevant in zip(self.queries, self.relevant)

@@ -119,14 +119,14 @@ def find_prompt(model: BiEncoder, prompt: str) -> str:  # prompt: one of SIDES
     return look_up(prompt, prompts, "prompt")
 
 # %% ../../nbs/embeddings/08_search.ipynb #5ea4c003
-def _read_part(directory: Path, number: int) -> pyarrow.RecordBatch:  # text, source, vector
-    return pyarrow.ipc.open_file(pyarrow.memory_map(str(directory / _part_name(number)))).get_batch(
-        0
-    )
+def _read_part(directory: Path, position: int) -> pyarrow.RecordBatch:  # text, source, vector
+    return pyarrow.ipc.open_file(
+        pyarrow.memory_map(str(directory / _part_name(position)))
+    ).get_batch(0)
 
 
-def _part_name(number: int) -> str:
-    return f"part-{number:06d}.arrow"
+def _part_name(position: int) -> str:
+    return f"part-{position:06d}.arrow"
 
 
 def _vectors(part: pyarrow.RecordBatch) -> np.ndarray:  # (N, D), a view
@@ -149,7 +149,7 @@ class _Parts:
         directory.mkdir(parents=True, exist_ok=True)
 
     def __iter__(self) -> Iterator[pyarrow.RecordBatch]:
-        return (_read_part(self.directory, number) for number in range(self.state["num_parts"]))
+        return (_read_part(self.directory, position) for position in range(self.state["num_parts"]))
 
     def append(self, documents: Sequence[Document], vectors_ND: np.ndarray) -> None:
         "Write a part, then count it."
@@ -159,9 +159,9 @@ class _Parts:
             "source": pyarrow.array([document.source for document in documents]),
             "vector": pyarrow.FixedSizeListArray.from_arrays(flat, vectors_ND.shape[1]),
         }
-        part, number = pyarrow.record_batch(columns), self.state["num_parts"]
+        part, position = pyarrow.record_batch(columns), self.state["num_parts"]
         with (
-            atomic_write(self.directory / _part_name(number)) as temporary,
+            atomic_write(self.directory / _part_name(position)) as temporary,
             pyarrow.ipc.new_file(str(temporary), part.schema) as writer,
         ):
             writer.write_batch(part)
@@ -204,8 +204,10 @@ def _write_parquet(parts: _Parts, output: Path) -> None:
 def _write_index(parts: _Parts, output: Path) -> None:
     replaced = [path.name for path in output.glob("part-*.arrow")]
     with atomic_directory(output, keep=True, without=replaced) as directory:  # other files stay
-        for number in range(parts.state["num_parts"]):
-            shutil.copyfile(parts.directory / _part_name(number), directory / _part_name(number))
+        for position in range(parts.state["num_parts"]):
+            shutil.copyfile(
+                parts.directory / _part_name(position), directory / _part_name(position)
+            )
         write_json(directory / _STORE, parts.state)
 
 
@@ -215,8 +217,8 @@ _WRITERS = {".npy": _write_npy, ".parquet": _write_parquet, "": _write_index}
 def _encode_texts(
     model: BiEncoder, texts: list[str], truncate_dim: int | None, prompt: str
 ) -> np.ndarray:  # (N, D); zeros for blank texts
-    filled = [number for number, text in enumerate(texts) if text.strip()]
-    encoded = model.encode([texts[number] for number in filled], truncate_dim, prompt=prompt)
+    filled = [position for position, text in enumerate(texts) if text.strip()]
+    encoded = model.encode([texts[position] for position in filled], truncate_dim, prompt=prompt)
     vectors_ND = np.zeros((len(texts), encoded.shape[1]), np.float32)
     vectors_ND[filled] = encoded
     return vectors_ND
@@ -308,7 +310,7 @@ class TextIndex:
                 "bertlab embed encode"
             )
         store = load_json(directory / _STORE)
-        parts = [_read_part(directory, number) for number in range(store["num_parts"])]
+        parts = [_read_part(directory, position) for position in range(store["num_parts"])]
         return cls(directory, parts, store)
 
     def __len__(self) -> int:
@@ -319,11 +321,11 @@ class TextIndex:
         "All vectors, copied into memory."
         return np.concatenate([*map(_vectors, self.parts)])
 
-    def read(self, number: int) -> tuple[str, str]:
+    def read(self, position: int) -> tuple[str, str]:
         "Return one text and its source."
         ends = np.cumsum([*map(len, self.parts)])
-        part = int(np.searchsorted(ends, number, side="right"))
-        row = self.parts[part].slice(number - int(ends[part]) + len(self.parts[part]), 1)
+        part = int(np.searchsorted(ends, position, side="right"))
+        row = self.parts[part].slice(position - int(ends[part]) + len(self.parts[part]), 1)
         return row["text"][0].as_py(), row["source"][0].as_py()
 
     def prepare_model(self, model: BiEncoder) -> None:

@@ -5,8 +5,7 @@
 # %% auto #0
 __all__ = ['TOKEN_STYLES', 'RATE_COLOURS', 'MAX_STATIC_BYTES', 'CONTROL_LOOK', 'DASHES', 'CURVE_COLOURS', 'token_states',
            'mask_text', 'expected_rates', 'alert', 'draw_or_alert', 'rates_html', 'masked_html', 'Explorer',
-           'check_size', 'static_page', 'static_frames', 'explore', 'downsample', 'svg_chart', 'flex_row',
-           'link_slider', 'mask_dial']
+           'check_size', 'static_frames', 'explore', 'downsample', 'svg_chart', 'flex_row', 'link_slider', 'mask_dial']
 
 # %% ../../nbs/explorers/01_widgets.ipynb #9b8f04b3
 import hashlib
@@ -223,20 +222,6 @@ def check_size(static_html: str) -> str:  # the same
             f"{size // 1000} KB: give fewer steps, or draw less in each"
         )
     return static_html
-
-
-def static_page(
-    static_html: str,  # of an `Explorer`
-    title: str = "bertlab",
-) -> str:  # a whole HTML document
-    "Wrap a static form into a page of its own, light or dark as its reader likes: a file to send."
-    return (
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>'
-        f'{html.escape(title)}</title><meta name="viewport" content="width=device-width">'
-        "<style>:root{color-scheme:light dark}body{font-family:system-ui,sans-serif;"
-        f"line-height:1.5;margin:1em;background:Canvas;color:CanvasText}}</style></head>"
-        f"<body>{static_html}</body></html>"
-    )
 
 # %% ../../nbs/explorers/01_widgets.ipynb #d5c51ab7
 _STATIC_CSS = """

@@ -19,22 +19,22 @@ def draw_pairs(
     count: int = 48, negatives: int = 0, seed: int = 0, scores: bool = False
 ) -> PairDataset:
     "Queries of some words, whose documents hold these words among others."
-    rng, found = np.random.default_rng(seed), []
-    for number in range(count):
+    rng, rows = np.random.default_rng(seed), []
+    for index in range(count):
         words = rng.choice(WORDS, 3, replace=False)
         document = [*words, *rng.choice(WORDS, rng.integers(1, 6))]
         rng.shuffle(document)
         wrong = [" ".join(rng.choice(WORDS, 5)) + f" {n}" for n in range(negatives)]
         teacher = [1.0, *rng.uniform(0, 0.5, negatives)] if scores else []
-        found.append(
+        rows.append(
             (
-                f"{' '.join(words)} {number % 7}",
-                f"{' '.join(document)} {number % 5}",
+                f"{' '.join(words)} {index % 7}",
+                f"{' '.join(document)} {index % 5}",
                 wrong,
                 teacher,
             )
         )
-    queries, positives, wrong, teacher = map(list, zip(*found))
+    queries, positives, wrong, teacher = map(list, zip(*rows))
     return PairDataset(queries, positives, wrong, teacher if scores else None)
 
 
@@ -43,8 +43,8 @@ def small_tokenizer():
     return train_tokenizer([" ".join(WORDS), "0 1 2 3 4 5 6 7 8 9"], 260)
 
 
-def small_config(kind: str = "modernbert", dropout: float = 0.0) -> dict:
-    make = {"modernbert": modernbert_tiny, "bert": bert_tiny}[kind]
+def small_config(family: str = "modernbert", dropout: float = 0.0) -> dict:
+    make = {"modernbert": modernbert_tiny, "bert": bert_tiny}[family]
     options = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2)
     if dropout:
         options |= {
@@ -66,10 +66,10 @@ def small_data(pairs: PairDataset | None = None, batch: int = 8, **options) -> E
 
 
 def small_module(
-    seed: int = 0, dropout: float = 0.0, kind: str = "modernbert", **options
+    seed: int = 0, dropout: float = 0.0, family: str = "modernbert", **options
 ) -> EmbeddingModule:
     seed_everything(seed)
-    settings = {"learning_rate": 3e-3, "model_config_kwargs": small_config(kind, dropout)}
+    settings = {"learning_rate": 3e-3, "model_config_kwargs": small_config(family, dropout)}
     module = EmbeddingModule(
         **settings | options, pretrained_tokenizer_name_or_path=small_tokenizer()
     )

@@ -22,9 +22,9 @@ from bertlab.model.config import BertLabConfig
 from bertlab.model.encoder import BertLabModel
 
 
-def make_model(kind="modernbert", **options):
+def make_model(family="modernbert", **options):
     torch.manual_seed(0)
-    config = BertLabConfig(**small_config(kind))
+    config = BertLabConfig(**small_config(family))
     return BiEncoder(BertLabModel(config), small_tokenizer(), **options).eval()
 
 
@@ -33,10 +33,10 @@ def draw_texts(count=70, seed=0):
     return [" ".join(rng.choice(WORDS, n)) for n in rng.integers(1, 12, count)]
 
 
-@pytest.mark.parametrize("kind", ["modernbert", "bert"])
+@pytest.mark.parametrize("family", ["modernbert", "bert"])
 @pytest.mark.parametrize("pooling", ["mean", "cls"])
-def test_texts_together_have_the_vectors_that_they_have_alone(kind, pooling):
-    model, texts = make_model(kind, pooling=pooling), draw_texts()
+def test_texts_together_have_the_vectors_that_they_have_alone(family, pooling):
+    model, texts = make_model(family, pooling=pooling), draw_texts()
     together = model.encode(texts, batch_tokens=64)
     alone = []
     for text in texts:
@@ -60,29 +60,33 @@ def test_a_prefix_of_a_vector_is_normed_anew():
     model, texts = make_model(), draw_texts(10)
     cut = model.encode(texts, truncate_dim=8)
     assert cut.shape == (10, 8) and np.allclose(np.linalg.norm(cut, axis=1), 1, atol=1e-6)
-    whole = model.encode(texts)[:, :8]
-    assert np.allclose(cut, whole / np.linalg.norm(whole, axis=1, keepdims=True), atol=1e-6)
+    vectors_ND = model.encode(texts)[:, :8]
+    assert np.allclose(
+        cut, vectors_ND / np.linalg.norm(vectors_ND, axis=1, keepdims=True), atol=1e-6
+    )
 
 
-@pytest.mark.parametrize("known, asked, warns", [
+@pytest.mark.parametrize("matryoshka_dims, requested_dim, warns", [
     ([8], 16, True), ([], 8, True), ([8], 8, False), ([8], 32, False), (None, 16, False),
 ])  # fmt: skip
-def test_a_width_that_was_never_trained_gets_a_warning(tmp_path, known, asked, warns):
-    make_model(st_config={"matryoshka_dims": known}).save(tmp_path)
+def test_a_width_that_was_never_trained_gets_a_warning(
+    tmp_path, matryoshka_dims, requested_dim, warns
+):
+    make_model(st_config={"matryoshka_dims": matryoshka_dims}).save(tmp_path)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", UserWarning)
-        BiEncoder.load(tmp_path).encode(["alpha"], truncate_dim=asked)
-    assert [f"width {asked} " in str(w.message) for w in caught if w.category is UserWarning] == [
-        True
-    ] * warns
+        BiEncoder.load(tmp_path).encode(["alpha"], truncate_dim=requested_dim)
+    assert [
+        f"width {requested_dim} " in str(w.message) for w in caught if w.category is UserWarning
+    ] == [True] * warns
 
 
 @pytest.mark.parametrize(
-    "kind, pooling, normalize", [("modernbert", "mean", True), ("bert", "cls", False)]
+    "family, pooling, normalize", [("modernbert", "mean", True), ("bert", "cls", False)]
 )
-def test_a_saved_model_loads_with_all_its_choices(tmp_path, kind, pooling, normalize):
+def test_a_saved_model_loads_with_all_its_choices(tmp_path, family, pooling, normalize):
     model, texts = (
-        make_model(kind, pooling=pooling, normalize=normalize, max_sequence_length=10),
+        make_model(family, pooling=pooling, normalize=normalize, max_sequence_length=10),
         draw_texts(20),
     )
     model.save(tmp_path)
@@ -183,13 +187,13 @@ def test_both_sides_equal_sentence_transformers(tmp_path, prompts, similarity_na
     )
     config = {"prompts": prompts, "similarity_fn_name": similarity_name}
     (directory / "config_sentence_transformers.json").write_text(json.dumps(config))
-    theirs = SentenceTransformer(str(directory), device="cpu")
-    theirs.save(str(tmp_path / "theirs"))
+    reference = SentenceTransformer(str(directory), device="cpu")
+    reference.save(str(tmp_path / "theirs"))
     for model in (BiEncoder.load(directory), BiEncoder.load(tmp_path / "theirs")):
         queries, documents = model.encode_query(texts), model.encode_document(texts)
-        assert np.abs(queries - theirs.encode_query(texts)).max() < 2e-6
+        assert np.abs(queries - reference.encode_query(texts)).max() < 2e-6
         if prompts.get("document") != "":  # theirs writes an empty one for a passage
-            assert np.abs(documents - theirs.encode_document(texts)).max() < 2e-6
-        expected = theirs.similarity(queries, documents).numpy()
+            assert np.abs(documents - reference.encode_document(texts)).max() < 2e-6
+        expected = reference.similarity(queries, documents).numpy()
         assert np.abs(similarity(model, queries, documents) - expected).max() < 1e-4
-        assert find_similarity(theirs) == find_similarity(model) == (similarity_name or "cosine")
+        assert find_similarity(reference) == find_similarity(model) == (similarity_name or "cosine")

@@ -16,10 +16,10 @@ from bertlab.embeddings.losses import (
 
 
 def make_batch(num_pairs=5, num_negatives=0, width=8, seed=0, dtype=torch.float64):
-    made = torch.Generator().manual_seed(seed)
-    q = torch.randn(num_pairs, width, generator=made, dtype=dtype, requires_grad=True)
+    generator = torch.Generator().manual_seed(seed)
+    q = torch.randn(num_pairs, width, generator=generator, dtype=dtype, requires_grad=True)
     d = torch.randn(
-        num_pairs * (1 + num_negatives), width, generator=made, dtype=dtype, requires_grad=True
+        num_pairs * (1 + num_negatives), width, generator=generator, dtype=dtype, requires_grad=True
     )
     groups = torch.arange(len(d))
     return EmbeddedTexts(q, groups[:num_pairs]), EmbeddedTexts(d, groups), torch.arange(num_pairs)
@@ -69,9 +69,9 @@ def test_both_directions_and_prefixes_are_means_of_single_losses():
 
 
 def test_autocast_rounds_no_cosines():
-    made = torch.Generator().manual_seed(0)
-    q = torch.randn(32, 16, generator=made, requires_grad=True)
-    d = (q.detach() + torch.randn(32, 16, generator=made)).requires_grad_()
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(32, 16, generator=generator, requires_grad=True)
+    d = (q.detach() + torch.randn(32, 16, generator=generator)).requires_grad_()
     groups, grads = torch.arange(32), []
     for on in (False, True):
         with torch.autocast("cpu", torch.bfloat16, enabled=on):
@@ -79,8 +79,8 @@ def test_autocast_rounds_no_cosines():
                 EmbeddedTexts(q, groups), EmbeddedTexts(d, groups), groups, 0.05
             )
         grads.append(torch.autograd.grad(parts.loss_sum, (q, d)))
-    for whole, cast in zip(*grads):
-        assert (cast - whole).norm() < 1e-5 * whole.norm()
+    for full, cast in zip(*grads):
+        assert (cast - full).norm() < 1e-5 * full.norm()
 
 
 def test_a_known_answer_is_not_pushed_away_in_either_direction():
@@ -129,27 +129,27 @@ def test_blanks_count_neither_as_queries_nor_as_documents():
 def test_two_processes_add_up_to_the_one_batch():
     q, d, targets = make_batch(6)
     rule = ContrastiveLoss(symmetric=True, matryoshka_dims=(4,))
-    whole = rule(q, d, targets, 0.1)
+    full = rule(q, d, targets, 0.1)
     halves = []
     for rank in range(2):
-        own = torch.arange(3) + 3 * rank
-        mine = EmbeddedTexts(q.vectors_ND[own], q.groups_N[own])
-        halves.append(rule(mine, d, own, 0.1, all_queries=q, first_query=3 * rank))
-    assert sum(h.loss_sum for h in halves).item() == pytest.approx(whole.loss_sum.item(), rel=1e-9)
+        numbers = torch.arange(3) + 3 * rank
+        mine = EmbeddedTexts(q.vectors_ND[numbers], q.groups_N[numbers])
+        halves.append(rule(mine, d, numbers, 0.1, all_queries=q, first_query=3 * rank))
+    assert sum(h.loss_sum for h in halves).item() == pytest.approx(full.loss_sum.item(), rel=1e-9)
     grads = [torch.autograd.grad(loss, (q.vectors_ND, d.vectors_ND), retain_graph=True)
-             for loss in (whole.loss_sum, sum(h.loss_sum for h in halves))]  # fmt: skip
-    for one, two in zip(*grads):
-        torch.testing.assert_close(one, two)
+             for loss in (full.loss_sum, sum(h.loss_sum for h in halves))]  # fmt: skip
+    for first, second in zip(*grads):
+        torch.testing.assert_close(first, second)
 
 
 def test_distillation_is_zero_at_the_teacher_and_pulls_towards_it():
     teacher = torch.tensor([[0.9, 0.1, 0.3], [0.5, 0.4, 0.2]])
-    for kind in ("kl", "margin_mse"):
+    for distillation in ("kl", "margin_mse"):
         student = torch.zeros(2, 3, requires_grad=True)
-        assert distillation_loss(teacher, teacher, 0.1, kind).abs() < 1e-6
-        far = distillation_loss(student, teacher, 0.1, kind)
+        assert distillation_loss(teacher, teacher, 0.1, distillation).abs() < 1e-6
+        far = distillation_loss(student, teacher, 0.1, distillation)
         near = distillation_loss(
-            student - 0.05 * torch.autograd.grad(far, student)[0], teacher, 0.1, kind
+            student - 0.05 * torch.autograd.grad(far, student)[0], teacher, 0.1, distillation
         )
         assert 0 < near < far
     p = torch.softmax(teacher / 0.5, 1)
@@ -159,10 +159,12 @@ def test_distillation_is_zero_at_the_teacher_and_pulls_towards_it():
     )
 
 
-@pytest.mark.parametrize("kind", ["kl", "margin_mse"])
-def test_each_pair_is_distilled_by_its_own_number_of_candidates(kind):
-    made = torch.Generator().manual_seed(0)
-    student, teacher = (torch.rand(6, 4, generator=made, dtype=torch.float64) for _ in range(2))
+@pytest.mark.parametrize("distillation", ["kl", "margin_mse"])
+def test_each_pair_is_distilled_by_its_own_number_of_candidates(distillation):
+    generator = torch.Generator().manual_seed(0)
+    student, teacher = (
+        torch.rand(6, 4, generator=generator, dtype=torch.float64) for _ in range(2)
+    )
     student.requires_grad_()
     temperature = torch.tensor(
         0.2, dtype=torch.float64, requires_grad=True
@@ -177,12 +179,12 @@ def test_each_pair_is_distilled_by_its_own_number_of_candidates(kind):
     for pair, count in enumerate(counts):
         teacher[pair, count:] = -torch.inf
     teacher[5, 0] = -torch.inf  # a pair without its positive's score
-    whole = distillation_loss(student, teacher, temperature, kind)
-    alone = sum(distillation_loss(student[n:n + 1, :count], teacher[n:n + 1, :count], temperature, kind)
+    full = distillation_loss(student, teacher, temperature, distillation)
+    alone = sum(distillation_loss(student[n:n + 1, :count], teacher[n:n + 1, :count], temperature, distillation)
                 for n, count in enumerate(counts) if count > 1)  # fmt: skip
-    torch.testing.assert_close(whole, alone)
-    used = (student, temperature) if kind == "kl" else (student,)
-    for grad, expected in zip(torch.autograd.grad(whole, used), torch.autograd.grad(alone, used)):
+    torch.testing.assert_close(full, alone)
+    used = (student, temperature) if distillation == "kl" else (student,)
+    for grad, expected in zip(torch.autograd.grad(full, used), torch.autograd.grad(alone, used)):
         assert torch.isfinite(grad).all()
         torch.testing.assert_close(grad, expected)
 

@@ -23,7 +23,7 @@ from scipy.stats import spearmanr
 from torch.nn import functional as F
 
 from bertlab.data.tokenizers import train_tokenizer
-from bertlab.embeddings.bi_encoder import BiEncoder
+from bertlab.embeddings.bi_encoder import ST_DEFAULTS, BiEncoder
 from bertlab.embeddings.module import EmbeddingModule
 from bertlab.embeddings.pairs import EmbeddingDataModule
 from bertlab.optim.groups import main_param_group
@@ -36,10 +36,12 @@ from bertlab.train.trainer import make_trainer, seed_everything
 def test_training_finds_the_documents_of_held_out_queries():
     data, module = small_data(draw_pairs(300), batch=32), small_module()
     trainer = fit(module, data, 40, val_check_steps=20)
-    found = {k: float(v) for k, v in trainer.callback_metrics.items()}
+    logged_values = {k: float(v) for k, v in trainer.callback_metrics.items()}
     held = len(data.pairs["validation"])
-    assert found["val_recall_10"] > 3 * 10 / held and found["val_loss"] < math.log(16)
-    assert 0 <= found["val_mean_cosine"] < 0.7 and 0 < found["val_mrr"] <= 1
+    assert logged_values["val_recall_10"] > 3 * 10 / held and logged_values["val_loss"] < math.log(
+        16
+    )
+    assert 0 <= logged_values["val_mean_cosine"] < 0.7 and 0 < logged_values["val_mrr"] <= 1
 
 
 def overlap(query, document):
@@ -90,8 +92,8 @@ def test_ranks_of_a_split_are_those_among_its_different_answers():
     answers = held.positives[::5]
     cosines = module.model.encode(held.queries) @ module.model.encode(answers).T
     ranks = [
-        1 + sum(row[n] >= row[number // 5] for n in range(4) if n != number // 5)
-        for number, row in enumerate(cosines)
+        1 + sum(row[n] >= row[position // 5] for n in range(4) if n != position // 5)
+        for position, row in enumerate(cosines)
     ]
     assert max(ranks) > 1, "else nothing is compared"
     assert float(values["val_mrr"]) == pytest.approx(
@@ -138,12 +140,12 @@ def test_a_run_that_was_stopped_goes_on_bit_by_bit(tmp_path):
         trainer.fit(module, data, ckpt_path=checkpoint, weights_only=True if checkpoint else None)
         return weights_of(module), history.column("train_loss")
 
-    whole, losses = run(8)
+    uninterrupted, losses = run(8)
     run(3)
     resumed, later = run(
         8, seed=1, checkpoint=tmp_path / "3-0" / "step-00000003.ckpt"
     )  # other first weights, which must not matter
-    assert torch.equal(whole, resumed)
+    assert torch.equal(uninterrupted, resumed)
     assert list(later)[-5:] == list(losses)[-5:]
 
 
@@ -269,14 +271,14 @@ def test_a_run_with_an_adapter_goes_on_bit_by_bit(base, tmp_path):
         trainer.fit(module, data, ckpt_path=checkpoint, weights_only=True if checkpoint else None)
         return weights_of(module)
 
-    whole = run(6)
+    uninterrupted = run(6)
     run(3)
     early, late = (latest_checkpoint(tmp_path / name) for name in ("3", "6"))
-    assert torch.equal(whole, run(6, checkpoint=early))
+    assert torch.equal(uninterrupted, run(6, checkpoint=early))
     again = EmbeddingModule.load_from_checkpoint(
         late, pretrained_tokenizer_name_or_path=small_tokenizer()
     )
-    assert torch.equal(weights_of(again), whole)
+    assert torch.equal(weights_of(again), uninterrupted)
     with pytest.raises(ValueError, match="adapter is .* there and 'dora' here"):
         check_resume(early, adapted(base, "dora"), small_data(draw_pairs(64)), 6)
     with pytest.raises(ValueError, match="training pairs"):
@@ -339,11 +341,11 @@ def test_short_pairs_do_not_shorten_the_model(tmp_path, length, expected):
 
 
 def test_a_checkpoint_brings_prompts_and_the_comparison_back(tmp_path):
-    first, said = (
+    first, st_options = (
         small_module().model,
         {"prompts": {"query": "alpha: "}, "similarity_fn_name": "dot"},
     )
-    BiEncoder(first.encoder, first.tokenizer, st_config=said).save(tmp_path / "first")
+    BiEncoder(first.encoder, first.tokenizer, st_config=st_options).save(tmp_path / "first")
     module = EmbeddingModule(str(tmp_path / "first"))
     with pytest.warns(UserWarning, match="'alpha: '"):
         trainer = fit(module, small_data(), 1)
@@ -352,7 +354,7 @@ def test_a_checkpoint_brings_prompts_and_the_comparison_back(tmp_path):
         tmp_path / "x.ckpt", pretrained_tokenizer_name_or_path=small_tokenizer()
     )  # noqa: E731
     saved = BiEncoder.load(load().save(tmp_path / "again"))
-    assert saved.st_config == module.model.st_config == {**said, "default_prompt_name": None}
+    assert saved.st_config == module.model.st_config == {**ST_DEFAULTS, **st_options}
 
 
 @pytest.mark.parametrize(
@@ -372,13 +374,16 @@ def test_training_sets_the_similarity_to_cosine(tmp_path, name, normalize, expec
 def test_validation_loss_ignores_contrastive_weight(weight):
     pairs = draw_pairs(64, negatives=2, scores=True)
     module = small_module(distillation="kl", contrastive_weight=weight)
-    found = make_trainer(1, "32-true", accelerator="cpu").validate(
+    logged_values = make_trainer(1, "32-true", accelerator="cpu").validate(
         module, small_data(pairs), verbose=False
     )[0]
     usual = make_trainer(1, "32-true", accelerator="cpu").validate(
         small_module(), small_data(pairs), verbose=False
     )[0]
-    assert found["val_loss"] == pytest.approx(usual["val_loss"]) and found["val_loss"] > 0.1
+    assert (
+        logged_values["val_loss"] == pytest.approx(usual["val_loss"])
+        and logged_values["val_loss"] > 0.1
+    )
 
 
 @pytest.mark.parametrize("options, word", [
@@ -406,13 +411,13 @@ def test_mismatched_parts_are_refused():
         EmbeddingModule(model_config_kwargs=small_config()).configure_model()
     with pytest.raises(ValueError, match="matryoshka_dims"):
         small_module(matryoshka_dims=[32])
-    other = EmbeddingModule(model_config_kwargs={**small_config(), "vocab_size": len(small_tokenizer())},
+    mismatched = EmbeddingModule(model_config_kwargs={**small_config(), "vocab_size": len(small_tokenizer())},
                             pretrained_tokenizer_name_or_path=small_tokenizer())  # fmt: skip
     seed_everything(0)
     data = small_data()
     data.tokenizer = train_tokenizer(["a quite different text with other words in it " * 3], 120)
     with pytest.raises(ValueError, match="another tokenizer"):
-        fit(other, data, 1)
+        fit(mismatched, data, 1)
 
 
 @pytest.mark.parametrize(

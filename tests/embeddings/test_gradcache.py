@@ -40,8 +40,8 @@ def loss_and_gradient(module, batch, gradcache_rows, seed=None):
     )
 
 
-def relative(one, two):
-    return ((one - two).norm() / two.norm()).item()
+def relative(left, right):
+    return ((left - right).norm() / right.norm()).item()
 
 
 @pytest.mark.parametrize("packing", [True, False])
@@ -52,10 +52,10 @@ def test_chunks_have_loss_and_gradient_of_the_one_big_batch(packing, options):
     data = small_data(draw_pairs(60, negatives=1), packing=packing)
     module = small_module(**options).eval()
     batch = first_batch(data)
-    whole, grad, _ = loss_and_gradient(module, batch, None)
+    full_loss, grad, _ = loss_and_gradient(module, batch, None)
     for gradcache_rows in (1, 3, 1000):
         loss, cached, _ = loss_and_gradient(module, batch, gradcache_rows)
-        assert loss == pytest.approx(whole, rel=1e-6)
+        assert loss == pytest.approx(full_loss, rel=1e-6)
         assert relative(cached, grad) < 1e-6
     if options:
         assert module.log_temperature.grad.abs() > 1e-4
@@ -90,8 +90,10 @@ def test_dropout_is_replayed_chunk_by_chunk():
     loss, cached, _ = loss_and_gradient(module, batch, 2, seed=5)
     expected, grad = kept(5)
     assert loss == pytest.approx(expected, rel=1e-12) and relative(cached, grad) < 1e-11
-    _, other, _ = loss_and_gradient(module, batch, 2, seed=6)
-    assert relative(other, grad) > 1e-2, "dropout does nothing here, so the test would show nothing"
+    _, other_gradient, _ = loss_and_gradient(module, batch, 2, seed=6)
+    assert relative(other_gradient, grad) > 1e-2, (
+        "dropout does nothing here, so the test would show nothing"
+    )
 
 
 def test_only_one_chunk_s_activations_live_at_a_time():
@@ -118,14 +120,14 @@ def test_a_batch_of_unequal_tensors_and_no_rows_are_refused():
     with pytest.raises(ValueError, match="equally many rows"):
         chunk_batch({"a": torch.zeros(2, 1), "b": torch.zeros(3)}, 1)
     assert [len(c["a"]) for c in chunk_batch({"a": torch.zeros(5, 1)}, 2)] == [2, 2, 1]
-    one = torch.ones(2, 3)
-    assert all_gather_with_grad(one) is one and all_gather(one) is one
+    left = torch.ones(2, 3)
+    assert all_gather_with_grad(left) is left and all_gather(left) is left
 
 
 # --- two processes --------------------------------------------------------------------------------
 
 
-def _gathered(place: str) -> None:
+def _gathered(directory: str) -> None:
     "A loss of everybody's vectors, by one of two processes."
     torch.distributed.init_process_group("gloo")
     rank = torch.distributed.get_rank()
@@ -137,32 +139,37 @@ def _gathered(place: str) -> None:
     numbers = all_gather(torch.tensor([rank, rank + 5]))
     torch.save(
         {"together": together.detach(), "grad": vectors.grad, "numbers": numbers},
-        f"{place}/{rank}.pt",
+        f"{directory}/{rank}.pt",
     )
     torch.distributed.destroy_process_group()
 
 
 def test_a_gathered_vector_gets_the_gradient_of_all_processes(tmp_path):
     run_on_ranks(_gathered, str(tmp_path))
-    found = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
+    results = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
     everything = torch.cat(
         [torch.arange(6.0).view(2, 3), torch.arange(6.0).view(2, 3) + 10]
     ).double()
-    for rank, one in enumerate(found):
-        assert torch.equal(one["together"], everything) and one["numbers"].tolist() == [0, 5, 1, 6]
-        own = everything[2 * rank : 2 * rank + 2]
-        torch.testing.assert_close(one["grad"], 2 * own * (1 + 4))  # d/dv of v^2 + (2 v)^2
+    for rank, left in enumerate(results):
+        assert torch.equal(left["together"], everything) and left["numbers"].tolist() == [
+            0,
+            5,
+            1,
+            6,
+        ]
+        mine = everything[2 * rank : 2 * rank + 2]
+        torch.testing.assert_close(left["grad"], 2 * mine * (1 + 4))  # d/dv of v^2 + (2 v)^2
 
 
 class FirstGradient(Callback):
     "What the optimizer gets in the first step."
 
-    found = None
+    results = None
 
     def on_train_start(self, trainer, pl_module) -> None:
         def keep(optimizer, args, kwargs):
-            if self.found is None:
-                self.found = torch.cat(
+            if self.results is None:
+                self.results = torch.cat(
                     [p.grad.flatten().clone() for p in pl_module.parameters() if p.grad is not None]
                 )
 
@@ -182,7 +189,7 @@ def _data_with_shared_answers(batch: int):
     return data
 
 
-def _trained(place: str, options: dict) -> None:
+def _trained(directory: str, options: dict) -> None:
     from embedding_cases import fit, weights_of
     from lightning.pytorch.strategies import DDPStrategy
 
@@ -199,7 +206,7 @@ def _trained(place: str, options: dict) -> None:
     )
     if os.environ["RANK"] == "0":
         values = {k: float(v) for k, v in module.trainer.callback_metrics.items()}
-        torch.save((weights_of(module), values, first.found), f"{place}/two.pt")
+        torch.save((weights_of(module), values, first.results), f"{directory}/two.pt")
 
 
 @pytest.mark.slow
@@ -210,13 +217,13 @@ def test_two_processes_train_as_one_with_the_whole_batch(tmp_path, options):
     from embedding_cases import fit, weights_of
 
     run_on_ranks(_trained, str(tmp_path), options)
-    two, logged, gradient = torch.load(tmp_path / "two.pt")
+    right, logged, gradient = torch.load(tmp_path / "two.pt")
     # One process of 16 pairs sees the same pairs in the same order as two of 8.
     module, first = small_module(**options | {"gradcache_rows": None}), FirstGradient()
     data = _data_with_shared_answers(16)
     trainer = fit(module, data, 3, val_check_steps=3, callbacks=[first])
-    assert relative(gradient, first.found) < 1e-6
-    assert (weights_of(module) - two).abs().max() < 2e-5
+    assert relative(gradient, first.results) < 1e-6
+    assert (weights_of(module) - right).abs().max() < 2e-5
     assert logged["train_loss"] == pytest.approx(
         float(trainer.callback_metrics["train_loss"]), rel=1e-5
     )

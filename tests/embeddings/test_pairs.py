@@ -198,9 +198,9 @@ def test_groups_are_the_connected_texts(edges):
             both = reach[str(a)] | reach[str(b)]
             for text in both:
                 reach[text] = both
-    for one in groups:
-        for other in groups:
-            assert (groups[one] == groups[other]) == (other in reach[one])
+    for member in groups:
+        for rival in groups:
+            assert (groups[member] == groups[rival]) == (rival in reach[member])
 
 
 def test_no_text_stands_on_both_sides_of_a_split():
@@ -218,21 +218,23 @@ def test_no_text_stands_on_both_sides_of_a_split():
 
 
 def test_texts_of_held_out_pairs_are_no_negatives():
-    others = [[f"p{(n + 1) % 40}", f"q{(n + 2) % 40}", f"x{n}"] for n in range(40)]
+    negatives_N = [[f"p{(n + 1) % 40}", f"q{(n + 2) % 40}", f"x{n}"] for n in range(40)]
     scores = [[1.0, n + 0.1, n + 0.2, n + 0.3] for n in range(40)]
-    pairs = PairDataset([f"q{n}" for n in range(40)], [f"p{n}" for n in range(40)], others, scores)
+    pairs = PairDataset(
+        [f"q{n}" for n in range(40)], [f"p{n}" for n in range(40)], negatives_N, scores
+    )
     train, held = hold_out_pairs(pairs, 0.25)
     out = {*held.queries, *held.positives}
     assert (
         len(held) == 10
         and not out & set(train.texts())
-        and held.negatives == [others[int(q[1:])] for q in held.queries]
+        and held.negatives == [negatives_N[int(q[1:])] for q in held.queries]
     )
     for query, negatives, values in zip(train.queries, train.negatives, train.scores):
         n = int(query[1:])
-        rest = [k for k, text in enumerate(others[n]) if text not in out]
-        assert negatives == [others[n][k] for k in rest]
-        assert values == [1.0, *(scores[n][1 + k] for k in rest)]
+        remaining = [k for k, text in enumerate(negatives_N[n]) if text not in out]
+        assert negatives == [negatives_N[n][k] for k in remaining]
+        assert values == [1.0, *(scores[n][1 + k] for k in remaining)]
     assert [*train.notes.values()] == [3 * 30 - sum(map(len, train.negatives))]
 
 
@@ -248,21 +250,21 @@ def test_a_batch_holds_each_text_where_it_says():
     ]
     tokenizer, order = small_tokenizer(), rows.order(0)
     pairs = data.pairs["train"]
-    wanted = (
+    expected_texts = (
         [pairs.queries[n] for n in order[:4]]
         + [None]
         + [pairs.positives[n] for n in order[:4]]
         + [None]
     )
-    wanted += [text for n in order[:4] for text in pairs.negatives[n]] + [None, None]
+    expected_texts += [text for n in order[:4] for text in pairs.negatives[n]] + [None, None]
     assert batch["text_numbers"].tolist() == [
-        -1 if text is None else pairs.texts().index(text) for text in wanted
+        -1 if text is None else pairs.texts().index(text) for text in expected_texts
     ]
     for slot, text, group in zip(
-        batch["text_order"].tolist(), wanted, batch["groups"].tolist(), strict=True
+        batch["text_order"].tolist(), expected_texts, batch["groups"].tolist(), strict=True
     ):
-        row, number = slots[slot]
-        ids = batch["input_ids"][row][batch["attention_mask"][row] == number].tolist()
+        row, document = slots[slot]
+        ids = batch["input_ids"][row][batch["attention_mask"][row] == document].tolist()
         assert (group == -1) == (text is None)
         if text is not None:
             assert ids == tokenizer(text)["input_ids"]

@@ -45,13 +45,13 @@ def test_every_token_of_every_text_stands_once_in_its_own_order(texts, packing):
     batch = pack_for_encoder(texts, 7, PAD, packing)
     documents, ids = batch["attention_mask"], batch["input_ids"]
     rows = [
-        (row, number)
+        (row, document)
         for row in range(len(documents))
-        for number in range(1, documents[row].max() + 1)
+        for document in range(1, documents[row].max() + 1)
     ]
-    found = [rows[slot] for slot in batch["text_order"]]
-    for text, (row, number) in zip(texts, found):
-        there = documents[row] == number
+    members = [rows[slot] for slot in batch["text_order"]]
+    for text, (row, document) in zip(texts, members):
+        there = documents[row] == document
         assert ids[row][there].tolist() == text
         assert batch["position_ids"][row][there].tolist() == list(range(len(text)))
     assert (ids[documents == 0] == PAD).all() and len(rows) == len(texts)
@@ -80,8 +80,8 @@ def test_packed_equals_alone(how, make_config):
     torch.testing.assert_close(together, alone, atol=2e-6, rtol=1e-5)
     single = [p.grad for p in encoder.parameters() if p.grad is not None]
     scale = max(g.abs().max().item() for g in single)
-    for ours, theirs in zip(packed, single):
-        torch.testing.assert_close(ours, theirs, atol=2e-6 * scale, rtol=1e-4)
+    for packed_vector, single_vector in zip(packed, single):
+        torch.testing.assert_close(packed_vector, single_vector, atol=2e-6 * scale, rtol=1e-4)
 
 
 def test_padding_has_no_effect():

@@ -40,9 +40,9 @@ def test_search_by_blocks_is_a_sort_of_everything(count, top_k, block, seed):
         rng.integers(-2, 3, (count, 3)).astype(np.float32),
         rng.integers(-2, 3, (4, 3)).astype(np.float32),
     )
-    scores, found = exact_search(queries, vectors, top_k, block)
+    scores, numbers = exact_search(queries, vectors, top_k, block)
     exact = np.argsort(-(queries @ vectors.T), axis=1, kind="stable")[:, :top_k]
-    assert np.array_equal(found, exact), "also where scores tie: the first one wins"
+    assert np.array_equal(numbers, exact), "also where scores tie: the first one wins"
     assert np.array_equal(scores, np.take_along_axis(queries @ vectors.T, exact, 1))
 
 
@@ -74,18 +74,16 @@ def test_unnormalized_models_are_searched_correctly(tmp_path, name):
     )
     texts = [d.text for d in docs]
     encode_corpus(model, lambda: docs, tmp_path / "index", truncate_dim=16)
-    index, whole = TextIndex.open(tmp_path / "index"), model.encode(texts)
-    assert np.ptp(np.linalg.norm(whole, axis=1)) > 0.1, "or nothing is tested"
+    index, full = TextIndex.open(tmp_path / "index"), model.encode(texts)
+    assert np.ptp(np.linalg.norm(full, axis=1)) > 0.1, "or nothing is tested"
     unit = lambda x: x / np.linalg.norm(x, axis=1, keepdims=True) if name == "cosine" else x  # noqa: E731
-    expected = unit(whole[:, :16]) @ unit(whole[:, :16]).T
+    expected = unit(full[:, :16]) @ unit(full[:, :16]).T
     for n, hits in enumerate(index.search(model, texts, 5)):
         assert np.allclose([hit.score for hit in hits], np.sort(expected[n])[::-1][:5], atol=1e-4)
         assert np.allclose(
             [hit.score for hit in hits], [expected[n, hit.number] for hit in hits], atol=1e-4
         )
-    assert np.allclose(
-        similarity_scorer(model)(texts, texts), unit(whole) @ unit(whole).T, atol=1e-4
-    )
+    assert np.allclose(similarity_scorer(model)(texts, texts), unit(full) @ unit(full).T, atol=1e-4)
 
 
 def test_reranking_sorts_hits_by_the_scores_of_pairs():
@@ -123,9 +121,9 @@ def read_output(path):
     return index.vectors_ND, [index.read(n)[1] for n in range(len(index))]
 
 
-def stop_at(number):
+def stop_at(limit):
     def watch(count):
-        if count >= number:
+        if count >= limit:
             raise Stop
 
     return watch
@@ -186,12 +184,12 @@ def test_a_model_is_recognized_by_its_vectors(tmp_path):
     config = {**again.encoder.config.to_diff_dict(), "hidden_activation": "relu"}
     encoder = BertLabModel(BertLabConfig(**config))
     encoder.load_state_dict(again.encoder.state_dict())
-    others = [BiEncoder.load(tmp_path / "model"), make_model("bert")]
-    others.append(BiEncoder(encoder, model.tokenizer))
-    for other in others:
-        other.max_sequence_length = model.max_sequence_length
+    changed = [BiEncoder.load(tmp_path / "model"), make_model("bert")]
+    changed.append(BiEncoder(encoder, model.tokenizer))
+    for changed_model in changed:
+        changed_model.max_sequence_length = model.max_sequence_length
         with pytest.raises(ValueError, match="another model.*vectors"):
-            index.check_model(other)
+            index.check_model(changed_model)
 
 
 PROMPTS = {"query": "alpha beta: ", "document": "gamma delta: "}
@@ -229,8 +227,12 @@ def test_a_taken_output_is_refused(tmp_path, name):
 def test_texts_of_a_folder_have_their_sources(tmp_path):
     (tmp_path / "a.txt").write_text("first line\nsecond line\n")
     (tmp_path / "b.jsonl").write_text(json.dumps({"text": "third"}))
-    found = [(d.text, d.source) for d in source_documents([str(tmp_path)])()]
-    assert found == [("first line", "a.txt:1"), ("second line", "a.txt:2"), ("third", "b.jsonl:1")]
+    numbers = [(d.text, d.source) for d in source_documents([str(tmp_path)])()]
+    assert numbers == [
+        ("first line", "a.txt:1"),
+        ("second line", "a.txt:2"),
+        ("third", "b.jsonl:1"),
+    ]
     with pytest.raises(ValueError, match="missing.txt"):
         source_documents([str(tmp_path / "missing.txt")])
 
@@ -284,5 +286,5 @@ def test_headings_are_joined_to_their_sections(tmp_path):
         "c.txt": ["# one", "two"],
     }
     assert any("1 .pdf" in note for note in notes)
-    whole = source_documents(str(tmp_path / "b.html"), sample_by="document")()
-    assert [document.text.count("##") for document in whole] == [2]
+    full = source_documents(str(tmp_path / "b.html"), sample_by="document")()
+    assert [document.text.count("##") for document in full] == [2]

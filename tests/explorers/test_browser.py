@@ -82,9 +82,11 @@ def write_notebook(folder) -> None:
     "One notebook with a cell for each explorer; it also writes their static forms."
     show = "\nexplorer.add_class('case-{name}')\nwrite('{name}', explorer)\nexplorer"
     setup = SETUP + (
-        "\nfrom pathlib import Path\n\nfrom bertlab.explorers.widgets import static_page\n\n\n"
+        "\nfrom pathlib import Path\n\n\n"
         "def write(name, explorer):\n"
-        "    Path(f'{name}.html').write_text(static_page(explorer.static_html), encoding='utf-8')\n"
+        '    page = \'<!doctype html><html lang="en"><meta charset="utf-8"><title>static</title>\'\n'
+        "    page += '<style>:root{color-scheme:light dark}</style>' + explorer.static_html\n"
+        "    Path(f'{name}.html').write_text(page, encoding='utf-8')\n"
     )
     sources = [setup] + [case.source + show.format(name=name) for name, case in CASES.items()]
     cells = [
