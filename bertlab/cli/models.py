@@ -129,10 +129,13 @@ def validate_model(
     return rows
 
 # %% ../../nbs/cli/03_models.ipynb #0ca9444e
+_STEP_OPTIONS = ("max_steps", "accumulate_grad_batches", "gradient_clip_val")
+
+
 def estimate_run(
     config: Mapping[str, Any],  # of `bertlab pretrain`, in sections
 ) -> MemoryEstimate:
-    "Estimate the memory of a run. No text is read."
+    "Estimate memory and time of a run, by a few steps on made-up rows. No text is read."
     config = resolve_config(complete_config(config))
     model, data, trainer = config["model"], config["data"], config["trainer"]
     device_type = check_device(trainer["accelerator"], trainer["precision"] or "auto")
@@ -153,7 +156,9 @@ def estimate_run(
         trainer["precision"] or "auto",
         "cuda" if device_type == "cuda" else "cpu",
         config["run"]["models"],
-    )
+        trainer={**{name: trainer[name] for name in _STEP_OPTIONS if name in trainer},
+                 "accelerator": "gpu" if device_type == "cuda" else "cpu"},
+    )  # fmt: skip
     strategy = get_strategy(build_objects(trainer["strategy"]) or "auto")
     if not isinstance(strategy, FullyShardedStrategy):
         return estimate

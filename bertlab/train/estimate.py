@@ -6,28 +6,33 @@
 __all__ = ['HEAP_OVERHEAD', 'StepMemory', 'trace_step', 'MemoryEstimate', 'process_bytes', 'available_bytes', 'estimate_memory']
 
 # %% ../../nbs/train/23_estimate.ipynb #efc2008d
-import math
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.data import DataLoader
 
-from ..core.devices import default_precision, resident_memory_bytes, canonical_precision
+from ..core.devices import canonical_precision, default_precision, peak_memory_bytes
+from ..core.devices import resident_memory_bytes
 from ..core.names import check_choice, check_range
 from ..model.activation_checkpointing import MemoryTracker
 from ..model.adapters import add_adapter, freeze_weights
 from ..model.config import BertLabConfig, modernbert_tiny
 from ..model.heads import BertLabForMaskedLM
-from ..optim.optimizers import backward_options, forward_context, optimizer_state_bytes
+from ..optim.optimizers import backward_options, forward_context
 from .modules import apply_activation_checkpointing, build_optimizer
 from .objectives import OBJECTIVES
+from .trainer import make_trainer
 
 # %% ../../nbs/train/23_estimate.ipynb #28825d6e
 @dataclass(frozen=True)
@@ -107,55 +112,25 @@ _ASK_ADDRESSES = ("bitsandbytes", "torchao")  # libraries whose kernels want mem
 def _optimizer_for(
     model: nn.Module, make: Callable[[nn.Module], torch.optim.Optimizer]
 ) -> tuple[torch.optim.Optimizer | None, int]:  # None where it cannot run on fakes; its bytes
-    "The optimizer itself, or the size of its states by a real step on small weights."
+    "Make the optimizer; where it needs numbers, assume two moments, of 8 bits in those libraries."
     with _disable_current_modes():  # a library tries its 8 bits out, and wants real ones for it
-        tried = make(model)
-    if type(tried).__module__.partition(".")[0] not in _ASK_ADDRESSES:
+        optimizer = make(model)
+    weights = [p for group in optimizer.param_groups for p in group["params"]]
+    has_bytes = type(optimizer).__module__.partition(".")[0] in _ASK_ADDRESSES
+    if not has_bytes:
         try:
-            moved = [p for group in tried.param_groups for p in group["params"]]
-            sum(p.square().sum() for p in moved).backward(**backward_options(tried))
-            tried.step()
+            sum(p.square().sum() for p in weights).backward(**backward_options(optimizer))
+            optimizer.step()
             return make(model), 0
         except Exception:  # it asks for numbers, of which a fake has none
             pass
         finally:
             for parameter in model.parameters():
                 parameter.grad = None
-    return None, _probed_states(model, make)
-
-
-_PROBE_ROWS = 512  # a matrix with more rows is measured by this many
-
-
-def _probed_states(
-    model: nn.Module, make: Callable[[nn.Module], torch.optim.Optimizer]
-) -> int:  # bytes
-    "Let an optimizer take a real step on a few rows of each shape, and scale."
-    total, known = 0, {}
-    for name, parameter in model.named_parameters():
-        if not parameter.requires_grad:
-            continue
-        shape, owner = tuple(parameter.shape), name.rpartition(".")[0].rpartition(".")[2]
-        rows = min(shape[0], _PROBE_ROWS) if shape else 1
-        key = (rows, *shape[1:], owner)
-        if key not in known:
-            with _disable_current_modes(), torch.random.fork_rng(devices=[]):
-                alone = nn.Module()
-                inner = nn.Embedding(1, 1) if "embed" in name or owner == "tokens" else nn.Module()
-                inner.weight = nn.Parameter(torch.randn(rows, *shape[1:]))
-                setattr(alone, owner or "part", inner)
-                try:
-                    optimizer = make(alone)
-                    alone.get_submodule(owner or "part").weight.grad = torch.ones(rows, *shape[1:])
-                    optimizer.step()
-                    known[key] = optimizer_state_bytes(optimizer)
-                except (RuntimeError, ValueError, TypeError, NotImplementedError):
-                    known[key] = 8 * math.prod((rows, *shape[1:]))  # as AdamW's
-        total += known[key] * (shape[0] if shape else 1) // rows
-    return total
+    return None, (2 if has_bytes else 8) * sum(p.numel() for p in weights)
 
 # %% ../../nbs/train/23_estimate.ipynb #b2a88851
-HEAP_OVERHEAD = 2.3  # most that the heap of a CPU grew beyond its tensors
+HEAP_OVERHEAD = 2.3  # the heap of a CPU by its tensors, where freed memory is kept
 _TOY = dict(vocab_size=64, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
             num_attention_heads=1, max_position_embeddings=16)  # fmt: skip
 
@@ -173,10 +148,20 @@ class MemoryEstimate:
     largest_rows: int | None  # of a micro-batch that fits; 0: none does; None: unknown
     device: str
     shares: int = 1  # processes that will divide weights, gradients and states; not counted
+    measured: int | None = None  # peak of a few real steps, bytes; None: none was taken
+    minutes: float | None = None  # of training, without validation and saving; None: not measured
+
+    @property
+    def overhead(self) -> float:
+        "What the process takes for each byte of a step's tensors."
+        if self.measured is not None:
+            return max(1.0, (self.measured - self.process) / self.step.peak)
+        keeps_freed = self.device == "cpu" and sys.platform == "linux"  # see `retain_freed_memory`
+        return HEAP_OVERHEAD if keeps_freed else 1.0
 
     @property
     def peak(self) -> int:  # of the process, or of the GPU's tensors
-        return self.process + max(self.step.peak, self.saving)
+        return self.process + max(round(self.overhead * self.step.peak), self.saving)
 
     @property
     def fits(self) -> bool | None:
@@ -185,27 +170,21 @@ class MemoryEstimate:
     def describe(self) -> str:
         "A line for each part."
 
-        def line(name: str, size: int) -> str:
-            return f"{name:<12} {size / 2**20:>10,.0f} MiB"
+        def line(name: str, size: int, note: str = "") -> str:
+            return f"{name:<12} {size / 2**20:>10,.0f} MiB{note}"
 
         parts = ("weights", "gradients", "states", "activations", "head", "passing")
         lines = [f"a step of {self.rows} rows of {self.length} on {self.device}"]
         lines += [line(part, getattr(self.step, part)) for part in parts]
         lines += [line("process", self.process)] * bool(self.process)
-        lines += [line("peak", self.peak)]
+        lines += [
+            line("peak", self.peak, ", measured in a few steps" * (self.measured is not None))
+        ]
         if self.shares > 1:
             held = self.step.weights + self.step.gradients + self.step.states
             lines.append(
                 f"             (of one process that holds everything: {self.shares} will "
                 f"divide the {held / 2**20:,.0f} MiB of weights, gradients and states)"
-            )
-        if self.saving > self.step.peak:
-            lines.append("             (while a model directory is written)")
-        if self.device == "cpu" and sys.platform == "linux":  # see `retain_freed_memory`
-            heap = self.process + round(HEAP_OVERHEAD * self.step.peak)
-            lines.append(
-                line("up to", heap) + ", where freed memory is kept; with "
-                "MALLOC_MMAP_THRESHOLD_=65536 the peak above"
             )
         if self.available is not None:
             lines.append(line("there are", self.available))
@@ -216,6 +195,10 @@ class MemoryEstimate:
                 if self.largest_rows
                 else "no micro-batch fits: take a smaller model, an "
                 "adapter, 8-bit states, or shorter rows"
+            )
+        if self.minutes is not None:
+            lines.append(
+                f"training takes {self.minutes:,.1f} minutes, without validation and saving"
             )
         return "\n".join(lines)
 
@@ -295,6 +278,34 @@ def _example_batch(
     return batch | {"label_positions": positions}
 
 
+class _Stopwatch(Callback):
+    "Note when steps end, and stop after four."
+
+    def __init__(self):
+        self.ends: list[float] = []
+
+    def on_train_batch_end(self, trainer, *_: Any) -> None:
+        if trainer.global_step > len(self.ends):
+            self.ends.append(time.perf_counter())
+        trainer.should_stop = len(self.ends) == 4
+
+
+def _train_a_few(
+    module: Any,  # it is trained
+    batch: dict[str, Tensor],
+    trainer: Mapping[str, Any],  # options of `make_trainer`
+) -> tuple[
+    float, int
+]:  # seconds of an optimizer step; bytes of the process, or of the GPU's tensors
+    "Train four steps on a made-up batch, and measure them."
+    watch, batches = _Stopwatch(), [batch] * (4 * trainer["accumulate_grad_batches"])
+    with isolate_rng():
+        make_trainer(**trainer, callbacks=[watch]).fit(module, DataLoader(batches, batch_size=None))
+    is_gpu = module.device.type == "cuda"
+    peak = torch.cuda.max_memory_allocated() if is_gpu else peak_memory_bytes()
+    return min(b - a for a, b in zip(watch.ends, watch.ends[1:])), peak
+
+
 def estimate_memory(
     module: Any,  # a PretrainingModule; it need not be configured, and stays as it is
     rows: int,  # of a micro-batch on one device
@@ -304,8 +315,9 @@ def estimate_memory(
     device: str = "cpu",  # or cuda, where there is one
     saves_models: bool = True,  # whether the run writes model directories
     find_largest: bool = True,  # the largest micro-batch that fits: a few traces more
+    trainer: Mapping[str, Any] | None = None,  # of `make_trainer`; trains a few steps if they fit
 ) -> MemoryEstimate:
-    "Estimate the memory of a run without allocating it. Raises `ValueError`."
+    "Estimate the memory of a run, without allocating it unless it fits. Raises `ValueError`."
     h, config = module.hparams, module.config
     check_range("rows", rows, 1)
     check_range("length", length, 1, config.max_position_embeddings)
@@ -338,9 +350,17 @@ def estimate_memory(
     step, process = step_of(rows), process_bytes() if device == "cpu" else 0
     kept = step.weights + step.gradients + step.states
     saving = kept + 2 * step.weights if saves_models and device == "cpu" else 0
-    available, largest = available_bytes(device), None
-    if find_largest and available is not None:
-        room = available - process
+    estimate = MemoryEstimate(
+        step, process, saving, available_bytes(device), rows, length, None, device
+    )
+    if trainer is not None and estimate.fits is not False:
+        batch = _example_batch(h.objective, rows, length, label_rate, torch.device("cpu"))
+        seconds, measured = _train_a_few(module, batch, {**trainer, "precision": precision})
+        minutes = seconds * trainer["max_steps"] / 60
+        estimate = replace(estimate, measured=measured, minutes=minutes)
+    if find_largest and estimate.available is not None:
+        room = int((estimate.available - process) / estimate.overhead)
         largest = _largest_fitting(lambda n: step_of(n).peak, rows, kept, room)
-        largest = 0 if saving > room else largest
-    return MemoryEstimate(step, process, saving, available, rows, length, largest, device)
+        fits = process + saving <= estimate.available
+        estimate = replace(estimate, largest_rows=largest if fits else 0)
+    return estimate
