@@ -208,6 +208,7 @@ FAMILIES: dict[str, Family] = {  # by model_type
     "xlm-roberta": _roberta("XLMRoberta"),
     "camembert": _roberta("Camembert"),
     "data2vec-text": _roberta("Data2VecText", "data2vec_text"),
+    "ernie": _bert("ernie", prefix="Ernie", ignored=("use_cache", "task_type_vocab_size")),
     "electra": _bert("electra", prefix="Electra", heads=_ELECTRA_HEADS, second_names={},
                      keys={k: v for k, v in _BERT_KEYS.items() if k != "pooler"},
                      settings=(*_BERT_SETTINGS, ("hidden_size", "embedding_size")),

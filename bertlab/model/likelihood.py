@@ -48,7 +48,7 @@ def _count_bytes(ids_BL: Tensor, scored_BL: Tensor, vocabulary: Vocabulary, toke
     "Return the bytes of the scored tokens' text; 0 without a tokenizer."
     if tokenizer is None:
         return 0.0
-    return float((token_bytes(tokenizer, vocabulary.size)[ids_BL.cpu()] * scored_BL.cpu()).sum())
+    return float((token_bytes(tokenizer, vocabulary.size)[ids_BL.cpu()] * scored_BL).sum())
 
 
 @torch.no_grad()
@@ -59,9 +59,7 @@ def diffusion_nll_bound(
     attention_mask: Tensor | None = None,  # (B, L); None: no padding
     num_draws: int = 16,  # sets of masked tokens per text, an even number from 4 on
     seed: int = 0,
-    scored: Tensor | None = None,  # (B, L) bool: what may be masked; None: all but special tokens
     tokenizer: Any = None,  # for bits per byte
-    end_token_id: int | None = None,  # counts as a token that may be written; None: no
     batch_size: int = 64,
 ) -> TextLikelihood:
     """Bound the negative log-likelihood of texts (Ou et al. 2025; Nie et al. 2025, eq. 6).
@@ -71,10 +69,9 @@ def diffusion_nll_bound(
     if num_draws < 4 or num_draws % 2:
         raise ValueError(f"num_draws={num_draws} must be an even number, 4 or more")
     mask_BL = torch.ones_like(input_ids) if attention_mask is None else attention_mask
-    if scored is None:
-        batch = {"input_ids": input_ids.cpu().numpy(), "attention_mask": mask_BL.cpu().numpy()}
-        scored = torch.from_numpy(maskable_tokens(batch, vocabulary)).to(input_ids.device)
-    lengths_B = scored.sum(1).cpu().numpy()
+    batch = {"input_ids": input_ids.cpu().numpy(), "attention_mask": mask_BL.cpu().numpy()}
+    scored_BL = maskable_tokens(batch, vocabulary)
+    lengths_B = scored_BL.sum(1)
     if (lengths_B == 0).any():
         raise ValueError(f"text {int((lengths_B == 0).argmax())} has no token to score")
 
@@ -83,16 +80,14 @@ def diffusion_nll_bound(
         for rows in torch.arange(len(input_ids)).split(batch_size):
             ids, is_masked = input_ids[rows], masked_BL[rows].to(input_ids.device)
             masked = ids.masked_fill(is_masked, vocabulary.mask_token_id)
-            logp_NV = gap_log_probs(
-                model, masked, mask_BL[rows], is_masked, vocabulary, end_token_id
-            )
+            logp_NV = gap_log_probs(model, masked, mask_BL[rows], is_masked, vocabulary, None)
             logp_N = logp_NV.gather(1, ids[is_masked][:, None])[:, 0].cpu().double()
             sums_B.index_add_(0, rows[is_masked.nonzero()[:, 0].cpu()], -logp_N)
         return sums_B.numpy()
 
     with eval_mode(model):
-        nats_B, variance_B = _estimate(cost, scored.cpu().numpy(), num_draws, seed)
-    num_bytes = _count_bytes(input_ids, scored, vocabulary, tokenizer)
+        nats_B, variance_B = _estimate(cost, scored_BL, num_draws, seed)
+    num_bytes = _count_bytes(input_ids, torch.from_numpy(scored_BL), vocabulary, tokenizer)
     return TextLikelihood(nats_B, variance_B, lengths_B, num_bytes)
 
 
