@@ -1,8 +1,17 @@
-"What tests of models share: a small shape, and weights that have moved away from their start."
+"What tests of models share: random numbers, a small shape, and weights that have moved."
 
+import pytest
 import torch
 
 from bertlab.model.config import BertLabConfig, modernbert_tiny
+
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)  # in the files that import it
+def same_start_for_every_test():
+    torch.manual_seed(0)
 
 
 def small(**overrides) -> BertLabConfig:

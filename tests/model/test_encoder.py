@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from transformers import AutoModelForMaskedLM
 
 import model_cases
-from model_cases import lively
+from model_cases import lively, same_start_for_every_test  # noqa: F401
 
 from bertlab.model.attention import (
     ATTENTION_KERNELS,

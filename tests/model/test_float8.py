@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import model_cases
+from model_cases import same_start_for_every_test  # noqa: F401
 
 from bertlab.model.activation_checkpointing import checkpoint_activations
 from bertlab.model.config import BertLabConfig, modernbert_tiny

@@ -6,7 +6,7 @@ from torch._dynamo.testing import CompileCounter
 from torch.nn import functional as F
 from transformers import AutoModelForMaskedLM
 
-from model_cases import lively, small
+from model_cases import lively, same_start_for_every_test, small  # noqa: F401
 
 from bertlab.model.heads import (
     BertLabForEnhancedMaskedLM,

@@ -17,7 +17,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from model_cases import lively
+from model_cases import lively, same_start_for_every_test  # noqa: F401
 
 from bertlab.model.config import (
     BertLabConfig,

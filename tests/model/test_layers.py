@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 from transformers.activations import ACT2FN
 from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 
+from model_cases import same_start_for_every_test  # noqa: F401
+
 from bertlab.model.config import modernbert_tiny
 from bertlab.model.layers import (
     ACTIVATIONS,

@@ -12,7 +12,7 @@ from transformers import (
 )
 
 import model_cases
-from model_cases import lively
+from model_cases import lively, same_start_for_every_test  # noqa: F401
 
 from bertlab.model.encoder import BertLabModel
 from bertlab.model.heads import BertLabForEnhancedMaskedLM
