@@ -131,7 +131,6 @@ class PruningCallback(Callback):
         prune: bool,  # False: only report
     ):
         self.trial, self.metric, self.prune, self.pruned = trial, metric, prune, False
-        self._reported = 0  # validations
 
     @property
     def reason(self) -> str | None:  # for the report of the run
@@ -146,11 +145,9 @@ class PruningCallback(Callback):
             if isinstance(callback, BestCheckpoint)
         )
         history = next(c for c in trainer.callbacks if isinstance(c, History))
-        values = [_metric_of(row, metric) for row in history.validation]
-        for number in range(self._reported, len(values)):  # a resumed trial reports all again
-            if math.isfinite(values[number]):
-                self.trial.report(values[number], number + 1)
-        self._reported = len(values)
+        value = _metric_of(history.validation[-1], metric)
+        if math.isfinite(value):
+            self.trial.report(value, len(history.validation))
         if self.prune and self.trial.should_prune():
             self.pruned = trainer.should_stop = True
 

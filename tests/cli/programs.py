@@ -12,6 +12,16 @@ from pathlib import Path
 from forks import forked
 
 
+# What conftest sets for the sake of the tests; users have none of these.
+OF_TESTS = ("TOKENIZERS_PARALLELISM", "PYTHONHASHSEED", "GOMP_SPINCOUNT", "BERTLAB_PROGRESS",
+            "BERTLAB_CLAIMS")  # fmt: skip
+
+
+def users_environment() -> dict[str, str]:
+    "The environment that a user's shell has."
+    return {name: value for name, value in os.environ.items() if name not in OF_TESTS}
+
+
 @dataclass
 class Ended:
     "What `subprocess.run` would say."
@@ -23,6 +33,8 @@ class Ended:
 
 def _run(words: list[str], printed: str, errors: str, folder: str | None) -> None:
     os.setsid()
+    for name in OF_TESTS:
+        os.environ.pop(name, None)
     for path, descriptor in ((printed, 1), (errors, 2)):
         with open(path, "wb", buffering=0) as file:
             os.dup2(file.fileno(), descriptor)

@@ -8,6 +8,7 @@ from inspect import Parameter, signature
 from typing import Any
 
 import pytest
+from programs import users_environment
 
 from bertlab.cli.commands import COMMANDS
 from bertlab.cli.main import main
@@ -99,7 +100,12 @@ def test_help_and_mistakes_need_no_heavy_import(tmp_path):
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "a.txt").write_text("a")
     done = subprocess.run(
-        [sys.executable, "-c", HEAVY], input=WRONG, capture_output=True, text=True, cwd=tmp_path
+        [sys.executable, "-c", HEAVY],
+        input=WRONG,
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env=users_environment(),
     )
     assert done.returncode == 0, done.stderr[-2000:]
     messages = done.stderr.splitlines()
