@@ -571,6 +571,7 @@ def resolve_config(
 def check_model(
     module: PretrainingModule,
     max_steps: int,
+    ema_decay: float | None = None,  # of an average of the weights; None: there is none
 ) -> None:
     "Raise `ValueError` for an adapter, frozen weights or an optimizer that do not fit the model."
     options = module.options
@@ -583,7 +584,13 @@ def check_model(
 
     model = build_without_weights(build)
     freeze_weights(model, options.freeze)
-    build_optimizer(model, options, max_steps if max_steps > 0 else math.inf)
+    steps = max_steps if max_steps > 0 else math.inf
+    optimizer = build_optimizer(model, options, steps)["optimizer"]
+    if ema_decay is not None and callable(getattr(optimizer, "eval", None)):
+        raise ValueError(
+            f"run.ema_decay={ema_decay}: optimizer_class={options.optimizer_class!r} keeps an "
+            "average of its own; leave ema_decay out"
+        )
 
 
 def check_options(config: Mapping[str, Any]) -> None:  # of `resolve_config`
@@ -597,7 +604,7 @@ def check_options(config: Mapping[str, Any]) -> None:  # of `resolve_config`
     if model[MODEL] is None:  # else it is known when it is loaded
         with isolate_rng(), reporting_unknown_options():
             module = PretrainingModule(**{**model, TOKENIZER: None})
-            check_model(module, trainer["max_steps"])
+            check_model(module, trainer["max_steps"], config["run"]["ema_decay"])
         shape = module.config
     strategy = get_strategy(build_objects(trainer["strategy"]) or "auto")
     check_precision(strategy, trainer["precision"])
@@ -668,7 +675,7 @@ def build_pretraining(
         data.tokenizer = tokenizer
         module = _build_module(resolved, tokenizer)
         if model[MODEL] is not None:
-            check_model(module, trainer["max_steps"])
+            check_model(module, trainer["max_steps"], run.ema_decay)
         positions = getattr(module.config, "max_position_embeddings", None)
         if positions is not None and data.max_sequence_length > positions:
             raise ValueError(

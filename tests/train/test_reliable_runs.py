@@ -179,6 +179,13 @@ def test_a_resume_without_checkpoints_says_so(make_run, tmp_path, capsys):
     assert "has no checkpoint: the run begins at step 1" in capsys.readouterr().out
 
 
+def test_an_optimizer_with_averages_is_refused_before_a_file(make_run, tmp_path):
+    model = {"optimizer_class": "pytorch_optimizer.ScheduleFreeAdamW"}
+    with pytest.raises(ValueError, match="ema_decay=0.9.*ScheduleFreeAdamW"):
+        make_run(2, model=model, ema_decay=0.9)
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_run_that_saved_nothing_does_not_block_the_next(make_run, tmp_path, monkeypatch):
     made = make_run(2, validate_first=True)
 
