@@ -605,18 +605,21 @@ def _cell(cell: Any) -> Any:
 
 def _column_rows(
     file: SourceFile,
-    open_batches: Callable[[Any], Iterator[tuple[int, dict]]],  # first row, column: its cells
+    # Opens a table: the names of its columns, and a function of their positions that reads batches
+    open_table: Callable[[Any], tuple[list[str], Callable[[list[int]], Iterator[list]]]],
 ) -> Rows:
     import pyarrow
 
-    source, position = file.path, file.position
+    source, position, first = file.path, file.position, 0
     if source.suffix.lower() in COMPRESSIONS:
         source = pyarrow.BufferReader(file.file.read())
     try:
-        for first, columns in open_batches(source):
-            num_read = max(0, position.row - first)
-            values = zip(*(_cells(cells.slice(num_read)) for cells in columns.values()))
-            for position.row, row in enumerate(values, first + num_read + 1):
+        names, read_batches = open_table(source)
+        columns = _select_cells(file, names)
+        for batch in read_batches([*columns.values()]):
+            num_read, first = max(0, position.row - first), first + len(batch[0])
+            values = zip(*(_cells(cells.slice(num_read)) for cells in batch))
+            for position.row, row in enumerate(values, position.row + 1):
                 if errors := [value for value in row if isinstance(value, ValueError)]:
                     file.handle(ValueError(f"{file.path} row {position.row}: {errors[0]}"))
                 else:
@@ -628,33 +631,30 @@ def _column_rows(
 
 
 def read_parquet(file: SourceFile, options: ReadOptions) -> Rows:
-    "Read a Parquet table, batch by batch; row groups that were read are skipped."
+    "Read a Parquet table, batch by batch, and only the requested columns."
     from pyarrow import parquet  # here, because importing it takes longer than reading a text
 
-    def batches(source: Any) -> Iterator[tuple[int, dict]]:
-        with parquet.ParquetFile(source) as table:
-            names = table.schema_arrow.names
-            columns = _select_cells(file, names)
-            is_unique = len({*names}) == len(names)  # else all columns are read
-            read = [*columns.values()] if is_unique else [*range(len(names))]
-            requested = [names[n] for n in read] if is_unique else None
-            sizes = [table.metadata.row_group(g).num_rows for g in range(table.num_row_groups)]
-            first, group = 0, 0
-            while group < len(sizes) and first + sizes[group] <= file.position.row:
-                first, group = first + sizes[group], group + 1
-            groups = list(range(group, len(sizes)))
-            for batch in table.iter_batches(1000, row_groups=groups, columns=requested):
-                yield first, {c: batch.column(read.index(n)) for c, n in columns.items()}
-                first += len(batch)
+    def open_table(source: Any) -> tuple[list[str], Callable]:
+        table = parquet.ParquetFile(source)
+        names = table.schema_arrow.names
 
-    return _column_rows(file, batches)
+        def read_batches(numbers: list[int]) -> Iterator[list]:
+            if len({*names}) < len(names):  # a name does not choose a column
+                batches = table.iter_batches(1000)
+                return ([batch.column(n) for n in numbers] for batch in batches)
+            batches = table.iter_batches(1000, columns=[names[n] for n in numbers])
+            return (batch.columns for batch in batches)
+
+        return names, read_batches
+
+    return _column_rows(file, open_table)
 
 
 def read_arrow(file: SourceFile, options: ReadOptions) -> Rows:
     "Read an Arrow file or stream (`datasets` writes the latter), batch by batch."
     import pyarrow
 
-    def batches(source: Any) -> Iterator[tuple[int, dict]]:
+    def open_table(source: Any) -> tuple[list[str], Callable]:
         source = pyarrow.memory_map(str(source)) if isinstance(source, Path) else source
         try:
             reader = pyarrow.ipc.open_file(source)
@@ -662,15 +662,15 @@ def read_arrow(file: SourceFile, options: ReadOptions) -> Rows:
         except pyarrow.ArrowInvalid:
             source.seek(0)
             parts = reader = pyarrow.ipc.open_stream(source)
-        columns, first = _select_cells(file, reader.schema.names), 0
-        for part in parts:
-            for start in range(0, len(part), 1000):
-                if first + min(start + 1000, len(part)) > file.position.row:
-                    cells = {c: part.column(n).slice(start, 1000) for c, n in columns.items()}
-                    yield first + start, cells
-            first += len(part)
 
-    return _column_rows(file, batches)
+        def read_batches(numbers: list[int]) -> Iterator[list]:
+            for part in parts:
+                for start in range(0, len(part), 1000):
+                    yield [part.column(n).slice(start, 1000) for n in numbers]
+
+        return reader.schema.names, read_batches
+
+    return _column_rows(file, open_table)
 
 # %% ../../nbs/data/02_readers.ipynb #3f3085bb
 _HIDDEN = {"script", "style", "template", "noscript", "svg"}

@@ -390,22 +390,19 @@ def read_column(
 ) -> Any:  # an iterable
     "Return the column of a table, and anything else as it is. Raises `ValueError` for mappings."
     if isinstance(data, (str, bytes, Mapping)):
-        hint = "name the split, such as data['train']" if isinstance(data, Mapping) else "put it in a list, or name a file as pathlib.Path(...)"  # fmt: skip
-        raise ValueError(f"{argument} must be several texts, not one {type(data).__name__}; {hint}")
+        raise ValueError(
+            f"{argument} must be several texts, not one {type(data).__name__}: put a text in a "
+            "list, take a split such as data['train'], or name a file as pathlib.Path(...)"
+        )
     if isinstance(data, (list, tuple)) and data:
         if all(isinstance(row, str) and os.path.isfile(row) for row in data):
-            raise ValueError(
-                f"{argument} are names of files, such as {data[0]!r}: give paths instead"
-            )
-    names = getattr(data, "column_names", None)
-    if names is None and hasattr(data, "columns") and hasattr(data, "iloc"):  # of pandas
-        names = [*map(str, data.columns)]
+            raise ValueError(f"{argument} are names of files, such as {data[0]!r}: give paths instead")
+    is_frame = hasattr(data, "iloc")  # of pandas
+    names = data.columns if is_frame else getattr(data, "column_names", None)
     if names is None:
         return data
-    name = resolve_column(column, list(names))
-    if hasattr(data, "iloc"):
-        return data.iloc[:, names.index(name)].tolist()
-    return data[name].to_pylist() if hasattr(data[name], "to_pylist") else data[name]
+    values = data[resolve_column(column, list(names))]
+    return values.to_pylist() if hasattr(values, "to_pylist") else values
 
 # %% ../../nbs/data/03_sources.ipynb #01f40d44
 class TextStream:

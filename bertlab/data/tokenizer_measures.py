@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
+import regex
 
 from .tokenizers import iter_texts
 
@@ -32,10 +33,7 @@ def find_runs(
     pattern: str,  # a regular expression that knows \p{L}
 ) -> np.ndarray:  # (W, 2): start and end of each match, characters
     "Find all matches of a pattern, with the classes of letters that Python's `re` lacks."
-    from tokenizers import Regex, pre_tokenizers
-
-    cutter = pre_tokenizers.Split(Regex(pattern), behavior="removed", invert=True)
-    spans = [span for _, span in cutter.pre_tokenize_str(text)]
+    spans = [match.span() for match in regex.finditer(pattern, text)]
     return np.array(spans, dtype=np.int64).reshape(-1, 2)
 
 # %% ../../nbs/data/19_tokenizer_measures.ipynb #6208fd57
@@ -122,23 +120,12 @@ def measures_table(measures: Mapping[str, Mapping[str, float]]) -> str:  # Markd
     def cell(name: str, value: float | None) -> str:
         if value is None or value != value:
             return "-"
-        if isinstance(value, int):
-            return f"{value:,}"
-        return f"{value:.1%}" if name in _PERCENT else f"{value:.3f}"
+        form = "," if isinstance(value, int) else ".1%" if name in _PERCENT else ".3f"
+        return format(value, form)
 
-    rows = [["tokenizer", *(name.replace("_", " ") for name in columns)]]
-    rows += [
-        [name, *(cell(column, row.get(column)) for column in columns)]
-        for name, row in measures.items()
-    ]
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    rows.insert(1, ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])])
-    return "\n".join(
-        "| "
-        + " | ".join(
-            text.rjust(width) if index else text.ljust(width)
-            for index, (text, width) in enumerate(zip(row, widths))
-        )
-        + " |"
-        for row in rows
-    )
+    head = ["tokenizer", *(name.replace("_", " ") for name in columns)]
+    rows = [[name, *(cell(c, row.get(c)) for c in columns)] for name, row in measures.items()]
+    widths = [max(map(len, column)) for column in zip(head, *rows)]
+    rows = [head, ["-" * (width - 1) + ":" for width in widths], *rows]
+    cells = ([text.rjust(width) for text, width in zip(row, widths)] for row in rows)
+    return "\n".join(f"| {' | '.join(row)} |" for row in cells)

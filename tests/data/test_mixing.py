@@ -11,7 +11,6 @@ from bertlab.data.mixing import (
     MixtureOptions,
     allocate_tokens,
     normalize_weights,
-    temperature_weights,
 )
 from bertlab.data.packing import PackedDataset
 
@@ -48,7 +47,7 @@ def test_an_allocation_keeps_shares_and_limits(weights, data):
 def test_an_epoch_has_the_shares_of_tokens(sources):
     weights = {"a": 5, "b": 3, "c": 2}
     mixture = MixedDataset(sources, weights, max_repetition={"a": 1, "b": 4, "c": 4})
-    rows = mixture.__getitems__([(1, index) for index in range(len(mixture))])
+    rows = [mixture[1, index] for index in range(len(mixture))]
     ids = np.concatenate([row["input_ids"] for row in rows])
     counts = [((ids >= low) & (ids < low + 50)).sum() for low in (10, 100, 200)]
     assert np.abs(np.array(counts) / sum(counts) - [0.5, 0.3, 0.2]).max() < 0.01
@@ -69,7 +68,7 @@ def test_no_row_comes_twice_before_all_have_come(sources):
 def test_rows_have_the_address_of_the_mixture_and_are_repeatable(sources):
     mixture = MixedDataset(sources, [2, 1, 1])
     keys = [(2, index) for index in range(len(mixture))]
-    rows = mixture.__getitems__(keys)
+    rows = [mixture[key] for key in keys]
     assert [(row["epoch"], row["index"]) for row in rows] == keys
     again = MixedDataset(sources, [2, 1, 1])
     for key in keys[::7]:
@@ -84,16 +83,8 @@ def test_rows_have_the_address_of_the_mixture_and_are_repeatable(sources):
 
 def test_the_report_says_how_often_each_source_is_read(sources):
     mixture = MixedDataset(sources, {"a": 1, "b": 1, "c": 2}, max_repetition=4)
-    facts = mixture.describe()
-    assert facts["c"]["repetition"] == pytest.approx(4, abs=0.01) and facts["c"]["share"] == 0.5
-    assert "c: 50.0%" in mixture.report()
-
-
-def test_temperature_goes_from_proportional_to_even():
-    sizes = {"a": 900, "b": 100}
-    assert temperature_weights(sizes)["a"] == pytest.approx(0.9)
-    assert temperature_weights(sizes, 2)["b"] == pytest.approx(0.25)  # 10 of 30 + 10
-    assert temperature_weights(sizes, 1e9)["b"] == pytest.approx(0.5)
+    assert mixture.tokens["c"] / mixture.sizes["c"] == pytest.approx(4, abs=0.01)
+    assert "c: 50.0%" in mixture.report() and "(4.00 times)" in mixture.report()
 
 
 @settings(deadline=None, max_examples=30)
