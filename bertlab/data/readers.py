@@ -196,7 +196,7 @@ class SourceFile:
             raise ValueError(f"{self.path} is not {encoding} ({error})") from None
 
     def _decode(self) -> Iterator[Line]:
-        number, end, first = 0, 0, self.position.offset
+        line_number, end, first = 0, 0, self.position.offset
         encoding, blocks = self.options.encoding, self.file
         start = self.file.peek(4)
         encoding = next((name for mark, name in _MARKS.items() if start.startswith(mark)), encoding)
@@ -205,24 +205,24 @@ class SourceFile:
             self.position.learned["recoded"] = True  # offsets are not those of the file
         elif isinstance(self.file, io.BufferedReader) and self.file.seekable():
             self.file.seek(first)
-            number, end = self.position.line, first
+            line_number, end = self.position.line, first
         for block in blocks:  # up to and with \n
             for data in re.findall(_ONE_LINE, block) if b"\r" in block else (block,):
-                number, start, end = number + 1, end, end + len(data)
+                line_number, start, end = line_number + 1, end, end + len(data)
                 if end <= first:
                     continue
                 bare = data.rstrip(b"\r\n")
                 try:
                     text = bare.decode(encoding)
                     if 4 * text.count("\0") > len(text):
-                        self._refuse(number, data, "it holds zero bytes")
+                        self._refuse(line_number, data, "it holds zero bytes")
                 except UnicodeDecodeError as error:
                     position = start + error.start
                     reason = f"byte {bare[error.start]:#04x} at position {position}"
-                    self._refuse(number, data, reason)
+                    self._refuse(line_number, data, reason)
                     continue
                 text = text if start else text.removeprefix("\ufeff")
-                yield Line(number, text, end, data[len(bare) :].decode())
+                yield Line(line_number, text, end, data[len(bare) :].decode())
 
     def _refuse(self, line: int, data: bytes, reason: str) -> None:
         "Hand a line that does not decode to the handler. Raises `ValueError` for binary files."
@@ -414,10 +414,10 @@ def _fraction_fitting(texts: list[str], delimiter: str, quotechar: str) -> float
 def _likely_quotes(texts: list[str], delimiter: str) -> list[str]:
     "Return the quotes to try: cells that begin with one and do not end with it speak for none."
     cells = [cell for text in texts for cell in text.strip("\r\n").split(delimiter)]
-    begun = {mark: [cell for cell in cells if cell[:1] == mark] for mark in "\"'"}
-    ended = [cell for cell in begun['"'] if len(cell) > 1 and cell[-1] == '"']
-    quotes = ['"'] + ["'"] * (len(begun["'"]) > len(begun['"']))
-    return quotes + [""] * (len(ended) < len(begun['"']) / 2)
+    openings = {mark: [cell for cell in cells if cell[:1] == mark] for mark in "\"'"}
+    closed = [cell for cell in openings['"'] if len(cell) > 1 and cell[-1] == '"']
+    quotes = ['"'] + ["'"] * (len(openings["'"]) > len(openings['"']))
+    return quotes + [""] * (len(closed) < len(openings['"']) / 2)
 
 
 def _learn_dialect(file: SourceFile, options: ReadOptions) -> dict[str, str]:
@@ -427,12 +427,11 @@ def _learn_dialect(file: SourceFile, options: ReadOptions) -> dict[str, str]:
     delimiters = [mark for mark in dict.fromkeys(usual + ",;\t|") if mark in "".join(texts[:1])]
     if options.delimiter is not None:
         delimiters = ["\t" if options.delimiter == "\\t" else options.delimiter]
+    delimiters, quotes = delimiters or [usual], options.quotechar
     forms = [
         (delimiter, quotechar)
-        for delimiter in delimiters or [usual]
-        for quotechar in (
-            _likely_quotes(texts, delimiter) if options.quotechar is None else [options.quotechar]
-        )
+        for delimiter in delimiters
+        for quotechar in (_likely_quotes(texts, delimiter) if quotes is None else [quotes])
     ]
     delimiter, quotechar = max(forms, key=lambda form: _fraction_fitting(texts, *form))
     learned = {"delimiter": delimiter, "quotechar": quotechar}
@@ -478,16 +477,14 @@ def _csv_rows(file: SourceFile) -> Iterator[tuple[int, list[str]]]:
 # %% ../../nbs/data/02_readers.ipynb #381475ad
 def _select_cells(file: SourceFile, header: Sequence[str]) -> dict[str | int, int]:
     "Return the position of each requested column. Raises `ValueError` for a name of two columns."
-    names, counts = [], Counter()
-    for name in header:
-        counts[name] += 1
-        names.append(name if counts[name] == 1 else f"{name}.{counts[name]}")
+    counts = [header[: n + 1].count(name) for n, name in enumerate(header)]
+    names = [name if n == 1 else f"{name}.{n}" for name, n in zip(header, counts)]
     columns = file.select(names)
     for column, name in columns.items() if file.columns is not None else ():
-        if column == name and counts[name] > 1:
-            numbers = [n for n, other in enumerate(header, 1) if other == name]
+        if column == name and f"{name}.2" in names:
             raise ValueError(
-                f"{file.path}: columns {numbers} are all called {name!r}; name one by its number"
+                f"{file.path}: {header.count(name)} columns are called {name!r}; name one by its "
+                f"number, such as {names.index(name) + 1}"
             )
     return {column: names.index(name) for column, name in columns.items()}
 

@@ -268,10 +268,9 @@ def check_file_options(
 ) -> None:
     "Raise `ValueError` for options of hub datasets, given for something else."
     split = parse_split(options.split)[0] if can_slice else options.split
-    values = {"split": split, "config_name": options.config_name, "streaming": streaming}
-    defaults = {"split": "train", "config_name": None, "streaming": False}
-    for name, value in values.items():
-        if value != defaults[name]:
+    values = ("split", split, "train"), ("config_name", options.config_name, None)
+    for name, value, default in (*values, ("streaming", streaming, False)):
+        if value != default:
             raise ValueError(
                 f"{source} is no hub dataset and has only the split 'train': leave out "
                 f"{name}={value!r}"
@@ -468,15 +467,14 @@ class TextStream:
         "Return the position after the last text that was given."
         hub = self.hub if self.data is None else self.data.state_dict()
         return {"part": self.part, "number": self.number, "position": asdict(self.position),
-                "hub": hub, "num_parts": len(self.parts), **self._describe(self.part)}  # fmt: skip
+                "hub": hub, "num_parts": len(self.parts), "file": self._describe(self.part)}  # fmt: skip
 
-    def _describe(self, part: int) -> dict:
+    def _describe(self, part: int) -> str | None:
         "Return name and size of a file: a position in another or a changed one means nothing."
         path = self.parts[part] if part < len(self.parts) else None
         if not isinstance(path, Path):
-            return {}
-        size = path.stat().st_size if path.exists() else None
-        return {"name": _printable(path.name), "bytes": size}
+            return None
+        return f"{_printable(path.name)} ({path.stat().st_size if path.exists() else 0} bytes)"
 
     def load_state_dict(self, state: dict) -> None:
         "Continue from there. Raises `ValueError` for other files, or a changed one."
@@ -485,12 +483,10 @@ class TextStream:
                 f"the state is of a stream over {state['num_parts']} files or datasets, and this "
                 f"one has {len(self.parts)}"
             )
-        for key, value in self._describe(state["part"]).items():
-            if state[key] != value:
-                raise ValueError(
-                    f"the stream was in {state['name']} ({state['bytes']} bytes), and file "
-                    f"{state['part'] + 1} of it is now {self.parts[state['part']]} ({key}: "
-                    f"{value!r}): put the files back as they were, or start a new run"
-                )
+        if (file := self._describe(state["part"])) != state["file"]:
+            raise ValueError(
+                f"the stream was in {state['file']}, and file {state['part'] + 1} of it is now "
+                f"{file}: put the files back as they were, or start a new run"
+            )
         self.part, self.number, self.hub = state["part"], state["number"], state["hub"]
         self.position, self.data = Position(**state["position"]), None

@@ -70,7 +70,8 @@ def _drop_rare_characters(
     counts: Counter = Counter()
     for text in texts:
         counts.update(normalizer.normalize_str(text))
-    counts = Counter({char: count for char, count in counts.items() if not char.isspace()})
+    for space in filter(str.isspace, [*counts]):
+        del counts[space]
     by_frequency = sorted(counts, key=lambda character: (-counts[character], character))
     if limit is None:
         limit, missing = 1000, sum(counts.values())

@@ -413,32 +413,6 @@ def all_texts(corpus: Corpus) -> list[str]:
     return sorted(corpus.train_texts + corpus.validation_texts)
 
 
-@pytest.mark.parametrize(
-    "content, sample_by, expected",
-    [
-        ("a b\nc d\n", "auto", ["a b", "c d"]),
-        ("a b\r\nc d\r\n", "auto", ["a b", "c d"]),
-        ("a\nb\n\nc\nd\n\n\n \ne\n", "auto", ["a\nb", "c\nd", "e"]),
-        ("a\nb\n\nc\nd\n", "line", ["a", "b", "c", "d"]),
-        ("\ufeffa\nb\n", "line", ["a", "b"]),
-        ("a\nb\n", "paragraph", ["a\nb"]),
-        ("one\u2028line\nanother\x0cline\n", "line", ["one\u2028line", "another\x0cline"]),
-        (
-            "\n".join(f"t{i}" for i in range(99)) + "\n\nlast",
-            "auto",
-            [f"t{i}" for i in range(99)] + ["last"],
-        ),
-    ],
-)
-def test_a_text_is_cut_at_lines_or_at_blank_lines(tmp_path, content, sample_by, expected):
-    path = tmp_path / "a.txt"
-    path.write_bytes(content.encode())
-    corpus = load_corpus(path, sample_by=sample_by, validation_fraction=0)
-    assert corpus.train_texts == expected
-    unit = "paragraph" if any("\n" in text for text in expected) else "line"
-    assert f"files with one document per {unit}" in corpus.describe()
-
-
 def test_a_row_that_is_one_long_document_is_read(tmp_path):
     long = "word " * 60_000  # csv's own limit is 131,072 characters
     (tmp_path / "a.csv").write_text(f"text\nshort\n{long}\n")
@@ -563,21 +537,9 @@ BAD = {
     "missing file": (lambda p: p / "no.txt", {}, "no.txt", "does not exist"),
     "empty file": (b"", {}, "a.txt", "no document"),
     "header alone": (("a.csv", b"text\n"), {}, "a.csv", "no document"),
-    "too short": (b"a b\nc d\n", {"min_chars": 10}, "a.txt", "min_chars=10"),
     "copies of one document": (b"the same\n" * 50, {}, "documents (1)", "validation_fraction"),
-    "latin-1": ("na\u00efve\n".encode("latin-1"), {}, "a.txt", "byte 0xef at position 2"),
     "broken gzip": (("a.txt.gz", b"\x1f\x8bnot gzip"), {}, "a.txt.gz", "decompressed"),
     "table without the column": (("a.csv", b"id,body\n1,x\n"), {}, "'text'", "'id', 'body'"),
-    "one row without the column": (
-        ("a.jsonl", b'{"text": "a"}\n{"body": "x"}\n'),
-        {},
-        "line 2",
-        "'body'",
-    ),
-    "null": (("a.jsonl", b'{"text": "a"}\n{"text": null}\n'), {}, "line 2", "null"),
-    "number": (("a.json", b'[{"text": "a"}, {"text": 7}]'), {}, "row 2", "int"),
-    "no json": (("a.jsonl", b'{"text": "a"}\noops\n'), {}, "line 2", "not JSON"),
-    "open quote": (("a.csv", b'text\n"a\nb\n'), {}, "a.csv", "table"),
     "no parquet": (("a.parquet", b"plain"), {}, "a.parquet", "Parquet"),
     "empty directory": (lambda p: p, {}, "has no file to read", ".jsonl"),
     "unknown level": (lambda p: None, {"level": "all"}, "level", "'all'"),
@@ -622,18 +584,6 @@ def test_a_file_without_permission_is_named(tmp_path, monkeypatch):
 # --- the tokenizer --------------------------------------------------------------------------------
 
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
-
-
-def test_two_processes_train_the_same_vocabulary():
-    code = """
-    import hashlib
-    from bertlab.data.corpus import embedded_corpus
-    from bertlab.data.tokenizers import train_tokenizer
-    vocabulary = train_tokenizer(embedded_corpus(max_documents=3000).train_texts, 1500).get_vocab()
-    print(hashlib.sha256(repr(sorted(vocabulary.items())).encode()).hexdigest())
-    """
-    one = python(code, PYTHONHASHSEED="1", TOKENIZERS_PARALLELISM="true")
-    assert one == python(code, PYTHONHASHSEED="2", TOKENIZERS_PARALLELISM="false")
 
 
 def test_the_vocabulary_does_not_depend_on_the_order_of_texts(embedded):
@@ -720,15 +670,6 @@ def test_rare_characters_are_left_out():
     assert len(train_tokenizer(many, 1100)) <= 1100
     with pytest.raises(ValueError, match="limit_alphabet"):
         train_tokenizer(texts, 50, limit_alphabet=0)
-
-
-@pytest.mark.parametrize(
-    "texts, word", [("one string", "list"), ([], "0 documents"), (["", " "], "2 documents")]
-)
-def test_texts_that_cannot_train_a_tokenizer_get_one_line(texts, word):
-    with pytest.raises(ValueError) as error:
-        train_tokenizer(texts)
-    assert word in only_line(error)
 
 
 def test_a_saved_tokenizer_works_without_bertlab(tmp_path, tokenizer):

@@ -139,12 +139,14 @@ def test_a_byte_order_mark_names_the_encoding_and_resumes(encoding, tmp_path):
     assert [row["text"] for _, row in read_rows(path, position=Position(**vars(position)))] == ["c"]
 
 
-@pytest.mark.parametrize("sample_by, expected", [
-    ("line", ["a", "b", "", "c"]), ("paragraph", ["a\nb", "c"]), ("document", ["a\nb\n\nc"]),
-    ("auto", ["a\nb", "c"]),
+@pytest.mark.parametrize("content, sample_by, expected", [
+    ("a\nb\n\nc\n", "line", ["a", "b", "", "c"]), ("a\nb\n\nc\n", "document", ["a\nb\n\nc"]),
+    ("a\r\nb\r\n", "auto", ["a", "b"]), ("a\nb\n\nc\n\n\n \nd\n", "auto", ["a\nb", "c", "d"]),
+    ("\ufeffa\nb\n", "paragraph", ["a\nb"]), ("a\u2028b\nc\x0cd\n", "auto", ["a\u2028b", "c\x0cd"]),
+    ("a\n" * 99 + "\nb", "auto", [*"a" * 99, "", "b"]), ("", "auto", []),
 ])  # fmt: skip
-def test_a_text_is_cut_by_line_paragraph_or_not_at_all(sample_by, expected, tmp_path):
-    (tmp_path / "a.txt").write_text("a\nb\n\nc\n")
+def test_a_text_is_cut_by_line_paragraph_or_not_at_all(content, sample_by, expected, tmp_path):
+    (tmp_path / "a.txt").write_bytes(content.encode())
     assert texts_of(tmp_path / "a.txt", sample_by=sample_by) == expected
 
 
@@ -285,7 +287,7 @@ def test_odd_columns_are_read_and_odd_cells_handed_over(tmp_path):
             texts_of(tmp_path / name)
     (tmp_path / "a.csv").write_text("text,text\na,b\n")
     assert texts_of(tmp_path / "a.csv", 2) == ["b"]
-    with pytest.raises(ValueError, match=r"a.csv.*\[1, 2\].*'text'"):
+    with pytest.raises(ValueError, match="a.csv.*'text'.*number"):
         texts_of(tmp_path / "a.csv")
     (tmp_path / "a.jsonl").write_text('{"text": "a", "n": %s}\n' % ("9" * 5000))
     assert next(read_rows(tmp_path / "a.jsonl"))[1] == {"text": "a", "n": "9" * 5000}
