@@ -159,9 +159,12 @@ def guess_encodings(
 
     if b"\0" in data:
         return [*filter(fits, ("utf_32_le", "utf_32_be", "utf_16_le", "utf_16_be"))][:1]
-    match = from_bytes(data[: data.rfind(b"\n") + 1] or data).best()
+    sample = data[: data.rfind(b"\n") + 1] or data
+    match = from_bytes(sample).best()
     names = [] if match is None else match.could_be_from_charset
-    if names and not re.search("[\u0370-\u1fff\u2c00-\uffff]", str(match)) and fits("cp1252"):
+    is_one_byte = len(str(match)) == len(sample)
+    num_latin = len(re.findall(rb"[A-Za-z]", sample))
+    if names and is_one_byte and sum(b > 127 for b in sample) < num_latin and fits("cp1252"):
         names = [*dict.fromkeys(["cp1252", *names])]  # of Latin letters, the commonest by far
     return names[:3]
 

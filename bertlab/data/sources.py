@@ -395,7 +395,9 @@ def read_column(
         )
     if isinstance(data, (list, tuple)) and data:
         if all(isinstance(row, str) and os.path.isfile(row) for row in data):
-            raise ValueError(f"{argument} are names of files, such as {data[0]!r}: give paths instead")
+            raise ValueError(
+                f"{argument} are names of files, such as {data[0]!r}: give paths instead"
+            )
     is_frame = hasattr(data, "iloc")  # of pandas
     names = data.columns if is_frame else getattr(data, "column_names", None)
     if names is None:
