@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['Answer', 'best_pairs', 'answer_candidates', 'rank_answers', 'choose_answer', 'normalize_answer', 'score_answer',
-           'answer_scores', 'AnswerScores', 'AnswerWords', 'answer_by_words', 'QuestionAnswering']
+           'answer_scores', 'AnswerWords', 'answer_by_words', 'QuestionAnswering']
 
 # %% ../../nbs/finetuning/06_answers.ipynb #36461ce0
 import math
@@ -16,10 +16,6 @@ from typing import NamedTuple
 
 import numpy as np
 import regex
-import torch
-from torch import Tensor
-from torchmetrics import Metric
-from torchmetrics.utilities.data import dim_zero_cat
 
 from ..data.documents import grapheme_span, has_unspaced, split_words, word_pattern
 from ..data.rows import IGNORE_INDEX
@@ -167,40 +163,6 @@ def answer_scores(answers: Sequence[str], golds: Sequence) -> dict[str, float]:
         for score in ("exact_match", "f1")
     }
 
-# %% ../../nbs/finetuning/06_answers.ipynb #38cf874c
-class AnswerScores(Metric):
-    "Exact match and F1 of a split: candidates of all windows and processes, chosen at the end."
-
-    full_state_update, higher_is_better = False, True
-
-    def __init__(
-        self,
-        rows: Sequence[Mapping],  # with context and answers, by example
-        null_threshold: float = math.inf,  # of `choose_answer`
-        max_answer_tokens: int = 30,
-    ):
-        super().__init__()
-        self.contexts = [row["context"] for row in rows]
-        self.golds = [row["answers"] for row in rows]
-        self.null_threshold, self.max_answer_tokens = null_threshold, max_answer_tokens
-        self.add_state("spans", [], dist_reduce_fx="cat")
-        self.add_state("scores", [], dist_reduce_fx="cat")
-
-    def update(self, start_logits, end_logits, offsets, example_index) -> None:
-        logits = (x.float().cpu().numpy() for x in (start_logits, end_logits))
-        places = (x.cpu().numpy() for x in (offsets, example_index))
-        limits = {"max_answer_tokens": self.max_answer_tokens}
-        spans, scores = answer_candidates(*logits, *places, self.contexts, **limits)
-        self.spans.append(torch.from_numpy(spans).to(self.device))
-        self.scores.append(torch.from_numpy(scores).float().to(self.device))
-
-    def compute(self) -> dict[str, Tensor]:
-        spans, scores = (dim_zero_cat(x).cpu().numpy() for x in (self.spans, self.scores))
-        ranked = _merge_candidates(spans, scores, self.contexts)
-        texts = [choose_answer(answers, self.null_threshold).text for answers in ranked.values()]
-        scores = answer_scores(texts, [self.golds[n] for n in ranked])
-        return {name: torch.tensor(value) for name, value in scores.items()}
-
 # %% ../../nbs/finetuning/06_answers.ipynb #145053e0
 class AnswerWords:
     "Learn which words answers are made of, by the first two words of the question."
@@ -267,7 +229,7 @@ class QuestionAnswering(Task):
     reads_whole = trains_whole = True
     prediction_options = ("num_best", "null_threshold")
     saved_settings = ("doc_stride", "max_answer_tokens", "always_answered")
-    always_answered, max_answer_tokens, doc_stride = False, 30, None
+    always_answered, max_answer_tokens = False, 30
 
     def __init__(self, labels=None, num_labels=None):
         super().__init__(None, 2)
@@ -293,15 +255,6 @@ class QuestionAnswering(Task):
     def config_settings(self):
         return {"num_labels": 2}
 
-    def make_collator(self, tokenizer, max_sequence_length, labelled=True, **options):
-        if self.doc_stride is not None:
-            options = {"doc_stride": self.doc_stride, **options}
-        collator = super().make_collator(
-            tokenizer, max_sequence_length, labelled, context_column="context", **options
-        )
-        self.doc_stride = collator.doc_stride
-        return collator
-
     def learn_lengths(self, encoded: Sequence[Mapping]) -> None:
         "Allow answers as long as the longest of training, and 30 tokens at least."
         labelled = [row for row in encoded if "end_positions" in row]
@@ -316,14 +269,6 @@ class QuestionAnswering(Task):
         targets = [end_B.masked_fill(~inside_B, IGNORE_INDEX) for end_B in ends]
         sums = [masked_lm_loss(output[name], t) for name, t in zip(self.outputs, targets)]
         return (sums[0][0] + sums[1][0]) / 2, sums[0][1]
-
-    def metric(self, rows):
-        return AnswerScores(rows, self.null_threshold, self.max_answer_tokens)
-
-    def for_metric(self, output, batch):
-        real_B = batch["example_index"] >= 0
-        parts = *(output[name] for name in self.outputs), batch["offsets"], batch["example_index"]
-        return tuple(part[real_B] for part in parts)
 
     def score(self, rows, predictions):
         texts = [prediction["predicted_answer"] or "" for prediction in predictions]

@@ -236,10 +236,7 @@ class BuiltinDataset:
     name: str  # a key of BUILTIN_DATASETS, or "own rows"
     task: str  # a key of TASKS
     description: str  # in one sentence
-    text_column: str  # key of the rows
-    label_column: str  # key of the rows
     label_names: tuple[str, ...]  # sorted; empty for questions
-    metric: str  # the one to compare by, as `get_metrics_for_task` calls it
     train: list[dict]  # rows to learn from
     validation: list[dict]  # rows to choose by
     test: list[dict]  # rows that are scored once
@@ -460,7 +457,6 @@ class BuiltinRecipe(NamedTuple):
     description: str
     make_rows: Callable[..., list[dict]]
     group_of: Callable[[str], str]  # from a source to what stays in one split
-    metric: str
     max_sequence_length: int
     sizes: dict[str, int] = SIZES
 
@@ -468,19 +464,19 @@ class BuiltinRecipe(NamedTuple):
 BUILTIN_DATASETS = {
     "docstring-area": BuiltinRecipe(
         "classification", "which area of the standard library a docstring belongs to",
-        area_rows, class_of, "f1_macro", 64, SIZES | {"train": 2000},
+        area_rows, class_of, 64, SIZES | {"train": 2000},
     ),
     "code-tokens": BuiltinRecipe(
         "token_classification", "what each word of a function's code is",
-        code_rows, module_of, "f1_macro", 128,
+        code_rows, module_of, 128,
     ),
     "doc-words": BuiltinRecipe(
         "token_classification", "which words of a docstring are parameters or names of the code",
-        word_rows, module_of, "f1_macro", 128,
+        word_rows, module_of, 128,
     ),
     "api-questions": BuiltinRecipe(
         "question_answering", "defaults, results and exceptions of documented functions",
-        question_rows, module_of, "f1", 192,
+        question_rows, module_of, 192,
     ),
 }  # fmt: skip
 
@@ -497,16 +493,12 @@ def load_builtin_dataset(
         look_up(split, SHARES, "sizes")
     rows = recipe.make_rows(**options)
     splits, dropped = divide_rows(rows, seed, recipe.sizes | (sizes or {}), recipe.group_of)
-    columns, labels = ("question", "answers"), []
-    if recipe.task != "question_answering":
-        columns, labels = ("text", "label"), flatten([row["label"] for row in splits["train"]])
+    labels = flatten([row.get("label", []) for row in splits["train"]])
     return BuiltinDataset(
         name,
         recipe.task,
         recipe.description,
-        *columns,
         tuple(sorted(set(labels))),
-        recipe.metric,
         **splits,
         max_sequence_length=recipe.max_sequence_length,
         num_dropped=dropped,

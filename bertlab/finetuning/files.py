@@ -362,27 +362,24 @@ def find_files(
 
     A single file is for training; of a directory, the files whose names name a split, if any do.
     """
-    if isinstance(source, (list, tuple)):
-        if len(source) > 1:
-            splits = [split_called(Path(path).name) or "train" for path in source]
-            source = {s: [p for p, own in zip(source, splits) if own == s] for s in splits}
-        else:
-            [source] = source
+    as_list = lambda paths: [paths] if isinstance(paths, (str, os.PathLike)) else list(paths)
     if isinstance(source, Mapping):
-        as_list = lambda files: [files] if isinstance(files, (str, Path)) else files
         return {
-            split_called(str(split)) or split: [Path(p).expanduser() for p in as_list(files)]
-            for split, files in source.items()
+            split_called(str(split)) or split: [Path(path).expanduser() for path in as_list(paths)]
+            for split, paths in source.items()
         }
-    path = Path(source).expanduser()
-    if config_name or not is_local(os.fspath(source)):
+    files = [Path(path).expanduser() for path in as_list(source)]
+    root, is_single = files[0], len(files) == 1
+    if is_single and (config_name or not is_local(os.fspath(as_list(source)[0]))):
         return {}
-    if path.is_file():
-        return {"train": [path]}
-    files = [file for file in list_files(path) if file_format or guess_format(file)]
+    if is_single and root.is_dir():
+        files = [file for file in list_files(root) if file_format or guess_format(file)]
+    elif is_single:
+        return {"train": files}
     splits: dict[str, list[Path]] = {}
     for file in files:
-        if split := split_called(str(file.relative_to(path))):
+        name = file.relative_to(root) if is_single else file.name
+        if split := split_called(str(name)) or not is_single and "train":
             splits.setdefault(split, []).append(file)
     return splits or ({"train": files} if files else {})
 

@@ -340,7 +340,7 @@ class FinetuningModule(TrainingModule):
         self._loss_sums += torch.stack([part.float() for part in sums])
         if self.metric is not None:
             parts = self.task.for_metric(on_host(output), on_host(batch))
-            if len(parts[0]):
+            if len(parts) and len(parts[0]):
                 self.metric.update(*parts)
 
     def compute_metrics(self, stage: str) -> dict[str, Tensor]:  # what is logged

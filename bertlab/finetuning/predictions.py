@@ -26,9 +26,9 @@ from ..core.files import atomic_write
 from ..core.names import check_choice, check_range
 from ..data.rows import IGNORE_INDEX
 from ..data.tokenizers import load_tokenizer
-from .data import find_column, request_columns, usual_columns
+from .data import find_column, read_row, request_columns, usual_columns
 from .evaluation import Evaluation
-from .files import CONLLU, Table, guess_format, read_labelled
+from .files import CONLLU, Table, flatten, guess_format, read_labelled
 from .models import without_reports
 from .task import LabelNames, Task, count_long, get_task, load_task
 from ..model.huggingface import check_tokenizer, load_model, read_config
@@ -186,21 +186,16 @@ class Predictor:
     ) -> Predictions:  # with scores, if the rows have labels that the model knows
         "Compare predictions with the labels of their rows."
         task, role = self.task, self.task.label_column
-        is_there = {*np.atleast_1d(self.label_column)} <= {*table.columns}
-        label = self.label_column if is_there else usual_columns(task, table)[role]
-        if isinstance(label, str) and (
-            label not in table.columns or not table.is_labelled(label, -1)
-        ):
+        label = self.label_column or usual_columns(task, table)[role]
+        is_there = {*flatten([label])} <= {*table.columns}
+        if not is_there or isinstance(label, str) and not table.is_labelled(label, -1):
             return predictions
         columns = {**self.find_columns(table, text_column), role: label}
-        cells = [row.get(label) for row in table] if isinstance(label, str) else []
-        read_cell = task.cell_reader([cell for cell in cells if isinstance(cell, str)])
-        rows, answers = [], []
+        cells = [cell for row in table if isinstance(cell := row.get(str(label)), str)]
+        read_cell, rows, answers = task.cell_reader(cells), [], []
         for row, answer in zip(table, predictions.rows):
             try:
-                if isinstance(label, str) and isinstance(row[label], str):
-                    row = {**row, label: read_cell(row[label])}
-                row = task.read(row, columns)
+                row = read_row(task, row, columns, read_cell)
                 value = row[role] if task.labels is None else _as_names(row[role])
                 rows.append({**row, role: task.name_label(value)})
                 answers.append(answer)

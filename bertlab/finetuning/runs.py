@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader
 from ..core.devices import find_accelerator
 from ..core.names import check_choice
 from ..data.tokenizers import load_tokenizer
+from .evaluation import format_table
 from .models import save_predictor
 from .module import FinetuningModule
 from ..train.resume import read_checkpoint
@@ -398,11 +399,4 @@ class SeedResults:
         if len(self.runs) > 1:
             columns = {"mean": self.mean(), "std": self.deviation(), **columns}
         columns |= dict(baselines or {})
-        width = max(map(len, self.runs[0]))
-        sizes = {name: max(6, len(name)) for name in columns}
-        lines = [f"{'metric':<{width}}" + "".join(f"  {n:>{size}}" for n, size in sizes.items())]
-        for metric in self.runs[0]:
-            cells = (f"{c[metric]:.3f}" if metric in c else "" for c in columns.values())
-            row = "".join(f"  {cell:>{size}}" for cell, size in zip(cells, sizes.values()))
-            lines.append(f"{metric:<{width}}{row}".rstrip())
-        return "\n".join(lines)
+        return format_table(columns, self.runs[0])

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from bertlab.data.tokenizers import train_tokenizer
 from bertlab.finetuning.answers import (
     Answer,
-    AnswerScores,
+    QuestionAnswering,
     choose_answer,
     normalize_answer,
     rank_answers,
@@ -121,10 +121,13 @@ def test_windows_in_any_order_give_one_answer_a_question():
     rows = [{"context": "ab cd ef gh", "answers": {"text": [gold]}} for gold in ("cd ef", "gh")]
     parts = [(window(2, 3), 0), (window(4, 4) / 9, 0), (window(4, 4), 1), (window(0, 0), -1)]
     for order in (parts, parts[::-1]):
-        metric = AnswerScores(rows)
+        task = QuestionAnswering()
+        metric = task.metric(rows)
         for logits, example in order:
-            ends = (torch.tensor(x)[None] for x in logits)
-            metric.update(*ends, torch.tensor(OFFSETS)[None], torch.tensor([example]))
+            ends = {name: torch.tensor(x)[None] for name, x in zip(task.outputs, logits)}
+            batch = {"offsets": torch.tensor(OFFSETS)[None], "example_index": torch.tensor([example]),
+                     "attention_mask": torch.ones(1, 6, dtype=torch.int64)}  # fmt: skip
+            metric.update(*task.for_metric(ends, batch))
         assert metric.compute() == {"exact_match": 1, "f1": 1}
 
 

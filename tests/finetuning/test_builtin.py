@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bertlab.finetuning.answers import answer_by_words
 from bertlab.finetuning.baselines import compute_baselines, dataset_baselines
 from bertlab.data.tokenizers import train_tokenizer
 from bertlab.data.documents import (
@@ -233,19 +232,6 @@ def test_wrong_names_are_refused(wrong, words):
 
 
 # Scores and baselines
-
-
-@pytest.mark.parametrize("name", ["docstring-area", "doc-words", "api-questions"])
-def test_a_simple_method_beats_the_majority(name):
-    dataset = small(name)
-    found = dataset_baselines(dataset)
-    assert found["bag of words"].scores[dataset.metric] > found["majority"].scores[dataset.metric]
-    hidden = [
-        {k: v for k, v in row.items() if k not in ("label", "answers")} for row in dataset.test
-    ]
-    if name == "api-questions":
-        said = answer_by_words(dataset.train, dataset.validation, hidden)
-        assert said == [row["predicted_answer"] for row in found["bag of words"].predictions]
 
 
 def test_a_data_module_has_the_baselines_of_its_rows():

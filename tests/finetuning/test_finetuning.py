@@ -162,61 +162,6 @@ def test_a_number_is_learned():
     )
 
 
-# --- scores equal those of the libraries ----------------------------------------------------------
-
-
-def test_scores_of_texts_are_scikit_learns():
-    from sklearn import metrics
-
-    module, data = module_for(), data_for()
-    trainer = fit(module, data, 3)
-    values = logged(trainer)
-    logits = torch.cat([batch["logits"] for batch in predict(module, data.val_dataloader())])
-    by_trainer = torch.cat(
-        [batch["logits"] for batch in trainer.predict(module, data.val_dataloader())]
-    )
-    assert torch.equal(by_trainer, logits)  # without the blank rows that fill the last batch
-    truth, guess = (
-        [data.label2id[row["label"]] for row in texts_of(19, 1)],
-        logits.argmax(-1).numpy(),
-    )
-    expected = {
-        "accuracy": metrics.accuracy_score(truth, guess),
-        "f1_macro": metrics.f1_score(truth, guess, average="macro", zero_division=0),
-        "mcc": metrics.matthews_corrcoef(truth, guess),
-        "loss": metrics.log_loss(truth, logits.double().softmax(-1).numpy(), labels=[0, 1]),
-    }
-    for name, value in expected.items():
-        assert values[f"val_{name}"] == pytest.approx(value, abs=1e-5), name
-
-
-def test_answers_are_scored_over_all_windows_of_a_context():
-    from bertlab.finetuning.answers import rank_answers, score_answer
-
-    module, data = module_for("question_answering"), data_for("question_answering")
-    trainer = fit(module, data, 8)
-    rows, found = asked(19, 1), {}
-    batches = predict(module, data.val_dataloader())
-    assert (
-        sum(len(b["example_index"]) for b in batches)
-        == len(data.datasets["validation"])
-        > len(rows)
-    )
-    columns = ("start_logits", "end_logits", "offsets", "example_index")
-    windows = [[one for batch in batches for one in batch[name].numpy()] for name in columns]
-    for i, ranked in rank_answers(*windows, [row["context"] for row in rows]).items():
-        found[i] = next(answer.text for answer in ranked if answer.text)
-    assert sorted(found) == list(range(19))
-    for score in ("f1", "exact_match"):
-        expected = np.mean(
-            [
-                score_answer(found[i], [row["answers"][0]["text"]], score)
-                for i, row in enumerate(rows)
-            ]
-        )
-        assert logged(trainer)[f"val_{score}"] == pytest.approx(expected, abs=1e-6)
-
-
 # --- one batch or many ----------------------------------------------------------------------------
 
 

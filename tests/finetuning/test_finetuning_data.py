@@ -17,7 +17,6 @@ from bertlab.data.tokenizers import train_tokenizer
 from bertlab.finetuning.data import FinetuningDataModule, hold_out_texts, usual_columns
 from bertlab.finetuning.files import Table
 from bertlab.finetuning.task import get_task
-from bertlab.data.loaders import EpochBatches
 
 many = settings(max_examples=100, deadline=None, derandomize=True)
 pytestmark = pytest.mark.filterwarnings("ignore:there is no validation split")
@@ -364,23 +363,6 @@ def test_ranks_read_disjoint_rows_and_equally_many(world_size):
     assert sorted(seen) == sorted(row["text"].strip() for row in rows_of(11))
 
 
-@pytest.mark.parametrize("num_workers, stop", [(0, 1), (2, 7), (0, 13)])
-def test_a_stopped_run_continues_with_the_next_batch(stop, num_workers):
-    def first(loader, n):
-        batches = []
-        while len(batches) < n:
-            batches += [batch["input_ids"] for batch, _ in zip(loader, range(n - len(batches)))]
-        return batches
-
-    data = given_rows(rows_of(24), rows_of(2), num_workers=num_workers)  # 6 batches an epoch
-    whole = first(given_rows(rows_of(24), rows_of(2)).train_dataloader(), 16)
-    loader = data.train_dataloader()
-    assert isinstance(loader, EpochBatches)
-    before, again = first(loader, stop), data.train_dataloader()
-    again.load_state_dict(again.state_dict() | {"delivered": stop})
-    assert all(map(torch.equal, whole, before + first(again, 16 - stop)))
-
-
 def question(i: int, context: str) -> dict:
     answers = {"text": ["good"], "answer_start": [context.index("good")]}
     return {"question": f"text number {i} ?", "context": context, "answers": answers}
@@ -519,26 +501,6 @@ def test_texts_that_are_cut_are_counted_and_said():
     assert "2 texts have more than max_sequence_length=64 tokens" in data.describe()
     tags = [{"text": ["good"] * n, "label": ["A"] * n} for n in (3, 62, 63)]
     assert given_rows(tags, tags[:1], task="token_classification").num_cut["train"] == 1
-
-
-def test_scored_rows_are_part_of_the_resume_identity():
-    rows, differing = (
-        rows_of(12),
-        lambda one, other: {name for name in one if one[name] != other[name]},
-    )
-    parts = ((0, 4), (0, 4), (1, 4), (0, 5))
-    known, again, val, test = (
-        given_rows(rows, rows[v : v + 4], rows[t:8]).resume_identity() for v, t in parts
-    )
-    assert differing(known, again) == set() and {"validation rows", "test rows"} <= set(known)
-    assert differing(known, val) == {"validation rows"} and differing(known, test) == {"test rows"}
-    answers = [{"text": "good", "answer_start": 0}, {"text": "good", "answer_start": 5}]
-    asked = [
-        {"question": "good", "context": "good good bad", "answers": answers[:n]} for n in (1, 2)
-    ]
-    options = {"task": "question_answering", "collator_kwargs": {"doc_stride": 4}}
-    one, two = (given_rows(asked, [row], **options).resume_identity() for row in asked)
-    assert differing(one, two) == {"validation rows"}, "a second right answer is in the texts alone"
 
 
 @pytest.mark.parametrize("row, message", [
