@@ -58,6 +58,8 @@ def finetune_embeddings(
     output = run.output
     with lock_directory(output):
         run.prepare()
+        if run.resume and run.is_finished():
+            return
         print(run.describe(), flush=True)
         metrics = {name: float(value) for name, value in run.fit().items() if name != "step"}
         logged = {name: float(value) for name, value in run.trainer.callback_metrics.items()}
@@ -66,7 +68,8 @@ def finetune_embeddings(
             name: {f"val_{measure}": value for measure, value in values.items()}
             for name, values in (pair_baselines(validation) if validation else {}).items()
         }
-        write_json(output / "metrics.json", {**logged, **metrics, "baselines": baselines})
+        steps = dict.fromkeys(("steps", "validated_step"), run.trainer.global_step)
+        write_json(output / "metrics.json", {**logged, **metrics, **steps, "baselines": baselines})
     is_ours = load_json(output / "config.json")["model_type"] == BertLabConfig.model_type
     load = f"{'import bertlab, then ' * is_ours}load it with SentenceTransformer({str(output)!r})"
     lines = []

@@ -44,7 +44,8 @@ from bertlab.train.modules import (
     resolve_compile,
 )
 from ..train.config import RunConfig
-from ..train.modules import build_optimizer, build_param_groups, optimizer_options
+from ..train.modules import build_optimizer, build_param_groups, default_learning_rate
+from ..train.modules import optimizer_options
 from ..train.initialization import config_from_tokenizer
 from ..train.modules import apply_activation_checkpointing
 from ..train.run import RunParts, reporting_unknown_options, trainer_options
@@ -169,7 +170,8 @@ class EmbeddingModule(TrainingModule):
         distillation: str | None = None,  # kl or margin_mse, where pairs have scores
         distillation_weight: float = 1.0,  # of the teacher's part of the loss
         contrastive_weight: float = 1.0,  # 0: learn from the teacher alone
-        learning_rate: float = 2e-4,  # the schedule's peak; one for AdamW, others want their own
+        # The schedule's peak; None: by width, optimizer, adapter, and where weights come from.
+        learning_rate: float | None = None,
         weight_decay: float = 0.01,  # on matrices alone
         layer_decay: float = 1.0,  # factor of the learning rate from each layer to the next lower one
         compile_model: bool | str | dict[str, Any] | None = False,  # None: on a GPU; or a mode
@@ -280,6 +282,10 @@ class EmbeddingModule(TrainingModule):
         if h.adapter is not None:
             add_adapter(encoder, h.adapter)
         freeze_weights(encoder, h.freeze)
+        if h.learning_rate is None:
+            start = "new" if h.pretrained_model_name_or_path is None else "finetuning"
+            start, width = "adapter" if h.adapter else start, encoder.config.hidden_size
+            h.learning_rate = default_learning_rate(width, start, h.optimizer_class)
         length = config.get("max_sequence_length")
         self.own_length = max_text_length(encoder, self.tokenizer, length) if config else None
         pooling, st_config = h.pooling or config.get("pooling", "mean"), config.get("st_config")
@@ -322,6 +328,7 @@ class EmbeddingModule(TrainingModule):
         h, model = self.hparams, self.model
         self.frozen = [n for n, p in model.named_parameters() if not p.requires_grad]
         parts = [f"bi-encoder from {h.pretrained_model_name_or_path or 'random weights'}"]
+        parts.append(f"rate {h.learning_rate:.3g} at its peak")
         parts.append(saved_as(model.encoder, tokenizer=self.tokenizer))
         if not model.packs:
             parts.append("one text a row")

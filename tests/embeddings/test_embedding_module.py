@@ -237,6 +237,17 @@ def test_an_adapter_trains_and_the_encoder_below_stays(base, adapter, part):
     assert moved and all(part in name for name in moved)
 
 
+@pytest.mark.parametrize(
+    "source, options, rate", [("new", {}, 3e-3), ("base", {}, 1e-3), ("base", {"adapter": "lora"}, 2e-3), ("base", {"learning_rate": 7e-5}, 7e-5)]
+)  # fmt: skip
+def test_the_rate_follows_where_weights_come_from(base, source, options, rate):
+    origin = {"model_config_kwargs": small_config()} if source == "new" else {"pretrained_model_name_or_path": str(base)}  # fmt: skip
+    tokenizer = {"pretrained_tokenizer_name_or_path": small_tokenizer()}
+    module = EmbeddingModule(**origin, **tokenizer, **options)
+    module.configure_model()
+    assert module.hparams.learning_rate == pytest.approx(rate), "the largest ones, at width 32"
+
+
 def test_a_saved_adapter_is_merged_and_kept(base, tmp_path):
     from bertlab.embeddings.bi_encoder import BiEncoder
 
@@ -354,7 +365,11 @@ def test_a_checkpoint_brings_prompts_and_the_comparison_back(tmp_path):
         tmp_path / "x.ckpt", pretrained_tokenizer_name_or_path=small_tokenizer()
     )  # noqa: E731
     saved = BiEncoder.load(load().save(tmp_path / "again"))
-    assert saved.st_config == module.model.st_config == {**ST_DEFAULTS, **st_options}
+    assert (
+        saved.st_config
+        == module.model.st_config
+        == {**ST_DEFAULTS, **st_options, "matryoshka_dims": []}
+    )
 
 
 @pytest.mark.parametrize(
