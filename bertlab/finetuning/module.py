@@ -117,7 +117,7 @@ class FinetuningModule(TrainingModule):
         task: Any,  # a key of TASKS, a dotted name, a class or an object
         pretrained_model_name_or_path: str | os.PathLike | None = None,  # None: random weights
         num_labels: int | None = None,  # None: as many as the data has
-        # Peak of the schedule; None: by width, optimizer and adapter, with linear
+        # Peak of the schedule; None: by width, steps, optimizer and adapter, with linear
         # warmup and decay unless scheduler options are given.
         learning_rate: float | None = None,
         weight_decay: float = 0.01,  # on matrices alone
@@ -244,10 +244,6 @@ class FinetuningModule(TrainingModule):
             head = {n.partition(".")[0] for n in self.model.state_dict() if not n.startswith(base)}
             add_adapter(self.model, h.adapter, sorted(head))
         freeze_weights(self.model, h.freeze_layers, "freeze_layers")
-        if h.learning_rate is None:
-            start = "adapter" if h.adapter else "new" if source is None else "finetuning"
-            width = self.config.hidden_size
-            h.learning_rate = default_learning_rate(width, start, h.optimizer_class)
         self.frozen = [n for n, p in self.model.named_parameters() if not p.requires_grad]
         device = self.trainer.strategy.root_device if self._trainer else torch.device("cpu")
         apply_activation_checkpointing(self.model, h.gradient_checkpointing, device)
@@ -281,7 +277,13 @@ class FinetuningModule(TrainingModule):
     ) -> dict[str, Any]:  # what Lightning's `configure_optimizers` returns
         "Build optimizer and schedule. Raises `ValueError` for options that do not fit them."
         self.hparams.update({**self._objects, **self.hparams})  # a model that was built elsewhere
-        h, options = self.hparams, optimizer_options(self.hparams)
+        h, is_new = self.hparams, self.hparams.pretrained_model_name_or_path is None
+        if h.learning_rate is None:
+            start = "adapter" if h.adapter else "new" if is_new else "finetuning"
+            h.learning_rate = default_learning_rate(
+                self.config.hidden_size, start, h.optimizer_class, total_steps
+            )
+        options = optimizer_options(h)
         groups = finetuning_groups(self.model, h)
         optimizer = get_optimizer(h.optimizer_class, groups, options, h.optimizer_quantized)
         has_schedule = h.scheduler_type or h.warmup_steps or h.warmup_ratio

@@ -57,12 +57,13 @@ from .objectives import OBJECTIVES, check_batch, collator_objective, find_object
 from .steps import TrainingModule, data_parallel_size, plain_options
 
 # %% ../../nbs/train/05_modules.ipynb #d488a5e9
-# AdamW's peak at width 768 if no learning_rate is given, the power of 768 / D, and the maximum.
+# AdamW's peak at width 768 if no learning_rate is given, the power of 768 / D, and the maximum; fine-tuning's
+# is that of 200 steps (benchmarks/learning_rates.py).
 DEFAULT_LEARNING_RATES = {
     "new": (5e-4, 1, 3e-3),
     "continued": (2e-4, 1, 1e-3),
     "adapter": (5e-4, 1, 2e-3),
-    "finetuning": (5e-5, 2, 1e-3),
+    "finetuning": (1.5e-4, 1.2, 4e-3),
 }
 WARMUP_SHARE = 0.06  # of the run, where no warmup is given (RoBERTa's: Liu et al. 2019, table 9)
 OPEN_WARMUP_STEPS = 1000  # where the run has no known end
@@ -81,9 +82,12 @@ def default_learning_rate(
     hidden_size: int,  # D
     start: str = "new",  # a key of DEFAULT_LEARNING_RATES
     optimizer_class: Any = "adamw",  # scales the rate if its factor to AdamW is known
+    total_steps: float = math.inf,  # of fine-tuning: the fewer, the more each has to learn
 ) -> float:
     "Return the peak learning rate for a width; narrow models take more (Yang et al. 2021)."
     base, power, highest = DEFAULT_LEARNING_RATES[start]
+    if start == "finetuning":
+        base *= min(4, max(1 / 4, 200 / total_steps))
     learning_rate = min(highest, base * (768 / hidden_size) ** power)
     factor = optimizer_spec(optimizer_class).rate
     if factor is None:

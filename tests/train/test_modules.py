@@ -838,6 +838,21 @@ def test_lightnings_checkpoints_in_shards_have_no_directories(tmp_path):
         module.setup("fit")
 
 
+@pytest.mark.parametrize(
+    "hidden_size, total_steps, rate",
+    [
+        (768, 200, 1.5e-4),
+        (768, 400, 7.5e-5),
+        (768, math.inf, 3.75e-5),
+        (192, 100, 1.583e-3),
+        (192, 2, 3.167e-3),
+    ],
+)
+def test_fewer_steps_of_fine_tuning_take_a_higher_rate(hidden_size, total_steps, rate):
+    default = default_learning_rate(hidden_size, "finetuning", total_steps=total_steps)
+    assert default == pytest.approx(rate, rel=1e-3)
+
+
 def test_a_default_rate_is_of_the_optimizers_scale(recwarn):
     def rate_of(name, rate=None):
         return module_of(optimizer_class=name, learning_rate=rate).hparams.learning_rate
