@@ -448,7 +448,7 @@ def test_a_picture_that_fails_costs_no_model(tok, rows, output, monkeypatch):
 
 
 @pytest.mark.parametrize("name, part", [
-    ("in.csv", "in.csv"), ("in.txt", "in.txt"), ("out.csv", "--overwrite"),
+    ("in.csv", "in.csv"), ("in.txt", "in.txt"), ("out.csv", "out.csv"),
 ])  # fmt: skip
 def test_predict_never_writes_over_a_file(tmp_path, capsys, name, part):
     for path in ("in.csv", "out.csv"):
@@ -485,5 +485,7 @@ def test_a_process_whose_peer_died_shows_what_it_saw(monkeypatch, capsys):
     monkeypatch.setattr("os._exit", lambda status: (_ for _ in ()).throw(Exit(status)))
     seen = "[/src/third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer"
     with pytest.raises(Exit, match="3"):
-        run_command("pretrain", lambda: (_ for _ in ()).throw(RuntimeError(seen)), "pretrain -r x")
+        run_command(
+            "pretrain", lambda: (_ for _ in ()).throw(RuntimeError(seen)), lambda: "pretrain -r x"
+        )
     assert "pair.cc:534" in (message := capsys.readouterr().err) and "pretrain -r x" in message
