@@ -278,6 +278,8 @@ def guess_format(path: Path) -> str | None:  # a key of LABELLED
     by_name = _SUFFIXES.get(suffix_of(path), "text")
     if by_name != "text" and suffix_of(path) != ".json":
         return by_name
+    if not path.is_file():  # a pipe can be read only once
+        return None if by_name == "text" else by_name
     with open_binary(path) as file:
         head = file.read(1 << 16).decode(errors="replace").removeprefix("\ufeff").lstrip()
     if by_name == "json":

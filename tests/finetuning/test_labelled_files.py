@@ -1,5 +1,7 @@
 "Files with labels are read by their own rules, and a mistake is named by its line."
 
+import threading
+import os
 import gzip
 import json
 
@@ -219,3 +221,11 @@ def test_a_directory_gives_files_by_split_or_for_training(tmp_path):
     for name in splits.values():
         name[0].unlink()
     assert find_files(tmp_path) == {"train": [tmp_path / "other.conllu"]}
+
+
+def test_a_pipe_is_opened_once(tmp_path):
+    os.mkfifo(path := tmp_path / "pipe.json")
+    writer = threading.Thread(target=path.write_text, args=('[{"text": "a", "label": "b"}]',))
+    writer.start()
+    assert list(read_labelled([path])) == [{"text": "a", "label": "b"}]
+    writer.join()
