@@ -18,6 +18,7 @@ from bertlab.train import history, stopping
 from bertlab.train.checkpoints import TrainingCheckpoint
 from bertlab.train.resume import latest_checkpoint
 from bertlab.train.history import History, ProgressBar
+from bertlab.train.config import RunConfig
 from bertlab.train.batch_size import BatchSizeScheduler
 from bertlab.train.stopping import TimeLimit
 from bertlab.train.trainer import make_trainer
@@ -134,6 +135,22 @@ def test_a_stopped_run_resumes_bit_identically(tmp_path):
 def test_a_wrong_time_limit_is_refused(limit):
     with pytest.raises(ValueError, match=f"limit.*{limit}"):
         TimeLimit(limit)
+
+
+@pytest.mark.parametrize("value", [-1.0, float("nan")])
+def test_a_clip_that_leads_uphill_is_refused(value):
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    with pytest.raises(ValueError, match=f"gradient_clip_val={value}"):
+        make_trainer(1, "32-true", "cpu", gradient_clip_val=value)
+    trainer = L.Trainer(accelerator="cpu", max_steps=1, gradient_clip_val=value, **quiet)
+    with pytest.raises(ValueError, match=f"gradient_clip_val={value}"):
+        trainer.fit(Line(), Numbered([0]))
+
+
+@pytest.mark.parametrize("name", ["stop_above", "stop_below"])
+def test_a_loss_to_stop_at_is_a_number(name):
+    with pytest.raises(ValueError, match=f"run.{name}=nan"):
+        RunConfig(**{name: float("nan")})
 
 
 def window_weights(sizes, numbers, lr=0.05):
