@@ -35,7 +35,6 @@ from ..core.names import install_command, check_range, import_object, look_up
 from .documents import split_words
 from .readers import COMPRESSIONS, MALFORMED, ErrorHandler, Position, ReadOptions
 from .readers import read_rows
-from .loaders import end_with_parent
 from .readers import text_of
 from .sources import check_not_inside, dataset_rows, expand_sources
 from .sources import load_hub_dataset, source_parts
@@ -317,7 +316,6 @@ def tokenize_part(job: TokenizeJob, number: int) -> dict:  # the part's record
 def _begin_worker(parent: int) -> None:
     "Use no threads, which would compete for the cores, and end when the parent has died."
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    end_with_parent()
 
     def watch() -> None:
         while os.getppid() == parent:
