@@ -5,9 +5,9 @@
 # %% auto #0
 __all__ = ['CHOOSE', 'ACT', 'REPLACE', 'ROUND', 'YIELD', 'SPAN', 'TIME', 'GOLDEN', 'WORD_MARKS', 'BEGINNINGS', 'maskable_tokens',
            'splitmix64', 'row_rng_keys', 'counter_uniform', 'MaskingConfig', 'continuation_mask', 'continues_span',
-           'word_starts', 'take_columns', 'rank_in_documents', 'rank_words', 'count_members', 'draw_span_lengths',
-           'time_spans', 'select_positions', 'label_bound', 'label_limit', 'drop_excess_labels', 'place_labels',
-           'replace_tokens', 'mask_tokens']
+           'word_starts', 'rank_in_documents', 'rank_words', 'count_members', 'draw_span_lengths', 'time_spans',
+           'select_positions', 'label_bound', 'label_limit', 'drop_excess_labels', 'place_labels', 'replace_tokens',
+           'mask_tokens']
 
 # %% ../../nbs/data/07_masking.ipynb #2616b5f3
 import hashlib
@@ -211,14 +211,6 @@ def word_starts(
     parts_BL = np.clip(sizes_BL // 32, min(_MIN_PART, max_pieces), max_pieces)
     return columns_L - np.where(sizes_BL > max_pieces, inside_BL % parts_BL, inside_BL)
 
-# %% ../../nbs/data/07_masking.ipynb #551df952
-def take_columns(
-    values_BL: np.ndarray,
-    columns: np.ndarray,  # (B, anything)
-) -> np.ndarray:  # of the shape of `columns`
-    "Take from each row what stands in its columns, faster than `np.take_along_axis`."
-    return values_BL.ravel()[columns + np.arange(len(columns))[:, None] * values_BL.shape[1]]
-
 # %% ../../nbs/data/07_masking.ipynb #31a185f1
 def rank_in_documents(
     draws_BL: np.ndarray,  # in [0, 1)
@@ -254,7 +246,7 @@ def rank_words(
         return ranks_BL, 1
     flat_BL = words_BL + np.arange(len(words_BL))[:, None] * words_BL.shape[1]
     sizes = np.bincount(flat_BL.ravel())  # a special token is a word of its own here
-    return take_columns(ranks_BL, words_BL), sizes[flat_BL]
+    return np.take_along_axis(ranks_BL, words_BL, 1), sizes[flat_BL]
 
 # %% ../../nbs/data/07_masking.ipynb #5616a317
 def count_members(
@@ -318,7 +310,7 @@ def select_positions(
     else:
         draws_BL = counter_uniform(keys_B[:, None], np.arange(ordinary_BL.shape[1]), CHOOSE)
     if rule.unit == "word":
-        draws_BL = take_columns(draws_BL, words_BL)
+        draws_BL = np.take_along_axis(draws_BL, words_BL, 1)
     coins_BL = ordinary_BL & (draws_BL < rule.mlm_probability)  # spans go by budget alone
     if rule.selection == "bernoulli" and not rule.min_labels_per_document:
         return coins_BL, np.zeros_like(coins_BL)
@@ -329,7 +321,7 @@ def select_positions(
         return coins_BL | promised_BL, promised_BL
     numbers_D = np.arange(members_BL.max() + 1)
     coins_BD = counter_uniform(keys_B[:, None], numbers_D, ROUND)
-    ends_BL = before_BL + take_columns(coins_BD, members_BL) * sizes_BL
+    ends_BL = before_BL + np.take_along_axis(coins_BD, members_BL, 1) * sizes_BL
     within_BL = ordinary_BL & (ends_BL < rule.mlm_probability * count_members(members_BL))
     return within_BL | promised_BL, promised_BL
 
