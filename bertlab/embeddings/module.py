@@ -283,7 +283,7 @@ class EmbeddingModule(TrainingModule):
             add_adapter(encoder, h.adapter)
         freeze_weights(encoder, h.freeze)
         if h.learning_rate is None:
-            start = "new" if h.pretrained_model_name_or_path is None else "finetuning"
+            start = "new" if h.pretrained_model_name_or_path is None else "embeddings"
             start, width = "adapter" if h.adapter else start, encoder.config.hidden_size
             h.learning_rate = default_learning_rate(width, start, h.optimizer_class)
         length = config.get("max_sequence_length")

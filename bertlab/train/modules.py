@@ -64,6 +64,7 @@ DEFAULT_LEARNING_RATES = {
     "continued": (2e-4, 1, 1e-3),
     "adapter": (5e-4, 1, 2e-3),
     "finetuning": (1.5e-4, 1.2, 4e-3),
+    "embeddings": (5e-5, 2, 1e-3),
 }
 WARMUP_SHARE = 0.06  # of the run, where no warmup is given (RoBERTa's: Liu et al. 2019, table 9)
 OPEN_WARMUP_STEPS = 1000  # where the run has no known end
