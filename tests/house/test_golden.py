@@ -67,7 +67,7 @@ DEMO = (
     "--batch-size 16 --precision 32-true --max-documents 2000"
 )
 DROPOUT = (
-    "--trainer.max_steps 50 --trainer.precision 32-true --run.vocab_size 600 "
+    "--run.recipe reference --trainer.max_steps 50 --trainer.precision 32-true --run.vocab_size 600 "
     "--model.compile_model false --model.learning_rate 0.002 --data.max_sequence_length 64 "
     "--data.train_batch_size 16 --data.val_batch_size 16 --data.data_kwargs.max_documents 2000 "
     "--model.model_config_kwargs.hidden_size 64 --model.model_config_kwargs.num_hidden_layers 2 "

@@ -167,6 +167,27 @@ def test_a_run_killed_again_and_again_ends_as_the_undisturbed_one(mode, tmp_path
     same_end(whole, killed)
 
 
+def test_a_run_killed_at_random_moments_ends_as_the_undisturbed_one(tmp_path, text, start):
+    draw = random.Random(7)
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    assert exit_code(start(whole, text, {})) == 0
+    for _ in range(3):
+        process, position = start(killed, text, {}), killed / "position"
+        position.unlink(missing_ok=True)
+        wait_for = draw.randint(1, 12)  # micro-batches of this session
+        seen, deadline = set(), time.monotonic() + 60
+        while process.is_alive() and len(seen) < wait_for and time.monotonic() < deadline:
+            seen |= {position.read_text()} if position.exists() else set()
+            time.sleep(0.001)
+        time.sleep(draw.uniform(0, 0.02))
+        if process.is_alive():
+            os.kill(process.pid, signal.SIGKILL)
+        assert exit_code(process) in (-signal.SIGKILL, 0)
+    assert (killed / "end.pt").exists() or exit_code(start(killed, text, {})) == 0
+    assert curve(killed) == curve(whole)
+    same_end(whole, killed)
+
+
 def test_the_comparison_would_see_a_lost_generator(tmp_path, text, start):
     "The control: a checkpoint without its generators gives another curve."
     whole, killed = tmp_path / "whole", tmp_path / "killed"

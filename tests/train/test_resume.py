@@ -3,10 +3,12 @@
 import hashlib
 import multiprocessing
 import os
+import random
 import signal
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 from forks import forked
 from lightning.pytorch.callbacks import Callback
@@ -20,6 +22,12 @@ from bertlab.train.trainer import make_trainer, seed_everything
 
 STEPS, EVERY = 24, 4  # optimizer steps of a run, and between two checkpoints
 WORDS = [f"w{i}" for i in range(80)]
+MODES = {
+    "map-style, no workers": {"num_workers": 0},
+    "map-style, two workers": {"num_workers": 2},
+    "stream, no workers": {"num_workers": 0, "streaming": True},
+    "stream, two workers": {"num_workers": 2, "streaming": True},
+}
 
 
 class BatchLog(Callback):
@@ -81,6 +89,22 @@ def write_text(folder, number=150):
     rng = np.random.default_rng(0)
     lines = [" ".join(rng.choice(WORDS, rng.integers(3, 40))) for _ in range(number)]
     Path(folder, "text.txt").write_text("\n".join(lines) + "\n")
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_run_killed_at_random_steps_sees_the_batches_of_an_undisturbed_one(mode, tmp_path):
+    write_text(tmp_path)
+    options = MODES[mode]
+    assert in_process(tmp_path, "whole", options, None, False) == 0
+    # An epoch has about 19 batches: one death lies in the first, the other about its end.
+    first, second = random.Random(mode).randint(5, 12), random.Random(mode).randint(17, 22)
+    for die_at in (first, second):
+        assert in_process(tmp_path, "killed", options, die_at) == -signal.SIGKILL
+    assert in_process(tmp_path, "killed", options) == 0
+    whole, killed = read_log(tmp_path / "whole.0"), read_log(tmp_path / "killed.0")
+    assert sorted(whole) == list(range(STEPS)) and all(len(h) == 1 for h in whole.values())
+    assert len(set.union(*whole.values())) == STEPS, "no batch comes twice"
+    assert killed == whole
 
 
 def test_two_processes_that_were_killed_see_the_batches_of_two_undisturbed_ones(tmp_path):
