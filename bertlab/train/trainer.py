@@ -67,6 +67,17 @@ def _choose_precision(device_type: str, strategy: Any) -> str:
     return "32-true"
 
 
+def _build_trainer(settings: Mapping[str, Any]) -> L.Trainer:
+    try:
+        trainer = L.Trainer(**settings)
+    except MisconfigurationException as error:
+        raise ValueError(f"trainer: {one_line(error)}") from None
+    if type(trainer.precision_plugin) is HalfPrecision:  # it would round labels, too
+        half = HalfPrecisionFloatTargets(trainer.precision_plugin.precision)
+        trainer.strategy.precision_plugin = half
+    return trainer
+
+
 def _launcher_plugins(options: Mapping[str, Any]) -> list[Any]:
     "Let the only task of a SLURM job start the processes of its other devices."
     starts_others = is_lone_task() and num_processes(options) > 1
@@ -141,14 +152,7 @@ def make_trainer(
     elif not getattr(strategy, "cluster_environment", None):
         settings["plugins"] += _launcher_plugins(options)
     settings["plugins"] = _merge_plugins(plugins, settings["plugins"])
-    try:
-        trainer = L.Trainer(**settings | kwargs)
-    except MisconfigurationException as error:
-        raise ValueError(f"trainer: {one_line(error)}") from None
-    if type(trainer.precision_plugin) is HalfPrecision:  # it would round labels, too
-        half = HalfPrecisionFloatTargets(trainer.precision_plugin.precision)
-        trainer.strategy.precision_plugin = half
-    return trainer
+    return _build_trainer(settings | kwargs)
 
 # %% ../../nbs/train/19_trainer.ipynb #9705e46e
 def seed_everything(
