@@ -278,7 +278,7 @@ def score_model(
 ) -> ModelScore:
     "Score a masked language model. Raises `ValueError` for a run of another text."
     corpus = corpus or track.text()
-    path = find_model_directory(directory).resolve()
+    path = Path(find_model_directory(directory)).resolve()
     seconds = train_seconds_of(path, corpus)
     model = load_encoder(path)
     if not isinstance(model, BertLabForMaskedLM):

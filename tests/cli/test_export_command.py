@@ -59,7 +59,7 @@ def test_files_are_written_and_their_cost_is_said(place, tmp_path, capfd):
     (("{place}/model", "--to", "web", "--int8", "false"), "int8"),
     (("{place}/model", "--to", "web", "--examples", "no gap"), "no gap"),
     (("{place}/model", "--text", "{place}/missing.txt"), "missing.txt"),
-    (("{place}",), "no model"),
+    (("{place}",), "no config.json"),
     (("{place}/model", "--too", "web"), "too"),
 ])  # fmt: skip
 def test_a_mistake_is_one_line_and_writes_nothing(place, tmp_path, monkeypatch, capfd, words, word):

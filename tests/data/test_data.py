@@ -168,11 +168,12 @@ def test_weights_set_shares_and_repetition_is_capped(tmp_path):
         text.upper().replace("W", "w") + " w1 w1" for text in make_texts(300, seed=3)])  # fmt: skip
     options = {"mixture_weights": {a: 3, b: 1}}
     data = set_up([a, b], val_dataset_name_or_path=a, data_kwargs=options)
-    shares = data.train_dataset.describe()
-    assert shares[a]["share"] == 0.75 and shares[a]["repetition"] <= 1
+    mixed = data.train_dataset
+    assert mixed.shares[a] == 0.75 and mixed.tokens[a] <= mixed.sizes[a]
     twice = set_up([a, b], val_dataset_name_or_path=a,
                    data_kwargs={"mixture_weights": [9, 1], "max_repetition": 2})  # fmt: skip
-    assert 1.9 < twice.train_dataset.describe()[a]["repetition"] <= 2
+    mixed = twice.train_dataset
+    assert 1.9 < mixed.tokens[a] / mixed.sizes[a] <= 2
     assert f"{a}: 90.0%" in twice.describe()
     rows = data.train_dataset
     epochs = [{tuple(rows[e, i]["input_ids"]) for i in range(len(rows))} for e in (0, 1, 0)]

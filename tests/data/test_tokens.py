@@ -216,9 +216,13 @@ def test_a_killed_call_goes_on_after_its_files(tokenizer, tmp_path, small_blocks
     done = count_documents(part_record(directory, 0, is_finished=False))
     assert 150 < done <= 200 and part_record(directory, 0) is None
     calls = []
-    monkeypatch.setattr(
-        module, "text_batches", lambda texts: calls.extend(texts) or iter([calls])
-    )  # fmt: skip
+    encode = module._encode_texts
+
+    def recording(texts, *rest):
+        calls.extend(texts)
+        return encode(calls, *rest)
+
+    monkeypatch.setattr(module, "_encode_texts", recording)
     cached = tokenize_documents(iter(TEXTS), tokenizer, cache_dir=tmp_path, content_key="key")
     assert calls == TEXTS[done:] and np.array_equal(cached.tokens, plain.tokens)
     files = part_record(directory, 0)["files"]

@@ -308,9 +308,9 @@ def test_a_damaged_checkpoint_is_named_and_passed_by(folder, how, capsys):
     message = capsys.readouterr().err.strip()
     assert str(newest) in message and len(message.splitlines()) == 1
     assert names(folder) == before, "nothing is deleted"
-    with pytest.raises(ValueError, match="step-00000010.ckpt is damaged"):
+    with pytest.raises(ValueError, match="step-00000010.ckpt is (damaged|empty)"):
         read_checkpoint(newest)
-    with pytest.raises(ValueError, match="step-00000010.ckpt is damaged"):
+    with pytest.raises(ValueError, match="step-00000010.ckpt is (damaged|empty)"):
         make_trainer(14, **CPU).fit(small_module(), Texts(), ckpt_path=newest)
 
 

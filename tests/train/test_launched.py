@@ -36,7 +36,7 @@ def place(tmp_path_factory):
 def words_of(output: str, rows: int, steps: int, *more: str) -> list[str]:
     model = "{hidden_size: 32, intermediate_size: 32, num_hidden_layers: 2, num_attention_heads: 2}"
     return ["-m", "bertlab.cli", "pretrain", "--model.model_config_kwargs", model, "--data.train_dataset_name_or_path", "text.txt",
-            "--data.max_sequence_length", "64", "--data.train_batch_size", str(rows), "--trainer.max_steps", str(steps),
+            "--run.recipe", "reference", "--data.max_sequence_length", "64", "--data.train_batch_size", str(rows), "--trainer.max_steps", str(steps),
             "--trainer.accelerator", "cpu", "--trainer.precision", "32-true", "--run.vocab_size", "300", "--run.progress", "none",
             "--run.checkpoint_every_steps", "2", "--run.keep_last", "9", "--run.val_every_steps", "6", "--run.measure_every_steps",
             "0", "--run.output", output, *more]  # fmt: skip
