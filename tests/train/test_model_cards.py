@@ -232,7 +232,7 @@ def test_a_card_of_text_vectors_names_base_data_and_baselines(run):
         data["library_name"] == "sentence-transformers" and "sentence-transformers" in data["tags"]
     )
     assert data["datasets"] == "owner/pairs" and "reciprocal rank of BM25: 0.25" in text
-    change(run / "run.yaml", model={"pretrained_model_name_or_path": "/home/me/model"})
+    change(run / "run.yaml", model={"pretrained_model_name_or_path": "/models/of-me/model"})
     assert "base_model" not in check_card(make_card(directory))
 
 
