@@ -5,6 +5,7 @@ import gzip
 import os
 import random
 import signal
+import subprocess
 import sys
 import time
 from collections import Counter
@@ -352,6 +353,42 @@ def test_a_command_killed_at_any_file_goes_on(text, tmp_path):
     assert n > 15 and [d.tolist() for d in load_tokens(out)] == expected(text)
     assert all(name.startswith("data-") for name in files_of(out)) and len(files_of(out)) > 10
     assert not [path for path in out.iterdir() if path.name.endswith(".tmp")]
+
+
+KILLS = int(
+    os.environ.get("BERTLAB_KILLS", 5)
+)  # as many as you have patience for; 50 once, in benchmarks/kills.py
+
+
+def run_killed(text: Path, output: Path, seed: int) -> None:
+    "A command that is killed after a while, then run to its end."
+    command = [sys.executable, "-m", "bertlab.cli", "tokenize", str(text / "text"), "--tokenizer", str(text / "tokenizer"),
+               "--output", str(output), "--num_proc", "2", "--file_tokens", "500"]  # fmt: skip
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen(
+        command,
+        env=environment,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    deadline = time.time() + 120
+    while not list(output.glob("part-*")) and process.poll() is None and time.time() < deadline:
+        time.sleep(0.005)
+    time.sleep(random.Random(seed).random() * 0.3)
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait(60)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(KILLS))
+def test_a_killed_command_goes_on(text, tmp_path, seed):
+    run_killed(text, tmp_path / "out", seed)
+    stored = load_tokens(tmp_path / "out")
+    assert [d.tolist() for d in stored] == expected(text)
 
 
 def test_a_second_job_in_the_directory_is_refused(text, tmp_path):

@@ -130,7 +130,7 @@ def ordered(rule, state, open_gaps, law, p, quota):
             yield tuple(new), chance / len(subsets)
 
 
-def check_law(rule: SamplingConfig, start=(MASK,) * 3, n=6_000):
+def check_law(rule: SamplingConfig, start=(MASK,) * 3, n=12_000):
     law = enumerated(rule, start)
     assert math.isclose(sum(law.values()), 1)
     last = unmask(Tables(), torch.tensor([start] * n), TOY, rule)
@@ -185,7 +185,7 @@ class Flat(torch.nn.Module):
         return SimpleNamespace(logits=self.logits.expand(*input_ids.shape, 8))
 
 
-@settings(max_examples=30, deadline=None, derandomize=True)
+@settings(max_examples=60, deadline=None, derandomize=True)
 @given(st.sampled_from(list(SAMPLERS)), st.integers(1, 9), st.integers(1, 12), st.sampled_from([None, 1, 3]),
        st.sampled_from([0.0, 0.7, 1.0]), st.lists(st.sampled_from([MASK, 5, 1]), min_size=7, max_size=7))  # fmt: skip
 def test_all_gaps_are_filled_and_the_prompt_stays(sampler, num_steps, gaps, size, heat, mixed):

@@ -308,9 +308,10 @@ def test_a_damaged_checkpoint_is_named_and_passed_by(folder, how, capsys):
     message = capsys.readouterr().err.strip()
     assert str(newest) in message and len(message.splitlines()) == 1
     assert names(folder) == before, "nothing is deleted"
-    with pytest.raises(ValueError, match="step-00000010.ckpt is (damaged|empty)"):
+    message = f"step-00000010.ckpt is {'empty' if how == 'empty' else 'damaged'}"
+    with pytest.raises(ValueError, match=message):
         read_checkpoint(newest)
-    with pytest.raises(ValueError, match="step-00000010.ckpt is (damaged|empty)"):
+    with pytest.raises(ValueError, match=message):
         make_trainer(14, **CPU).fit(small_module(), Texts(), ckpt_path=newest)
 
 

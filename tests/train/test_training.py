@@ -127,7 +127,9 @@ def test_the_logged_loss_is_that_of_all_labels_of_the_window():
 
 
 # 43 rows, 11 batches an epoch: steps around the end of the epoch (11, 12) and the validation (6).
-@pytest.mark.parametrize("stop_at, number", zip([1, 6, 11, 12], SIGNALS, strict=True))
+@pytest.mark.parametrize(
+    "stop_at, number", zip([1, 5, 6, 7, 10, 11, 12, 14], SIGNALS * 2, strict=True)
+)
 def test_a_run_stopped_at_any_step_and_resumed_is_bit_identical(tmp_path, stop_at, number):
     data, path = Texts(), tmp_path / "last.ckpt"
     options = {"val_check_steps": 6}
