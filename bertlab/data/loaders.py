@@ -116,12 +116,13 @@ def _make_loader(dataset: Any, collator: Callable, num_workers: int, **options: 
 class EpochBatches:
     """Batches of a map-style dataset, one epoch per iteration; resumes at the very next batch.
 
-    The dataset answers to (epoch, index). Workers go on into the next epoch without a pause.
+    The dataset answers to (epoch, index), with `fill` also for the index -1: a blank row, as
+    `BlankRows` gives it. Workers continue with the next epoch without a pause.
     """
 
     def __init__(
         self,
-        dataset: PackedDataset,
+        dataset: Dataset,
         collator: Callable,
         batch_size: int,  # rows per process
         num_workers: int = 0,
@@ -168,8 +169,8 @@ class EpochBatches:
             plan.close()
             numbers = (n % plan.per_iteration if plan.repeat else n for n in count(self.delivered))
             keys = (plan.keys(*divmod(n, len(plan))) for n in numbers)
-            rows = BlankRows(self.dataset)
-            batches = iter(_make_loader(rows, self.collator, self.num_workers, batch_sampler=keys))
+            options = self.collator, self.num_workers
+            batches = iter(_make_loader(self.dataset, *options, batch_sampler=keys))
         for _ in range(self.per_iteration - self.delivered % self.per_iteration):
             batch = next(batches)
             self.delivered += 1  # before the batch leaves: a checkpoint is taken after its step

@@ -622,7 +622,7 @@ class PretrainingDataModule(L.LightningDataModule):
             self.batches = self._stream_loader()
         else:
             self.batches = EpochBatches(
-                self.train_dataset, self.collator, self.train_batch_size, self.num_workers,
+                BlankRows(self.train_dataset), self.collator, self.train_batch_size, self.num_workers,
                 **self.data_parallel_rank(), fill=self.packing_pad_to_budget,
             ).fit_to(self.trainer)  # fmt: skip
         return self.batches

@@ -404,7 +404,7 @@ class TokenizedPairs(Dataset):
             epoch, position = key
             if self._epoch_order[0] != epoch:
                 self._epoch_order = epoch, self.order(epoch)
-            key = int(self._epoch_order[1][position])
+            key = int(self._epoch_order[1][position]) if position >= 0 else -1
         members_T = self.members_PT[key]
         row = {"ids": [self.ids[n] for n in members_T], "text_numbers": members_T}
         row["groups"] = self.groups[members_T]
@@ -430,7 +430,7 @@ class PairCollator:
         packed = pack_for_encoder(
             [ids[n] for n in order], self.row_length, self.pad_token_id, self.packing
         )
-        for name in rows[0].keys() - {"ids"}:
+        for name in [name for name in rows[0] if name != "ids"]:
             values = np.stack([row[name] for row in rows])
             is_target = name not in ("groups", "text_numbers")
             packed[name] = values.astype(np.float32) if is_target else arrange(values)
@@ -460,7 +460,7 @@ class EmbeddingDataModule(L.LightningDataModule):
         scores_column: str | None = None,
         vector_column: str | None = None,  # of the query by a larger model; None: as above
         max_sequence_length: int = 128,  # longer texts are cut
-        train_batch_size: int = 256,  # pairs per process
+        train_batch_size: int = 256,  # pairs per process; fewer where there are fewer
         val_batch_size: int = 256,  # pairs per process in validation
         num_negatives: int | None = None,  # of each pair; None: the largest number of a pair
         num_workers: int = 0,  # processes that prepare batches; 0: the training process
@@ -567,10 +567,11 @@ class EmbeddingDataModule(L.LightningDataModule):
         return (0, 1) if trainer is None else (trainer.global_rank, trainer.world_size)
 
     def train_dataloader(self) -> EpochBatches:
-        "Return full batches in an order that is a function of seed and epoch."
-        rows, size = self.datasets["train"], self.batch_sizes[0]
-        batches = EpochBatches(rows, self.collator, size, self.num_workers, *self._rank())
-        self.batches = batches.fit_to(self.trainer)
+        "Load pairs in an order that is a function of seed and epoch."
+        rows, (rank, world_size) = self.datasets["train"], self._rank()
+        size = max(1, min(self.batch_sizes[0], len(rows) // world_size))
+        options = self.collator, size, self.num_workers, rank, world_size
+        self.batches = EpochBatches(rows, *options, fill=None).fit_to(self.trainer)
         return self.batches
 
     def val_dataloader(self) -> DataLoader | None:

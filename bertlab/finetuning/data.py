@@ -96,17 +96,20 @@ class EncodedRows(Dataset):
         if index >= 0:
             return self.rows[index]
         row, collator = self.rows[0], self.collator
+        length = None if "position_ids" in row else 1  # packed rows are equally long
         fillers = collator.sequences | {"input_ids": collator.vocabulary.pad_token_id}
-        ended = {k: np.full_like(np.array(row[k])[:1], v) for k, v in fillers.items() if k in row}
+        blank = {
+            k: np.full_like(np.array(row[k])[:length], v) for k, v in fillers.items() if k in row
+        }
         scalars = {k: np.full_like(row[k], v) for k, v in collator.scalars.items() if k in row}
-        return {**row, **ended, **scalars, "attention_mask": [0]}
+        return {**row, **blank, **scalars, "attention_mask": np.zeros_like(blank["input_ids"])}
 
 
 _POOL = 50  # batches whose rows are sorted together: enough to save padding, few enough to mix
 
 
 class LengthGroupedRows(Dataset):
-    "Rows in the order of an epoch, in batches of similar length: `rows[epoch, index]`."
+    "Rows in the order of an epoch, in batches of similar length; `rows[epoch, -1]` is a blank one."
 
     def __init__(self, rows: EncodedRows, per_batch: int, shuffle: bool = True, seed: int = 0):
         self.rows, self.per_batch, self.shuffle, self.seed = rows, per_batch, shuffle, seed
@@ -116,20 +119,21 @@ class LengthGroupedRows(Dataset):
         return len(self.rows)
 
     def order(self, epoch: int) -> np.ndarray:  # row numbers, batch after batch
-        "Return a function of (seed, epoch). The rows of a last, ragged batch are left out."
-        size = len(self) // self.per_batch * self.per_batch
+        "Return a function of (seed, epoch). The rows that fill no batch are at its end."
         if not self.shuffle:
-            return np.arange(size)
+            return np.arange(len(self))
+        size = len(self) // self.per_batch * self.per_batch
         rng = np.random.default_rng([self.seed, epoch])
-        rows = rng.permutation(len(self))[:size]
+        rows, last = np.split(rng.permutation(len(self)), [size])
         pool = np.arange(size) // (_POOL * self.per_batch)
         by_length = rows[np.lexsort((self.rows.lengths[rows], pool))]
-        return rng.permutation(by_length.reshape(-1, self.per_batch)).ravel()
+        return np.append(rng.permutation(by_length.reshape(-1, self.per_batch)).ravel(), last)
 
     def __getitem__(self, key: tuple[int, int]) -> dict:  # epoch, position in its order
-        if self.latest[0] != key[0]:
-            self.latest = key[0], self.order(key[0])
-        return self.rows[self.latest[1][key[1]]]
+        epoch, position = key
+        if self.latest[0] != epoch:
+            self.latest = epoch, self.order(epoch)
+        return self.rows[self.latest[1][position] if position >= 0 else -1]
 
 # %% ../../nbs/finetuning/08_data.ipynb #bb56c7f0
 SPLITS = "train", "validation", "test"
@@ -203,7 +207,7 @@ class FinetuningDataModule(L.LightningDataModule):
         text_column: str | int | list[str] | None = None,
         # By name, or by number from 1; several columns hold 0 or 1 each. None: the usual name.
         label_column: str | int | list[str] | None = None,
-        train_batch_size: int = 32,  # rows per process
+        train_batch_size: int = 32,  # rows per process; fewer where there are fewer
         val_batch_size: int = 32,  # rows per process in validation
         test_batch_size: int = 32,  # rows per process in the test
         num_workers: int = 0,  # processes that make batches; 0: the run itself
@@ -480,12 +484,11 @@ class FinetuningDataModule(L.LightningDataModule):
         "Load rows of similar length in an order that is a function of seed and epoch."
         if "train" not in self.datasets:
             return None
-        size, (rank, world_size) = self.batch_sizes["train"], self._rank()
-        rows = LengthGroupedRows(
-            self.datasets["train"], size * world_size, self.shuffle_train, self.seed
-        )
+        rows, (rank, world_size) = self.datasets["train"], self._rank()
+        size = max(1, min(self.batch_sizes["train"], len(rows) // world_size))
+        rows = LengthGroupedRows(rows, size * world_size, self.shuffle_train, self.seed)
         options = self.collator, size, self.num_workers, rank, world_size
-        self.batches = EpochBatches(rows, *options).fit_to(self.trainer)
+        self.batches = EpochBatches(rows, *options, fill=None).fit_to(self.trainer)
         return self.batches
 
     def val_dataloader(self) -> DataLoader | None:

@@ -10,7 +10,7 @@ import torch
 from test_training import word_tokenizer
 
 from bertlab.data.collators import MaskedDiffusionCollator, MaskedLanguageModelingCollator
-from bertlab.data.loaders import EpochBatches, eval_loader, worker_error
+from bertlab.data.loaders import BlankRows, EpochBatches, eval_loader, worker_error
 from bertlab.data.module import PretrainingDataConfig, PretrainingDataModule
 from bertlab.data.packing import PackedDataset
 from bertlab.data.rows import Collator
@@ -210,7 +210,7 @@ def test_without_packing_a_row_is_one_document(tmp_path, streaming):
 )
 def test_an_epoch_has_each_row_once(num_rows, fill, num_seen, world_size):
     rows = PackedDataset([np.full(20, 5 + n) for n in range(num_rows)], 32, **SPECIAL)
-    loaders = [EpochBatches(rows, list, 8 // world_size, rank=r, world_size=world_size, fill=fill)
+    loaders = [EpochBatches(BlankRows(rows), list, 8 // world_size, rank=r, world_size=world_size, fill=fill)
                for r in range(world_size)]  # fmt: skip
     for _ in range(2):
         shares = [list(loader) for loader in loaders]

@@ -133,7 +133,7 @@ def test_a_run_that_was_stopped_goes_on_bit_by_bit(tmp_path):
         )
         module, data = (
             small_module(seed, dropout=0.2, gradcache_rows=2, learn_temperature=True),
-            small_data(draw_pairs(64)),
+            small_data(draw_pairs(61)),
         )
         callbacks = [history, keeper, StopAt(stop_at)]
         trainer = make_trainer(8, "32-true", accelerator="cpu", callbacks=callbacks)

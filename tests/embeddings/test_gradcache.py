@@ -180,7 +180,7 @@ class FirstGradient(Callback):
 
 def _data_with_shared_answers(batch: int):
     "Pairs to train on, and held-out ones of which three queries each have the same answer."
-    data = small_data(draw_pairs(60, negatives=1), batch=batch)
+    data = small_data(draw_pairs(54, negatives=1), batch=batch)
     data.read()
     held = data.pairs["validation"]
     data.pairs["validation"] = replace(
