@@ -255,7 +255,7 @@ _COMMANDS = (
     Command("finetune", "cli/finetune.py:run_finetuning", "*data.dataset_name_or_path", **_FINETUNE),
     Command(
         "predict", "cli/finetune.py:predict", "directory file",
-        sources="directory", local="file", new="output",
+        models="directory", local="file", new="output",
     ),
     Command("validate", "cli/commands.py:validate", "run.output", **_PRETRAIN),
     Command("fill-mask", "cli/commands.py:fill_mask", "directory *texts", local="directory"),
@@ -273,15 +273,15 @@ _COMMANDS = (
     ),
     Command(
         "tokenizer extend", "cli/vocabularies.py:extend", "directory output",
-        sources="directory text", new="output",
+        models="directory", sources="text", new="output",
     ),
     Command(
         "tokenizer trim", "cli/vocabularies.py:trim", "directory output",
-        sources="directory text", new="output",
+        models="directory", sources="text", new="output",
     ),
     Command(
         "tokenizer transplant", "cli/vocabularies.py:transplant", "directory tokenizer output",
-        sources="directory tokenizer text", new="output",
+        models="directory", sources="tokenizer text", new="output",
     ),
     Command(
         "tokenize", "cli/commands.py:tokenize", "*source",
@@ -295,9 +295,9 @@ _COMMANDS = (
     Command("tune", "cli/tune.py:tune", "search"),
     Command("devices", "cli/commands.py:devices"),
     Command("embed finetune", "cli/embed.py:finetune_embeddings", "*data.dataset_name_or_path", **_EMBED),
-    Command("embed encode", "cli/embed.py:embed_encode", "model *source", sources="model source"),
-    Command("embed mine", "cli/embed.py:embed_mine", "pairs model", sources="pairs model", new="output"),
-    Command("embed search", "cli/embed.py:embed_search", "model place *queries", sources="model", local="place"),
-    Command("embed evaluate", "cli/embed.py:embed_evaluate", "model", sources="model data", new="output"),
+    Command("embed encode", "cli/embed.py:embed_encode", "model *source", models="model", sources="source"),
+    Command("embed mine", "cli/embed.py:embed_mine", "pairs model", models="model", sources="pairs", new="output"),
+    Command("embed search", "cli/embed.py:embed_search", "model place *queries", models="model reranker", local="place"),
+    Command("embed evaluate", "cli/embed.py:embed_evaluate", "model", models="model", sources="data", new="output"),
 )  # fmt: skip
 COMMANDS = {command.name: command for command in _COMMANDS}

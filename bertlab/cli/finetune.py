@@ -20,7 +20,7 @@ from ..core.devices import find_accelerator
 from ..core.files import RUN_FILE, atomic_write, check_run_directory, lock_directory
 from ..core.files import prepare_run_directory, write_json
 from ..core.names import check_choice
-from ..core.serialization import dump_yaml, load_json, load_yaml, parse_yaml, save_run_file
+from ..core.serialization import as_recorded, load_json, load_yaml, save_run_file
 from ..data.sources import is_dataset_directory
 from ..data.tokenizers import resolve_tokenizer, save_tokenizer, train_tokenizer
 from ..finetuning.baselines import compute_baselines
@@ -158,7 +158,7 @@ def check_same_finetuning(output: Path, parts: RunParts) -> None:
 def _check_settings(config: Mapping[str, Any], output: Path) -> None:
     "Refuse settings that finished seeds were not trained with."
     saved = load_yaml(output / RUN_FILE)
-    for section, values in parse_yaml(dump_yaml(config), "the configuration").items():
+    for section, values in as_recorded(config).items():
         names = _TRAINER if section == "trainer" else values.keys() - _FREE
         before = saved.get(section) or {}
         for name in sorted(names & values.keys() & before.keys()):

@@ -19,9 +19,11 @@ from typing import Any
 from .. import __version__
 from .commands import COMMANDS
 from .parser import Command, Parsed, configuration, parse, read_options
-from ..core.files import RUN_FILE, check_output_file, check_run_directory
+from ..core.files import RUN_FILE, check_model_source, check_output_file
+from ..core.files import check_run_directory
 from ..core.names import did_you_mean
 from ..core.serialization import dump_yaml, find_config, load_yaml
+from ..core.serialization import named_sources
 
 # %% ../../nbs/cli/12_main.ipynb #a70c7f2e
 def _process_number() -> int:  # 0 where there is only one
@@ -162,10 +164,13 @@ def _check_paths(command: Command, config: Mapping[str, Any]) -> None:
         for path in texts(name):
             if path != "-" and not os.path.exists(os.path.expanduser(path)):
                 raise ValueError(f"{name}: no such file or directory: {path}")
-    for path in texts("search") + texts("stages"):
-        load_yaml(find_config(path))
-    named = [name for name in command.options if name.endswith("name_or_path")]
-    if sources := [text for name in [*command.sources.split(), *named] for text in texts(name)]:
+    files = [load_yaml(find_config(path)) for path in texts("search") + texts("stages")]
+    names = list(named_sources([config, files]))
+    models = [source for name, source in names if name.endswith("model_name_or_path")]
+    for source in models + [text for name in command.models.split() for text in texts(name)]:
+        check_model_source(source)
+    sources = [source for name, source in names if source not in models]
+    if sources := sources + [text for name in command.sources.split() for text in texts(name)]:
         from bertlab.data.sources import expand_sources, is_local
 
         for source in expand_sources(sources):

@@ -123,7 +123,13 @@ def read_options(
     return list(options.values())
 
 # %% ../../nbs/cli/01_parser.ipynb #6657e1fd
-_NOTES = ("command", "recipe", "record", "stages")  # what run.yaml holds besides the options
+_NOTES = (
+    "command",
+    "paths",
+    "recipe",
+    "record",
+    "stages",
+)  # what run.yaml holds besides the options
 
 
 @dataclass(frozen=True)
@@ -146,6 +152,7 @@ class Command:
     defaults: Mapping[str, Any] = field(default_factory=dict)  # where they are not the class's
     without: tuple[str, ...] = ()  # options that the command decides itself
     local: str = ""  # options that name a file or directory of this machine
+    models: str = ""  # options that name a model's or a run's directory, or a model on the hub
     sources: str = ""  # options that name files, directories, or something on the hub
     new: str = ""  # the option that names a directory, or a file, that must not exist
     epilog: str = ""

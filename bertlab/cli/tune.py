@@ -23,8 +23,8 @@ from .parser import Command, configuration
 from ..core.files import RUN_FILE, atomic_write, check_run_directory, lock_directory
 from ..core.files import prepare_run_directory
 from ..core.names import install_command, check_choice, check_minimum, check_range
-from ..core.serialization import dump_yaml, find_config, load_yaml, one_line
-from ..core.serialization import save_run_file, shareable_yaml
+from ..core.serialization import as_recorded, dump_yaml, find_config, load_yaml, one_line
+from ..core.serialization import save_run_file, without_secrets
 from ..finetuning.runs import BestCheckpoint
 from ..train.checkpoints import TrainingStopped
 from ..train.history import History, print_line
@@ -245,8 +245,8 @@ def tune(
     check_one_process("tune", trainer, "run several searches with an --output each")
     check_run_directory(directory, resume, flags="pass --resume to continue it, or ")
     content_of_search = {"search": {**asdict(plan), "trials": 0}, **content}
-    text, _ = shareable_yaml(content_of_search)
-    if resume and (directory / RUN_FILE).read_text("utf-8") != text:
+    recorded = load_yaml(directory / RUN_FILE) if resume else {}
+    if resume and {**recorded, "paths": None} != {**as_recorded(content_of_search), "paths": None}:
         raise ValueError(f"{search} is not the search in {output}: restore it, or change --output")
     with lock_directory(directory):
         prepare_run_directory(directory, resume)
@@ -287,7 +287,7 @@ def _write_results(
     if any(trial.state.name == "COMPLETE" for trial in study.trials):
         best = _trial_config(search, content, study.best_params, Path("bertlab-best"))
         best["run"]["progress"] = "auto"
-        _write_text(output / "best.yaml", dump_yaml(best))
+        _write_text(output / "best.yaml", dump_yaml(without_secrets(best)))
         table += f"\nbest configuration: {output / 'best.yaml'}"
     return table
 

@@ -5,7 +5,8 @@
 # %% auto #0
 __all__ = ['RUN_FILE', 'remove_leftovers', 'atomic_write', 'write_json', 'recover_directory', 'atomic_directory',
            'lock_directory', 'check_run_directory', 'check_output_file', 'move_aside', 'prepare_run_directory',
-           'find_model_directory', 'explain_missing_content']
+           'find_model_directory', 'looks_like_hub_name', 'summarize_names', 'check_model_source',
+           'explain_missing_content']
 
 # %% ../../nbs/core/01_files.ipynb #8f8e9e4b
 import errno
@@ -373,6 +374,37 @@ def find_model_directory(
     if (directory / RUN_FILE).is_file():
         raise ValueError(f"the run {directory} has no model: neither config.json nor models/step-*")
     return directory
+
+# %% ../../nbs/core/01_files.ipynb #f1mod008
+def looks_like_hub_name(
+    name: str,
+) -> bool:
+    "Return whether this may be `name` or `owner/name` on the hub, and not a path."
+    is_name = re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", name) is not None
+    return is_name and not ("/" in name and Path(name).parent.is_dir())
+
+
+def summarize_names(
+    directory: str | os.PathLike,
+    limit: int = 5,  # names at most
+) -> str:
+    "Say in a few words what a directory holds."
+    names = sorted(os.listdir(directory))
+    return (
+        f"only {', '.join(names[:limit])}{', ...' * (len(names) > limit)}" if names else "nothing"
+    )
+
+
+def check_model_source(
+    source: str | os.PathLike,  # a model's directory, a run's, or a name on the hub
+) -> None:
+    "Raise `ValueError` for a path that does not exist, and for a directory without a model."
+    recover_directory(path := Path(source).expanduser())
+    if path.is_file() or not path.exists() and not looks_like_hub_name(os.fspath(source)):
+        reason = "is a file; name a directory" if path.is_file() else "does not exist"
+        raise ValueError(f"model {os.fspath(source)!r} {reason}; check the path")
+    if path.is_dir() and not (Path(find_model_directory(source)) / "config.json").is_file():
+        raise ValueError(f"directory {path} has no model: no config.json, {summarize_names(path)}")
 
 # %% ../../nbs/core/01_files.ipynb #f1mod005
 # The first bytes of what is often there in place of a file that was to be downloaded.

@@ -4,13 +4,13 @@
 
 # %% auto #0
 __all__ = ['one_line', 'parse_yaml', 'dump_yaml', 'load_yaml', 'find_config', 'load_json', 'map_values', 'is_local_path',
-           'shareable_yaml', 'save_run_file']
+           'without_secrets', 'as_recorded', 'shareable_yaml', 'named_sources', 'save_run_file']
 
 # %% ../../nbs/core/06_serialization.ipynb #ac234563
 import json
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -182,36 +182,70 @@ def is_local_path(value: Any) -> bool:
     return len(parts) > 1 and os.path.lexists(os.path.join(*parts[:2]))
 
 
+def without_secrets(
+    value: Any,  # of a configuration
+    name: str = "",  # of the option that it belongs to
+) -> Any:
+    "Replace what looks like a secret, by its name or by its form, with None."
+    if isinstance(value, Mapping):
+        return {key: without_secrets(item, str(key)) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(without_secrets(item, name) for item in value)
+    is_text = isinstance(value, str)
+    is_secret = is_text and (_SECRET_NAME.fullmatch(name) or _SECRET_VALUE.search(value))
+    return None if is_secret else value
+
+
+def as_recorded(
+    config: Mapping[str, Any],
+) -> dict[str, Any]:
+    "Return a configuration as run.yaml gives it back, to compare the two."
+    return parse_yaml(dump_yaml(without_secrets(config)), RUN_FILE)
+
+
 def shareable_yaml(
     config: Mapping[str, Any],
 ) -> tuple[str, list[str]]:  # YAML, and the directories that it does not name
     "Write a configuration without absolute paths, and without what looks like a secret."
     directories: list[str] = []
 
-    def clean(value: Any, name: str = "") -> Any:
-        if isinstance(value, Mapping):
-            return {key: clean(item, str(key)) for key, item in value.items()}
-        if isinstance(value, (list, tuple)):
-            return [clean(item, name) for item in value]
-        if not isinstance(value, str):
-            return value
-        if _SECRET_NAME.fullmatch(name) or _SECRET_VALUE.search(value):
-            return None
+    def replace_directory(value: Any) -> Any:
         if not is_local_path(value):
             return value
         parent, last = os.path.split(value.rstrip("/"))
         directories.extend([parent] * (parent not in directories))
         return f"${{dir{directories.index(parent)}}}/{last}"
 
-    return dump_yaml(clean(config)), directories
+    return dump_yaml(map_values(replace_directory, without_secrets(config))), directories
+
+
+def named_sources(
+    value: Any,  # a configuration
+    name: str = "",  # of the option that it belongs to
+) -> Iterator[tuple[str, str]]:
+    "Yield the options called *_name_or_path with their texts, at any depth."
+    is_named = name.endswith("name_or_path")
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from named_sources(item, name if is_named else str(key))
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from named_sources(item, name)
+    elif is_named and isinstance(value, str):
+        yield name, value
 
 
 def save_run_file(
     directory: str | os.PathLike,  # of a run
     config: Mapping[str, Any],
 ) -> None:
-    "Write run.yaml, and beside it the directories that it does not name."
-    text, directories = shareable_yaml(config)
+    """Write run.yaml, and beside it the directories that it does not name.
+
+    Its `paths` are relative paths that a name on the hub could look like.
+    """
+    paths = {text for _, text in named_sources(config) if not os.path.isabs(text)}
+    paths = sorted(path for path in paths if os.path.exists(path))
+    text, directories = shareable_yaml({**config, **({"paths": paths} if paths else {})})
     write_json(Path(directory, _DIRECTORIES), directories)
     with atomic_write(Path(directory, RUN_FILE)) as temporary:
         temporary.write_text(text, encoding="utf-8")

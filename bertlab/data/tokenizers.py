@@ -18,13 +18,14 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from ..core.files import explain_missing_content, find_model_directory, write_json
+from ..core.files import explain_missing_content, find_model_directory
+from ..core.files import looks_like_hub_name, summarize_names, write_json
 from ..core.names import check_range, look_up
 from ..core.serialization import load_json
 from .documents import UNSPACED, iter_pieces
 from .readers import ReadOptions
 from .sources import SourceNotFound, iter_documents, read_column
-from .sources import looks_like_hub_name, offline_if_unreachable
+from .sources import offline_if_unreachable
 
 # %% ../../nbs/data/05_tokenizers.ipynb #238dff1b
 SPECIAL_TOKENS = {
@@ -415,8 +416,10 @@ def load_tokenizer(
     if not is_local and (os.path.exists(name) or not looks_like_hub_name(name)):
         raise SourceNotFound(f"tokenizer {name!r} is neither a directory nor a hub name")
     if is_local and not any(os.path.exists(os.path.join(name, file)) for file in TOKENIZER_FILES):
+        is_model = os.path.exists(os.path.join(name, "config.json"))
+        contents = "" if is_model else f", and no model's config.json: {summarize_names(name)}"
         raise SourceNotFound(
-            f"tokenizer {name!r}: the directory has none of {', '.join(TOKENIZER_FILES)}"
+            f"tokenizer {name!r}: the directory has none of {', '.join(TOKENIZER_FILES)}{contents}"
         )
     from transformers import AutoTokenizer  # takes seconds
 

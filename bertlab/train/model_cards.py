@@ -20,7 +20,7 @@ from typing import Any
 import yaml
 
 from ..core.serialization import dump_yaml, is_local_path, load_json, load_yaml, map_values
-from ..core.files import RUN_FILE, atomic_write
+from ..core.files import RUN_FILE, atomic_write, looks_like_hub_name
 from ..core.names import check_range
 from ..data.readers import SUFFIXES, suffix_of
 from ..model.huggingface import SENTENCE_TRANSFORMERS_FILES, read_sentence_transformers_files
@@ -264,10 +264,11 @@ def _text_source(run: Mapping[str, Any]) -> str | None:  # None: unknown
     )
 
 
-def _hub_name(name: Any) -> str | None:
-    "Return a name that has the form owner/name, and is nothing on this machine."
-    is_name = isinstance(name, str) and re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name) is not None
-    return name if is_name and suffix_of(name) not in SUFFIXES and not Path(name).exists() else None
+def _hub_name(name: Any, run: Mapping[str, Any]) -> str | None:
+    "Return a name that has the form owner/name, and was no path of this machine in the run."
+    if not isinstance(name, str) or "/" not in name or name in (run.get("paths") or []):
+        return None
+    return name if looks_like_hub_name(name) and suffix_of(name) not in SUFFIXES else None
 
 
 def _card_data(
@@ -281,7 +282,14 @@ def _card_data(
     model, data = (facts["run"].get(section) or {} for section in ("model", "data"))
     pipeline_tag = "sentence-similarity" if is_embedder else next(tags, "feature-extraction")
     objective = model.get("objective") if pipeline_tag == "fill-mask" else None
-    sources = (data.get("train_dataset_name_or_path"), data.get("dataset_name_or_path"))
+    hub_names = [
+        _hub_name(name, facts["run"])
+        for name in (
+            model.get("pretrained_model_name_or_path"),
+            data.get("train_dataset_name_or_path"),
+            data.get("dataset_name_or_path"),
+        )
+    ]
     results = [
         EvalResult(
             task_type=pipeline_tag,
@@ -298,8 +306,8 @@ def _card_data(
         model_name=name,
         license=choices.license,
         language=choices.language,
-        datasets=choices.datasets or next(filter(None, map(_hub_name, sources)), None),
-        base_model=choices.base_model or _hub_name(model.get("pretrained_model_name_or_path")),
+        datasets=choices.datasets or next(filter(None, hub_names[1:]), None),
+        base_model=choices.base_model or hub_names[0],
         library_name="sentence-transformers" if is_embedder else "transformers",
         pipeline_tag=pipeline_tag,
         tags=[
@@ -325,7 +333,7 @@ def make_card(
     architecture = (config.get("architectures") or ["Model"])[0]
     device, seconds = (run.get("record") or {}).get("device"), facts["metrics"].get("train_seconds")
     devices = _num_devices(facts)
-    recipe = {key: value for key, value in run.items() if key not in ("record", "command")}
+    recipe = {key: value for key, value in run.items() if key not in ("record", "command", "paths")}
     card = ModelCard.from_template(
         _card_data(name, architecture, scores, choices, facts),
         template_path=str(files("bertlab.train") / "model_card.md"),

@@ -17,6 +17,7 @@ from typing import Any
 import lightning as L
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
+from ..core.serialization import without_secrets
 from ..data.tokens import tokenizer_fingerprint
 from ..data.collators import COLLATORS
 from ..model.config import SPECIAL_TOKEN_IDS
@@ -108,7 +109,7 @@ def run_fingerprint(
     trainer: L.Trainer | None = None,  # its processes and micro-batches; None: unknown
 ) -> dict[str, Any]:  # plain values, fit for a checkpoint and for JSON
     "Return what must stay the same when a run is resumed."
-    identity = _module_identity(module) | _data_identity(data)
+    identity = without_secrets(_module_identity(module) | _data_identity(data))
     text = json.dumps(identity, default=lambda part: import_path(part) or str(part))
     identity = json.loads(re.sub(r" at 0x[0-9a-fA-F]+", "", text))  # addresses differ by process
     return identity if trainer is None else identity | _step_identity(trainer)

@@ -18,7 +18,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from ..core.files import RUN_FILE, check_run_directory, lock_directory
 from ..core.files import prepare_run_directory
 from ..core.names import check_choice
-from ..core.serialization import dump_yaml, find_config, load_json, load_yaml, parse_yaml
+from ..core.serialization import as_recorded, find_config, load_json, load_yaml
 from ..core.serialization import save_run_file
 from ..data.sources import expand_sources, is_local
 from .resume import latest_checkpoint, read_checkpoint
@@ -135,7 +135,7 @@ def _is_finished(directory: Path, config: Mapping[str, Any]) -> bool:
 
 def _edited_options(directory: Path, config: Mapping[str, Any]) -> list[str]:
     "Name the options of a finished stage that are not those in its run.yaml."
-    recorded, current = load_yaml(directory / RUN_FILE), parse_yaml(dump_yaml(config), RUN_FILE)
+    recorded, current = load_yaml(directory / RUN_FILE), as_recorded(config)
     return [
         f"{section}.{name}"
         for section in ("model", "data", "trainer", "run")

@@ -23,6 +23,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from ..core.names import check_range
+from ..core.serialization import without_secrets
 from ..data.rows import IGNORE_INDEX
 from ..model.layers import gather_positions
 from ..model.losses import LossSums, allows_dynamic_shapes
@@ -267,8 +268,10 @@ def plain_options(
 ) -> Any:
     """Convert options to what a checkpoint can hold: NumPy numbers and paths become Python's own.
 
-    A class or function becomes its dotted name, or else the default, or else it is left out.
+    A class or function becomes its dotted name, or else the default, or else it is left out. What
+    looks like a secret becomes None.
     """
+    options = without_secrets(options)
     if isinstance(options, Mapping):
         plain = {name: plain_options(value) for name, value in options.items()}
         unnamed = {name for name in plain if callable(options[name]) and plain[name] is None}
@@ -315,6 +318,11 @@ class TrainingModule(L.LightningModule):
     def forward(self, **batch: Tensor) -> Any:
         "Run the model on a batch."
         return self.model(**batch)
+
+    @property
+    def hparams_initial(self) -> dict[str, Any]:
+        "Return the options that loggers get, without what looks like a secret."
+        return without_secrets(super().hparams_initial)
 
     def auxiliary_losses(self) -> dict[str, tuple[float, Tensor]]:  # weight, sum over the labels
         "Return further losses of the batch that `label_loss` has just seen, by name."

@@ -61,6 +61,8 @@ def folder(tmp_path, monkeypatch) -> Iterator[Path]:
     Path("list.yaml").write_text("- a\n")
     Path("typo.yaml").write_text("model:\n  lerning_rate: 0.1\n")
     Path("empty").mkdir()
+    Path("notes").mkdir()
+    Path("notes", "a.txt").write_text("a")
     Path("run", "models", "step-20").mkdir(parents=True)
     Path("run", "run.yaml").write_text("{}\n")
     Path("mine.py").write_text("class MyCollator: pass\n")
@@ -102,7 +104,8 @@ WRONG = [  # words, and parts of the answer: what it is about, and what to do
     (["pretrain", "--run.shape", "modernbert_tyni"], ["did you mean 'modernbert_tiny'"]),
     (["pretrain", "own.txt", "--data.collator", "mien.MyCollator"], ["mien.MyCollator", "'mine'"]),
     (["pretrain", "own.txt", "--trainer.callbacks", "nofile.Watch"], ["nofile.Watch"]),
-    (["pretrain", "own.txt", "--model.pretrained_model_name_or_path", "empty"], ["empty"]),
+    (["pretrain", "own.txt", "--model.pretrained_model_name_or_path", "empty"], ["has no model", "nothing"]),
+    (["finetune", "own.csv", "--model.pretrained_model_name_or_path", "notes"], ["has no model", "only a.txt"]),
     (["pretrain", "own.txt", "--model.pretrained_model_name_or_path", "./nowhere"], ["./nowhere"]),
     (["pretrain", "own.txt", "--model.pretrained_model_name_or_path", "own.csv"], ["own.csv"]),
     (["pretrain", "own.txt", "--model.pretrained_model_name_or_path", "run"], ["run"]),
@@ -120,6 +123,42 @@ WRONG = [  # words, and parts of the answer: what it is about, and what to do
     (["distill", "bad.yaml"], ["bad.yaml", "line 3"]),
     (["fill-mask"], ["directory is missing"]),
 ]  # fmt: skip
+
+
+MODELS = [  # words of every command that opens a model
+    ["pretrain", "own.txt", "--model.pretrained_model_name_or_path", "MODEL"],
+    ["pretrain", "own.txt", "--model.reference_model_name_or_path", "MODEL"],
+    ["finetune", "own.csv", "--model.pretrained_model_name_or_path", "MODEL"],
+    ["embed", "finetune", "own.csv", "--model.pretrained_model_name_or_path", "MODEL"],
+    ["predict", "MODEL", "own.csv"],
+    ["fill-mask", "MODEL", "a [MASK]"],
+    ["write", "MODEL", "a"],
+    ["distill", "stages.yaml"],
+    ["tune", "search.yaml"],
+    ["tokenizer", "extend", "MODEL", "out", "--text", "own.txt"],
+    ["tokenizer", "trim", "MODEL", "out", "--text", "own.txt"],
+    ["tokenizer", "transplant", "MODEL", "run", "out"],
+    ["card", "MODEL"],
+    ["push", "MODEL", "me/model"],
+    ["export", "MODEL"],
+    ["average", "MODEL"],
+    ["lengthen", "MODEL", "--length", "64"],
+    ["embed", "encode", "MODEL", "own.txt"],
+    ["embed", "mine", "own.csv", "MODEL"],
+    ["embed", "search", "MODEL", "own.txt", "a"],
+    ["embed", "evaluate", "MODEL"],
+]
+
+
+@pytest.mark.parametrize("path", ["run/gone", "./gone", "~/gone", "a/b/c", "a\\b"])
+def test_a_missing_model_is_refused_before_imports(folder, capsys, monkeypatch, path):
+    monkeypatch.setattr("bertlab.cli.main._import_part", pytest.fail)
+    options = f"model: {{pretrained_model_name_or_path: '{path}'}}"
+    Path("stages.yaml").write_text(f"stages: [{{{options}}}]")
+    Path("search.yaml").write_text(options)
+    for words in MODELS:
+        message = refuse(capsys, *[path if word == "MODEL" else word for word in words])
+        assert path in message.replace("\\\\", "\\")
 
 
 def test_a_wrong_input_is_one_line_that_names_it(folder, capsys):

@@ -8,12 +8,14 @@ import subprocess
 import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import pytest
 import torch
 import yaml
 from huggingface_hub import ModelCard
 
+from bertlab.core.serialization import load_yaml, save_run_file
 from bertlab.data.tokenizers import train_tokenizer
 from bertlab.model.config import modernbert_tiny
 from bertlab.model.heads import BertLabForMaskedLM
@@ -98,6 +100,16 @@ def test_a_card_names_no_absolute_path(run):
     change(run / "run.yaml", data={"train_dataset_name_or_path": "/data/secret/poems.txt"})
     card = make_card(model_of(run))
     assert "poems.txt" in card and "/data" not in card and "secret" not in card
+
+
+def test_a_relative_path_that_is_gone_is_no_hub_name(run, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("models", "mine").mkdir(parents=True)
+    config = load_yaml(run / "run.yaml")
+    config["model"] = {**config.get("model", {}), "pretrained_model_name_or_path": "models/mine"}
+    save_run_file(run, config)
+    shutil.rmtree("models")
+    assert ModelCard(make_card(model_of(run))).data.base_model is None
 
 
 @pytest.mark.parametrize(

@@ -161,6 +161,18 @@ def test_rows_go_on_after_a_resume_and_speed_is_of_the_new_session_alone(tmp_pat
     assert [look[0] for look in monitor.looks] == [7, 8, 10, 12]
 
 
+def test_secrets_reach_neither_loggers_nor_checkpoints(tmp_path):
+    module = tiny()
+    module.save_hyperparameters({"api_key": "wq7Lx2", "hub": {"url": "https://me:wq7Lx2@host/x"}})
+    loggers = build_loggers(["csv", "tensorboard"], tmp_path / "logs", "")
+    saving = TrainingCheckpoint(tmp_path / "checkpoints", models=tmp_path / "models")
+    make_trainer(2, "32-true", "cpu", logger=loggers, callbacks=[saving]).fit(module, Texts())
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert {"hparams.yaml", "step-00000002.ckpt"} <= {path.name for path in files}
+    assert not [path for path in files if b"wq7Lx2" in path.read_bytes()]
+    assert module.hparams.api_key == "wq7Lx2"
+
+
 def test_each_session_has_a_log_of_its_own_for_all_loggers(tmp_path):
     pytest.importorskip("tensorboard")
     for session in range(2):
