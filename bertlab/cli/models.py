@@ -6,7 +6,6 @@
 __all__ = ['fill_mask', 'validate_model', 'estimate_run']
 
 # %% ../../nbs/cli/03_models.ipynb #8181d013
-import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -25,10 +24,9 @@ from ..core.serialization import load_yaml
 from ..data.module import PretrainingDataModule
 from ..data.tokenizers import load_tokenizer, resolve_tokenizer
 from ..model.heads import TokenPredictionModel
-from ..model.huggingface import check_tokenizer
+from ..model.huggingface import check_tokenizer, load_model, stored_head
 from ..model.mask_filling import fill_masks
 from ..train.estimate import MemoryEstimate, estimate_memory
-from ..train.initialization import load_encoder
 from ..train.modules import PretrainingModule
 from ..train.objectives import collator_objective
 from ..train.parallel import FullyShardedStrategy, get_strategy, num_processes
@@ -44,12 +42,14 @@ def fill_mask(
 ) -> list[list[list[tuple[str, float]]]]:  # text -> mask -> (word, probability)
     "Let a model fill the masks of texts. Raises `ValueError` for one that predicts no words."
     directory = find_model_directory(directory)
-    model, tokenizer = load_encoder(directory), load_tokenizer(directory)
+    (model, new_weights, _), tokenizer = load_model(directory), load_tokenizer(directory)
     check_tokenizer(tokenizer, model.config.vocab_size)
-    if not isinstance(model, TokenPredictionModel):
+    is_ours, head = isinstance(model, TokenPredictionModel), stored_head(model.config)
+    if new_weights or not (is_ours or head == "ForMaskedLM"):
+        lost = f" without {new_weights[0]}" if new_weights else ""
         raise ValueError(
-            f"the model in {directory} is a {type(model).__name__}, which predicts no words: train "
-            "it with an objective, as bertlab pretrain does"
+            f"the model in {directory} is a {type(model).__name__}{lost}, which predicts no words: "
+            "train it with an objective, as bertlab pretrain does"
         )
     texts = [text.replace("[MASK]", tokenizer.mask_token) for text in texts]
     return fill_masks(model, tokenizer, texts, top_k)

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['end_with_parent', 'worker_error', 'WorkerLoader', 'EpochBatches', 'BlankRows', 'filled_batches', 'eval_loader',
-           'StreamLoader']
+           'RowsByLength', 'StreamLoader']
 
 # %% ../../nbs/data/15_loaders.ipynb #e0cbfb78
 import ctypes
@@ -276,6 +276,52 @@ def eval_loader(
     "Load each row once, in order, in equally many batches for each process."
     batches = filled_batches(len(dataset), batch_size, rank, world_size)
     return _make_loader(dataset, collator, num_workers, batch_sampler=batches)
+
+# %% ../../nbs/data/15_loaders.ipynb #b7f0c102
+_POOL = 50  # batches whose rows are sorted together: enough to save padding, few enough to mix
+
+
+class RowsByLength(Dataset):
+    "Rows of a dataset in batches of similar length: `rows[epoch, index]`."
+
+    def __init__(
+        self,
+        rows: PackedDataset,  # one document a row, without padding
+        per_batch: int,  # rows of a batch, of all processes
+        seed: int = 0,  # of the order of batches
+    ):
+        self.rows, self.special = BlankRows(rows), rows.special
+        self.per_batch, self.seed = per_batch, seed
+        self._latest: tuple = None, None  # a pool, and its order
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def _order(self, epoch: int, pool: int) -> np.ndarray:  # rows, batch after batch
+        "Sort the rows of a pool by length, and shuffle its batches. A last, ragged one stays last."
+        if self._latest[0] != (epoch, pool):
+            size = _POOL * self.per_batch
+            indices = np.arange(pool * size, min((pool + 1) * size, len(self)))
+            lengths: list[int] = []
+            for start in range(0, len(indices), 1000):  # few at a time: memory
+                keys = [(epoch, int(index)) for index in indices[start : start + 1000]]
+                lengths += [len(row["input_ids"]) for row in self.rows.__getitems__(keys)]
+            num_full = len(indices) // self.per_batch * self.per_batch
+            order = np.argsort(lengths[:num_full], kind="stable").reshape(-1, self.per_batch)
+            order = np.random.default_rng([self.seed, epoch, pool]).permutation(order)
+            order = np.concatenate([indices[order.ravel()], indices[num_full:]])
+            self._latest = (epoch, pool), order
+        return self._latest[1]
+
+    def __getitem__(self, key: tuple[int, int]) -> dict:  # epoch, position in its order
+        return self.__getitems__([key])[0]
+
+    def __getitems__(self, keys: Sequence[tuple[int, int]]) -> list[dict]:
+        size = _POOL * self.per_batch
+        places = [(epoch, *divmod(index, size)) for epoch, index in keys]
+        return self.rows.__getitems__(
+            [(epoch, int(self._order(epoch, pool)[place])) for epoch, pool, place in places]
+        )
 
 # %% ../../nbs/data/15_loaders.ipynb #a67ceb86
 class StreamLoader:

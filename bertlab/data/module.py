@@ -28,7 +28,7 @@ from .collators import COLLATORS, check_collator_options, get_collator_cls
 from .corpus import Corpus, HoldOutOptions, load_corpus, make_corpus
 from .diffusion import count_ends, encode_pairs
 from .documents import CONTENT_VERSION, Document, hash_files, stable_hash
-from .loaders import BlankRows, EpochBatches, StreamLoader, eval_loader
+from .loaders import BlankRows, EpochBatches, RowsByLength, StreamLoader, eval_loader
 from .mixing import MixedDataset, MixtureOptions, normalize_weights
 from .packing import PackedDataset, PackingOptions, special_token_ids
 from .readers import ReadOptions, resolve_column, suffix_of, text_of
@@ -219,7 +219,8 @@ class PretrainingDataConfig:
     val_batch_size: int = 32  # rows per process in validation
     num_workers: int = 0  # processes that make batches; 0: none beside the run itself
     collator_kwargs: dict[str, Any] | None = None  # such as mlm_probability
-    packing: bool = True  # False: one document a row
+    # False: one document a row; None: many, unless the model needs padded rows.
+    packing: bool | None = None
     # Fill an epoch's last batch with blank rows; None: if it has more than 1% of the rows.
     packing_pad_to_budget: bool | None = None
     cache_dir: str | os.PathLike | None = None  # for tokens; None: keep them in memory
@@ -513,6 +514,8 @@ class PretrainingDataModule(L.LightningDataModule):
             config.train_dataset_name_or_path, config.pretrained_tokenizer_name_or_path
         )  # fmt: skip
         self.objective, self.collator_cls = config.trained_objective, config.collator_cls
+        self.requested_packing, self.groups_by_length = config.packing, False
+        self.packing = config.packing = config.packing is not False
         self.sources, self.val_sources = config.sources()
         if config.cache_dir is not None:
             check_not_inside(config.cache_dir, self.input_paths(), "cache_dir")
@@ -542,6 +545,20 @@ class PretrainingDataModule(L.LightningDataModule):
         if val is not None:
             self.val_sources = [DataSource(_read_in_memory(val, reading), reading, nothing)]
 
+    def settle_packing(
+        self,
+        padded_because: str | None,  # of a module: why it needs padded rows; None: it does not
+    ) -> None:
+        "Pad for a model that needs it, in batches of one length. Raises `ValueError` for packing=True."
+        if padded_because is None:
+            return
+        if self.requested_packing:
+            raise ValueError(
+                f"packing=True needs bertlab's encoder: {padded_because}; leave packing out"
+            )
+        self.packing = self.config.packing = self.takes_other_micro_batches = False
+        self.groups_by_length = True
+
     def training_texts(self) -> list[str]:
         "What a tokenizer is trained on: the training texts, or the beginning of a stream."
         if not self.streaming:
@@ -563,6 +580,7 @@ class PretrainingDataModule(L.LightningDataModule):
             check_writable(self.cache_dir, "cache_dir")
         self.tokenizer = resolve_tokenizer([self.tokenizer])
         options = {"max_sequence_length": self.max_sequence_length, "seed": self.seed}
+        options |= {"pad_to_multiple_of": 8} if self.groups_by_length else {}
         self.collator = self.collator_cls.from_tokenizer(
             self.tokenizer, **{**options, **self.collator_kwargs}
         )
@@ -590,6 +608,8 @@ class PretrainingDataModule(L.LightningDataModule):
         "Load, tokenize and plan, once."
         if self.val_datasets is not None:
             return
+        module = getattr(self.trainer, "lightning_module", None)
+        self.settle_packing(getattr(module, "padded_because", None))
         self._begin()
         train, validation = self._tokenize()
         if train:
@@ -621,9 +641,13 @@ class PretrainingDataModule(L.LightningDataModule):
         if self.streaming:
             self.batches = self._stream_loader()
         else:
+            rows, process = self.train_dataset, self.data_parallel_rank()
+            if self.groups_by_length and self.shuffle:
+                per_round = self.train_batch_size * process["world_size"]
+                rows = RowsByLength(rows, per_round, self.seed)
             self.batches = EpochBatches(
-                BlankRows(self.train_dataset), self.collator, self.train_batch_size, self.num_workers,
-                **self.data_parallel_rank(), fill=self.packing_pad_to_budget,
+                BlankRows(rows), self.collator, self.train_batch_size, self.num_workers, **process,
+                fill=self.packing_pad_to_budget,
             ).fit_to(self.trainer)  # fmt: skip
         return self.batches
 

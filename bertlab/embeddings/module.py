@@ -35,7 +35,8 @@ from ..model.adapters import add_adapter, freeze_weights, layer_depths
 from ..model.adapters import save_adapter
 from ..model.config import BertLabConfig
 from ..model.encoder import BertLabModel
-from ..model.huggingface import has_adapter, load_model, saved_as
+from ..model.huggingface import check_source, describe_rows, has_adapter
+from ..model.huggingface import load_model, saved_as
 from ..model.losses import LossSums
 from bertlab.train.modules import (
     check_tokenizer_matches,
@@ -216,6 +217,7 @@ class EmbeddingModule(TrainingModule):
         self._distilled: Tensor | None = None  # distillation loss of the last batch
         self._ranks, self._scored = RetrievalRanks(), []
         self._is_configured = False
+        self.padded_because: str | None = None  # None: bertlab's encoder, on packed rows
 
     # --- the model --------------------------------------------------------------------------------
 
@@ -278,7 +280,7 @@ class EmbeddingModule(TrainingModule):
             encoder = BertLabModel(BertLabConfig(**options))
         else:
             config = read_st_config(h.pretrained_model_name_or_path)
-            encoder = load_model(h.pretrained_model_name_or_path, "Model").model
+            encoder, _, self.padded_because = load_model(h.pretrained_model_name_or_path, "Model")
         if h.adapter is not None:
             add_adapter(encoder, h.adapter)
         freeze_weights(encoder, h.freeze)
@@ -564,6 +566,8 @@ def build_embedding(
     data.tokenizer = module.tokenizer if data.tokenizer is None else data.tokenizer
     names = [name for name in (data.source, data.val_source) if name is not None]
     check_not_inside(run.output, expand_sources(names) if names else (), "run.output")
+    if model["pretrained_model_name_or_path"] is not None:
+        check_source(model["pretrained_model_name_or_path"])
     data.setup()
     module.check_pairs(data.datasets)
     module.build_model()
@@ -576,6 +580,7 @@ def build_embedding(
     has_validation = "validation" in data.datasets
     trainer["val_check_steps"] = max(1, steps // run.validations) if has_validation else None
     return RunParts(
-        config, run.run_config(), module, data, None, trainer, data.describe, has_validation,
+        config, run.run_config(), module, data, None, trainer,
+        lambda: f"{data.describe()}\nrows: {describe_rows(module.padded_because)}", has_validation,
         save=module.save,
     )  # fmt: skip

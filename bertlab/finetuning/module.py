@@ -23,7 +23,7 @@ from .models import finetuning_groups, load_task_model
 from .models import reinit_top_layers, settle_class_weights
 from .task import LabelNames, Task, get_task, task_name
 from ..model.adapters import add_adapter, freeze_weights
-from ..model.huggingface import check_tokenizer, saved_as
+from ..model.huggingface import check_tokenizer, describe_rows, saved_as
 from ..model.losses import LossSums
 from ..optim.optimizers import get_optimizer
 from ..optim.schedulers import ScheduledLR, custom_scheduler
@@ -157,7 +157,7 @@ class FinetuningModule(TrainingModule):
         self.data: Any = None  # the trainer's data module, if it has one
         self.new_weights: list[str] = []  # that no checkpoint brought
         self.frozen: list[str] = []  # weights that are not trained
-        self.is_padded = False  # whether the model is of transformers' own class
+        self.padded_because: str | None = None  # None: bertlab's encoder
         self.metric: Any = None  # of the split that is being scored
 
     # --- labels and model -------------------------------------------------------------------------
@@ -234,7 +234,7 @@ class FinetuningModule(TrainingModule):
         source = h.pretrained_model_name_or_path
         loaded = load_task_model(self.task, source, h.model_kwargs, h.model_config_kwargs)
         self._check_rows(loaded.model.config)
-        self.model, self.is_padded = loaded.model, loaded.padded_because is not None
+        self.model, self.padded_because = loaded.model, loaded.padded_because
         if self.is_padded and getattr(self.data, "packing", False):
             raise ValueError(f"packing=True needs bertlab's encoder: {loaded.padded_because}")
         reinitialized = reinit_top_layers(self.model, h.reinit_layers)
@@ -253,6 +253,10 @@ class FinetuningModule(TrainingModule):
         rank_zero_info(self.describe())
 
     @property
+    def is_padded(self) -> bool:  # whether the model is of transformers' own class
+        return self.padded_because is not None
+
+    @property
     def config(self) -> Any:  # of the model that was built
         return self.model.config
 
@@ -264,6 +268,8 @@ class FinetuningModule(TrainingModule):
         return (
             f"{self.task.name} from {source}: {len(new)} new tensors ({', '.join(new[:4])}{more}); "
             f"{len(self.frozen)} frozen; {saved_as(self.model, tokenizer=tokenizer)}"
+            + f"; rows {describe_rows(self.padded_because)}"
+            * self.is_padded
         )
 
     # --- optimizer and checkpoint -----------------------------------------------------------------

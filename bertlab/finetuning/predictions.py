@@ -31,7 +31,7 @@ from .evaluation import Evaluation
 from .files import CONLLU, Table, flatten, guess_format, read_labelled
 from .models import without_reports
 from .task import LabelNames, Task, count_long, get_task, load_task
-from ..model.huggingface import check_tokenizer, load_model, read_config
+from ..model.huggingface import check_tokenizer, load_model, read_config, stored_head
 from ..model.mask_filling import max_input_length
 
 # %% ../../nbs/finetuning/12_predictions.ipynb #59c5fec7
@@ -226,8 +226,8 @@ def load_predictor(
     "Load a model with a head for a task. Raises `ValueError` for one without."
     config, memory = read_config(directory), load_task(directory)
     architecture = (config.architectures or ["an unknown model"])[0]
-    head = next((ending for ending in _TASK_OF if architecture.endswith(ending)), None)
-    if head is None:
+    head = next((e for e in _TASK_OF if architecture.endswith(e)), None) or stored_head(config)
+    if head not in _TASK_OF:
         raise ValueError(
             f"{directory} holds {architecture}, which has no head for a task: name the directory of "
             "a fine-tuning run"

@@ -23,7 +23,9 @@ from torch.utils.data import DataLoader
 
 from ..core.devices import find_accelerator
 from ..core.names import check_choice
-from ..data.tokenizers import load_tokenizer
+from ..data.tokenizers import resolve_tokenizer
+from ..model.huggingface import check_source
+from ..train.initialization import check_tokenizer_matches
 from .evaluation import format_table
 from .models import save_predictor
 from .module import FinetuningModule
@@ -136,8 +138,10 @@ def prepare(
 ) -> str:  # the metric to monitor
     "Set the data up and let module and data agree. Raises `ValueError`."
     source = module.hparams.pretrained_model_name_or_path
-    if data.tokenizer is None and source is not None:
-        data.tokenizer = load_tokenizer(source)
+    if source is not None:
+        check_source(source)
+        data.tokenizer = resolve_tokenizer([data.tokenizer], source)
+        check_tokenizer_matches(source, data.tokenizer)
     data.prepare_data()
     data.setup()
     if missing := {"train", "validation"} - data.datasets.keys():

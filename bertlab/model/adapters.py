@@ -75,10 +75,17 @@ def block_names(model: nn.Module) -> list[str]:  # of any encoder of transformer
 
 
 def _block_linears(model: nn.Module) -> list[str]:  # full names
-    "Return the linear layers of the blocks."
-    prefixes = tuple(f"{block}." for block in block_names(model))
+    "Return the linear layers of the blocks. Raises `ValueError` if there are none."
+    try:
+        prefixes = tuple(f"{block}." for block in block_names(model))
+    except ValueError:  # layers share a block: all that is between embeddings and pooler
+        prefixes = (f"{getattr(model, 'base_model_prefix', '')}.encoder.", "encoder.")
     layers = (name for name, layer in model.named_modules() if isinstance(layer, nn.Linear))
-    return [name for name in layers if name.startswith(prefixes)]
+    if names := [name for name in layers if name.startswith(prefixes)]:
+        return names
+    raise ValueError(
+        f"adapter: the blocks of {type(model).__name__} have no nn.Linear; name target_modules"
+    )
 
 
 def _contains(part: str, name: str) -> bool:  # a module's or weight's name or its end; a weight's

@@ -211,7 +211,7 @@ FAMILIES: dict[str, Family] = {  # by model_type
     "ernie": _bert("ernie", prefix="Ernie", ignored=("use_cache", "task_type_vocab_size")),
     "electra": _bert("electra", prefix="Electra", heads=_ELECTRA_HEADS, second_names={},
                      keys={k: v for k, v in _BERT_KEYS.items() if k != "pooler"},
-                     settings=(*_BERT_SETTINGS, ("hidden_size", "embedding_size")),
+                     settings=(("hidden_size", "embedding_size"), *_BERT_SETTINGS),
                      fixed={**_BERT_FIXED, "head_activation": "gelu"},
                      ignored=("use_cache", "summary_type", "summary_use_proj",
                               "summary_activation", "summary_last_dropout")),
@@ -352,10 +352,7 @@ def to_bertlab_config(
     "Convert a family's configuration. Raises `ValueError` with what has no place in ours."
     family = FAMILIES.get(source.model_type)
     if family is None:
-        raise ValueError(
-            f"model_type {source.model_type!r} cannot be converted; supported are "
-            f"{', '.join(FAMILIES)}"
-        )
+        raise ValueError(f"model_type {source.model_type!r} has no place in bertlab's encoder")
     if head not in family.heads:
         raise ValueError(f"{family.prefix}{head} has a head that bertlab's classes do not have")
     config = BertLabConfig(**_read_settings(source), family=source.model_type)

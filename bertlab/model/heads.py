@@ -6,16 +6,17 @@
 __all__ = ['MaskedLMHead', 'head_and_loss', 'TokenPredictionOutput', 'TokenPredictionModel', 'count_maskable', 'full_mask',
            'BertLabForMaskedLM', 'BertLabForMaskedDiffusion', 'logical_shift_right', 'splitmix64',
            'sample_half_of_pairs', 'enhanced_decoding_mask', 'PositionQueryAttention', 'EnhancedDecoderBlock',
-           'enhanced_decoding_context', 'BertLabForCausalLM', 'BertLabForEnhancedMaskedLM']
+           'enhanced_decoding_context', 'BertLabForCausalLM', 'BertLabForEnhancedMaskedLM', 'predict_tokens']
 
 # %% ../../nbs/model/06_heads.ipynb #bc6819fc
 import copy
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import AutoModelForMaskedLM
+from transformers import AutoModelForMaskedLM, PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import MaskedLMOutput
 from transformers.utils import can_return_tuple
 
@@ -180,12 +181,8 @@ class TokenPredictionModel(BertLabPreTrainedModel):
             x = _take(x, label_positions)
         labels, weights = (_take(t, label_positions) for t in (labels, loss_weights))
         logits, sums = self.score(x, labels, loss_config, weights)
-        if sums is not None and loss_weights is not None:  # a mean over all maskable tokens
-            if token_shares is None:
-                count = count_maskable(input_ids, documents_BL, self.config)
-            else:
-                count = token_shares.sum(dtype=torch.float32)  # the shares may have 16 bits
-            sums = sums._replace(num_labels=count)
+        if sums is not None and loss_weights is not None:
+            sums = _over_all_tokens(sums, token_shares, input_ids, documents_BL, self.config)
         values = {"hidden_states": encoded.hidden_states, "attentions": encoded.attentions}
         if sums is not None:
             values |= sums._asdict() | {"loss": sums.mean()}
@@ -195,7 +192,7 @@ class TokenPredictionModel(BertLabPreTrainedModel):
 def count_maskable(
     input_ids: Tensor | None,  # (B, L); None: nothing is known to be special
     documents_BL: Tensor,  # 0 for padding
-    config: BertLabConfig,  # its ids of padding, [CLS] and [SEP]
+    config: PretrainedConfig,  # its ids of padding, [CLS] and [SEP]
 ) -> Tensor:  # a count
     "Count the tokens that could have been hidden; [MASK] stands for one of them."
     ordinary_BL = documents_BL != 0
@@ -208,6 +205,20 @@ def count_maskable(
 def full_mask(tokens: Tensor) -> Tensor:
     "The attention mask (B, L) of rows without padding, for ids (B, L) or vectors (B, L, D)."
     return torch.ones(tokens.shape[:2], dtype=torch.int64, device=tokens.device)
+
+
+def _over_all_tokens(
+    sums: LossSums,  # with weights
+    token_shares: Tensor | None,  # (B, L): what each token counts for; None: ids tell
+    input_ids: Tensor | None,
+    documents_BL: Tensor,
+    config: PretrainedConfig,
+) -> LossSums:
+    "Make a weighted loss a mean over all maskable tokens."
+    if token_shares is None:
+        return sums._replace(num_labels=count_maskable(input_ids, documents_BL, config))
+    total = token_shares.sum(dtype=torch.float32)  # the shares may have 16 bits
+    return sums._replace(num_labels=total)
 
 
 class BertLabForMaskedLM(TokenPredictionModel):
@@ -412,3 +423,31 @@ class BertLabForEnhancedMaskedLM(TokenPredictionModel):
 _CLASSES = BertLabForMaskedLM, BertLabForMaskedDiffusion, BertLabForEnhancedMaskedLM
 # Of several classes, transformers takes the one that a saved configuration names.
 AutoModelForMaskedLM.register(BertLabConfig, _CLASSES, exist_ok=True)
+
+# %% ../../nbs/model/06_heads.ipynb #a7f0c102
+def predict_tokens(
+    model: PreTrainedModel,  # a masked language model, of bertlab or of transformers
+    batch: Mapping[str, Tensor],  # of a collator; for transformers' models one text a row
+    loss_config: LossConfig = LossConfig(),
+) -> TokenPredictionOutput:
+    "Score a batch, and compare the scores with its labels."
+    if isinstance(model, TokenPredictionModel):
+        return model(**batch, loss_config=loss_config)
+    input_ids, positions_BM = batch["input_ids"], batch.get("label_positions")
+    documents_BL = batch.get("attention_mask", full_mask(input_ids))
+    mask_BL = documents_BL.clamp(max=1)
+    mask_BL[:, 0] = 1  # a blank row that sees nothing would have scores of NaN
+    logits = _take(model(input_ids=input_ids, attention_mask=mask_BL).logits, positions_BM)
+    if batch.get("labels") is None:
+        return TokenPredictionOutput(logits=logits)
+    names = ("labels", "loss_weights")
+    labels, weights = (_take(batch.get(name), positions_BM) for name in names)
+    scored = logits
+    if loss_config.loss_only and allows_dynamic_shapes(logits):
+        scored, labels, weights = select_labelled(logits, labels, weights)
+    sums = sum_losses(scored, labels, loss_config, weights)
+    if weights is not None:
+        shares = batch.get("token_shares")
+        sums = _over_all_tokens(sums, shares, input_ids, documents_BL, model.config)
+    logits = None if loss_config.loss_only else logits
+    return TokenPredictionOutput(logits=logits, loss=sums.mean(), **sums._asdict())

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ..data.tokenizers import check_same_vocabulary, load_tokenizer
 from ..model.encoder import BertLabModel
-from ..model.heads import TokenPredictionModel
+from ..model.heads import TokenPredictionModel, predict_tokens
 from ..data.rows import IGNORE_INDEX
 from ..model.layers import gather_positions
 from ..model.losses import LossSums
@@ -115,7 +115,8 @@ class DistillationModule(PretrainingModule):
             return super().label_loss(batch)
         inputs = self.model_inputs(batch)
         # The reference is compared with scores, so they are kept.
-        out = self.model(**inputs, loss_config=replace(self.current_rule(), loss_only=False))
+        rule = replace(self.current_rule(), loss_only=False)
+        out = predict_tokens(self.model, inputs, rule)
         self.divergence = self.compare(out.logits, inputs)
         return LossSums(out.loss_sum, out.num_labels, out.z_loss, out.num_correct)
 
@@ -139,7 +140,7 @@ class DistillationModule(PretrainingModule):
         if self._configured:
             return
         super().configure_model()
-        if self.model.encoder.compiled_blocks is not None and self._reference:
+        if getattr(self.model, "compiled_head", None) is not None and self._reference:
             compile_model(*self._reference)
 
     def place_reference(self) -> None:

@@ -27,11 +27,11 @@ from ..core.devices import resident_memory_bytes
 from ..core.names import check_choice, check_range
 from ..model.activation_checkpointing import MemoryTracker
 from ..model.adapters import add_adapter, freeze_weights
-from ..model.config import BertLabConfig, modernbert_tiny
+from ..model.config import modernbert_tiny
 from ..model.heads import BertLabForMaskedLM
 from ..optim.optimizers import backward_options, forward_context
 from .modules import apply_activation_checkpointing, build_optimizer
-from .objectives import OBJECTIVES
+from ..model.heads import predict_tokens
 from .trainer import make_trainer
 
 # %% ../../nbs/train/23_estimate.ipynb #28825d6e
@@ -328,7 +328,7 @@ def estimate_memory(
     rule = replace(module.loss_config, loss_only=True)
 
     def build() -> nn.Module:
-        model = OBJECTIVES[h.objective](BertLabConfig(**config.to_diff_dict()))
+        model = module.build_fresh()
         if h.adapter is not None:
             add_adapter(model, h.adapter)
         freeze_weights(model, h.freeze)
@@ -342,7 +342,7 @@ def estimate_memory(
             ),
             lambda model: build_optimizer(model, h, 1000)["optimizer"],
             partial(_example_batch, h.objective, rows, length, label_rate),
-            lambda model, batch: model(**batch, loss_config=rule).loss_sum,
+            lambda model, batch: predict_tokens(model, batch, rule).loss_sum,
             device,
             _HALVES[precision],
         )

@@ -16,13 +16,15 @@ import torch
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 
+from ..core.names import check_choice
 from ..data.tokenizers import load_tokenizer, num_token_ids
 from ..model.config import BertLabConfig
 from ..model.encoder import BertLabModel, BertLabPreTrainedModel
 from ..model.heads import TokenPredictionModel
-from ..model.huggingface import load_model, read_config, to_bertlab_config
+from ..model.huggingface import LoadedModel, load_model, read_config, stored_head
+from ..model.huggingface import to_bertlab_config, why_padded
 from ..model.loading import load_state_dict
-from .objectives import OBJECTIVES
+from .objectives import OBJECTIVES, PADDED_OBJECTIVES
 
 # %% ../../nbs/train/04_initialization.ipynb #99837412
 def load_encoder(
@@ -70,18 +72,41 @@ def build_without_weights(
             return build()
 
 # %% ../../nbs/train/04_initialization.ipynb #3bf6efe0
+def _initialize_padded(
+    source: str | os.PathLike, objective: str, overrides: dict[str, Any], reason: str
+) -> LoadedModel:
+    "Load transformers' own class with a head over the vocabulary."
+    if objective not in PADDED_OBJECTIVES:
+        raise ValueError(
+            f"objective={objective!r} needs bertlab's encoder: {reason}; take one of "
+            f"{', '.join(PADDED_OBJECTIVES)}"
+        )
+    config = read_config(source)
+    settings = {k: v for k, v in overrides.items() if k != "attn_implementation"}
+    for name in settings:
+        check_choice("model_config_kwargs", name, config.to_dict())
+    return load_model(source, "ForMaskedLM", settings)
+
+
 def initialize_model(
     source: str | os.PathLike,  # a directory, or a name on the hub
     objective: str,
     overrides: dict[str, Any],  # settings of the configuration that keep the shapes
     key_mapping: dict[str, str] | None = None,  # our names of weights: those of the source
-) -> tuple[TokenPredictionModel, list[str]]:  # and the names of weights that are new
+) -> LoadedModel:
     """Build the model of an objective with the weights of a source.
 
     Raises `ValueError` if the settings do not fit the weights, or drop some of them.
     """
     shape = read_config(source)
-    shape = shape if shape.model_type == BertLabConfig.model_type else to_bertlab_config(shape)
+    head = "ForMaskedLM" if stored_head(shape) == "ForMaskedLM" else "Model"
+    if (reason := why_padded(shape, head)) and not key_mapping:
+        loaded = _initialize_padded(source, objective, overrides, reason)
+        if loaded.new_weights:
+            rank_zero_info(describe_missing_keys(source, loaded.new_weights))
+        return loaded
+    is_ours = isinstance(shape, BertLabConfig)
+    shape = shape if is_ours else to_bertlab_config(shape)
     model = OBJECTIVES[objective](BertLabConfig(**{**shape.to_diff_dict(), **overrides}))
     dropped, mismatch = [], ""
     if key_mapping:
@@ -92,13 +117,14 @@ def initialize_model(
                 f"load_key_mapping leaves out layers of {source}, such as {report.dropped_layers[0]}"
             )
     else:
-        loaded = load_encoder(source)
+        loaded, new, _ = load_model(source, None if is_ours else head)
         # The head of another task is no loss.
         compared = "" if isinstance(model, type(loaded)) else "encoder."
         dropped = [name for name in _named_weights(loaded).keys() - model.state_dict().keys()
                    if name.startswith(compared) and ".pooler." not in name]  # fmt: skip
         try:
             missing_keys = load_matching_weights(model, loaded)
+            missing_keys += [name for name in new if name in model.state_dict()]
         except RuntimeError as error:
             mismatch = str(error)
     if dropped:
@@ -115,7 +141,7 @@ def initialize_model(
         )
     if missing_keys:
         rank_zero_info(describe_missing_keys(source, missing_keys))
-    return model, missing_keys
+    return LoadedModel(model, missing_keys, None)
 
 
 def describe_missing_keys(

@@ -25,6 +25,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from ..core.durations import parse_duration
 from ..core.names import resolve
@@ -40,7 +41,9 @@ from ..model.encoder import BertLabModel, BertLabPreTrainedModel, EncoderInputs,
 from ..model.encoder import run_blocks
 from ..model.float8 import convert_to_float8
 from ..model.heads import BertLabForEnhancedMaskedLM, TokenPredictionModel, head_and_loss
-from ..model.huggingface import merged_copy, save_model
+from ..model.heads import predict_tokens
+from ..model.huggingface import find_auto_class, merged_copy, save_model
+from ..model.huggingface import to_bertlab_config, why_padded
 from ..model.layers import resolve_layers
 from ..model.losses import LossConfig, LossSums, token_bytes
 from ..optim.budgets import TimeBudgetLR
@@ -206,13 +209,16 @@ def build_optimizer(
     return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
 # %% ../../nbs/train/05_modules.ipynb #7e0a41bf
-def compile_model(model: TokenPredictionModel, **options: Any) -> None:  # of torch.compile
+def compile_model(model: PreTrainedModel, **options: Any) -> None:  # of torch.compile
     """Compile the path from token ids through the blocks, and from vectors to the loss's sums.
 
     Unpadding stays outside, and so do scores that somebody wants to see. On a CPU the loss does,
-    too: its shapes follow the labels there.
+    too: its shapes follow the labels there. Models of transformers are compiled as a whole.
     """
     raise_recompile_limit()  # models of several shapes, in training and validation
+    if not isinstance(model, BertLabPreTrainedModel):
+        model.compile(**options)
+        return
     compiled, kinds = torch.compile(run_blocks, **options), {*model.config.layer_types}
 
     def run(encoder: BertLabModel, rows: EncoderInputs, *args: Any, **named: Any) -> dict[str, Any]:
@@ -292,6 +298,14 @@ def _model_settings(config: PretrainingConfig) -> dict[str, Any]:  # of BertLabC
     settings = {**(config.model_config_kwargs or {}), **(config.model_kwargs or {})}
     return resolve_layers({"attn_implementation": kernel, **settings})
 
+
+def _build_config(settings: dict[str, Any]) -> PretrainedConfig:
+    "Build the shape of bertlab's encoder, or of another `model_type` of transformers."
+    if settings.get("model_type", BertLabConfig.model_type) == BertLabConfig.model_type:
+        return BertLabConfig(**settings)
+    config = AutoConfig.for_model(**{k: v for k, v in settings.items() if "attn" not in k})
+    return config if why_padded(config, "ForMaskedLM") else to_bertlab_config(config)
+
 # %% ../../nbs/train/05_modules.ipynb #a90a63a0
 class HuggingFaceCheckpointIO(CheckpointIO):
     "Write a directory for transformers beside each checkpoint, and remove both together."
@@ -347,9 +361,11 @@ class PretrainingModule(TrainingModule):
         if isinstance(self.tokenizer, (str, os.PathLike)):
             self.tokenizer = load_tokenizer(self.tokenizer)
         self.missing_keys: list[str] = []  # weights that the continued model lacks
+        self.padded_because: str | None = None  # None: bertlab's encoder, on packed rows
         if source is None:
             settings = config_from_tokenizer(self.tokenizer, _model_settings(config))
-            self.config = BertLabConfig(**settings)
+            self.config = _build_config(settings)
+            self.padded_because = why_padded(self.config, "ForMaskedLM")
         else:
             check_tokenizer_matches(
                 source, self.tokenizer, self.tokenizer if is_of_source else None
@@ -371,7 +387,7 @@ class PretrainingModule(TrainingModule):
     def _load(self, config: PretrainingConfig) -> None:
         settings = _model_settings(config)
         with torch.device("cpu"):
-            self.model, self.missing_keys = initialize_model(
+            self.model, self.missing_keys, self.padded_because = initialize_model(
                 config.pretrained_model_name_or_path, config.objective, settings,
                 config.load_key_mapping,
             )  # fmt: skip
@@ -379,7 +395,9 @@ class PretrainingModule(TrainingModule):
         # BERT's configuration has no ids of [CLS] and [SEP], and labels are counted by these ids.
         for name in SPECIAL_TOKEN_IDS:
             token_id = getattr(self.tokenizer, name, None)
-            if token_id is not None and name not in settings:
+            # Models of transformers may count positions from their own padding id.
+            is_fixed = self.padded_because and getattr(self.config, name, None) is not None
+            if token_id is not None and name not in settings and not is_fixed:
                 setattr(self.config, name, token_id)
 
     def describe_missing_keys(self) -> str:
@@ -391,7 +409,8 @@ class PretrainingModule(TrainingModule):
     def model_inputs(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         "Select what the model takes. Raises `ValueError` for a batch of another objective."
         if not self._checked:  # the collator makes all batches alike
-            check_batch(batch, self.model, self.options.objective)
+            objective = self.options.objective
+            check_batch(batch, OBJECTIVES[objective], objective)
             self._checked = True
         return {name: value for name, value in batch.items() if name not in NON_MODEL_KEYS}
 
@@ -401,12 +420,12 @@ class PretrainingModule(TrainingModule):
 
     def forward(self, **batch: Tensor) -> Any:  # the model's output
         "Run the model on a batch."
-        return self.model(**self.model_inputs(batch), loss_config=self.current_rule())
+        return predict_tokens(self.model, self.model_inputs(batch), self.current_rule())
 
     def label_loss(self, batch: dict[str, Tensor]) -> LossSums:
         "Sums over the labels of a batch, each (B, L) or as its collator says."
         rule = replace(self.current_rule(), loss_only=self.training)
-        out = self.model(**self.model_inputs(batch), loss_config=rule)
+        out = predict_tokens(self.model, self.model_inputs(batch), rule)
         return LossSums(out.loss_sum, out.num_labels, out.z_loss, out.num_correct)
 
     def num_flops_per_token(
@@ -418,6 +437,8 @@ class PretrainingModule(TrainingModule):
 
         Once the model is built, what an adapter or `freeze` spares is left out.
         """
+        if self.padded_because is not None:
+            return 6.0 * self.num_params()
         parts = training_flops_per_token(self.config, mean_context, label_rate, self._shares)
         if issubclass(OBJECTIVES[self.options.objective], BertLabForEnhancedMaskedLM):
             # One block more rebuilds each token, and sees half of all.
@@ -445,6 +466,8 @@ class PretrainingModule(TrainingModule):
                 f"objective={options.objective!r}; give both the same"
             )
         check_same_vocabulary(self.tokenizer, getattr(datamodule, "tokenizer", None))
+        if self.padded_because and getattr(datamodule, "packing", False):
+            raise ValueError(f"packing=True needs bertlab's encoder: {self.padded_because}")
         if stage != "fit":
             return
         is_random = options.pretrained_model_name_or_path is None and not self.trainer.ckpt_path
@@ -469,8 +492,10 @@ class PretrainingModule(TrainingModule):
         elif not isinstance(strategy.checkpoint_io, HuggingFaceCheckpointIO):
             strategy.checkpoint_io = HuggingFaceCheckpointIO(strategy.checkpoint_io, self)
 
-    def build_fresh(self) -> BertLabPreTrainedModel:
+    def build_fresh(self) -> PreTrainedModel:
         "A model of this objective and shape; under torch's `meta` device without its numbers."
+        if self.padded_because is not None:
+            return find_auto_class(self.config, "ForMaskedLM")(self.config)
         return OBJECTIVES[self.options.objective](self.config)
 
     def configure_model(self) -> None:
@@ -482,7 +507,8 @@ class PretrainingModule(TrainingModule):
         if options.adapter is not None:
             add_adapter(model, options.adapter)
         freeze_weights(model, options.freeze)
-        self._shares = trained_fractions(model)
+        if self.padded_because is None:
+            self._shares = trained_fractions(model)
         device = torch.device("cpu") if trainer is None else trainer.strategy.root_device
         if options.float8:
             convert_to_float8(model, options.float8, device)
@@ -490,6 +516,8 @@ class PretrainingModule(TrainingModule):
         setting = options.compile_model
         if setting is None and trainer and data_parallel_size(trainer) < trainer.world_size:
             setting = False  # layers or rows are split
+        if setting is None and self.padded_because is not None:
+            setting = False  # each length of a batch would be compiled
         compile_options = resolve_compile(setting, device, options.optimizer_class)
         if compile_options is not None:
             compile_model(model, **compile_options)

@@ -27,7 +27,7 @@ from ..core.files import atomic_write, write_json
 from ..core.serialization import load_json
 from ..core.plots import GREY, plot_loss
 from ..data.packing import PackedDataset
-from ..model.config import count_parameters
+from ..model.config import BertLabConfig, count_parameters
 from .checkpoints import TrainingInterrupted, TrainingStopped
 from .history import History, format_seconds
 from .monitors import Throughput
@@ -73,7 +73,8 @@ def parameter_counts(
     "Count the weights of a model by part; tied ones once."
     total = sum(p.numel() for p in model.parameters())
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    parts = count_parameters(model.config)
+    is_ours = isinstance(model.config, BertLabConfig)
+    parts = count_parameters(model.config) if is_ours else {}
     # What is frozen is negative, so that the rows add up to the total.
     parts |= {"other": total - sum(parts.values()), "frozen": trained - total}
     return {**{name: count for name, count in parts.items() if count}, "total": trained}

@@ -52,6 +52,7 @@ from .checkpoints import TrainingCheckpoint, TrainingInterrupted, TrainingStoppe
 from .resume import check_resume, latest_checkpoint
 from .config import PretrainingConfig, PretrainRunConfig, RunConfig
 from .history import History, print_line
+from ..model.huggingface import describe_rows
 from .initialization import build_without_weights
 from .modules import PretrainingModule, build_optimizer, check_parts, clock_budget
 from .modules import CLOCK_RECIPE, describe_recipe, pretraining_recipe
@@ -674,6 +675,7 @@ def build_pretraining(
         )
         data.tokenizer = tokenizer
         module = _build_module(resolved, tokenizer)
+        data.settle_packing(module.padded_because)
         if model[MODEL] is not None:
             check_model(module, trainer["max_steps"], run.ema_decay)
         positions = getattr(module.config, "max_position_embeddings", None)
@@ -735,6 +737,7 @@ def _describe_pretraining(
     size = f"{module.num_params():,} parameters, vocabulary {num_token_ids(data.tokenizer):,}"
     lines = [
         data.describe(num_rows=1),
+        f"rows    {describe_rows(module.padded_because)}",
         f"model   {size}" + f" ({shape}; --run.shape chooses another)" * bool(shape),
         f"recipe  {describe_recipe(module.options, trainer['max_steps'] > 0)}"
         + " (--run.recipe reference: AdamW at a constant rate)" * is_chosen,

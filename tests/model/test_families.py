@@ -1,11 +1,14 @@
 "Every family: the same outputs in both directions, and a reason for what cannot be converted."
 
+import json
+
 import pytest
 import torch
 import transformers
 
 from bertlab.model.families import FAMILIES
-from bertlab.model.huggingface import from_huggingface, load_model, save_model, to_huggingface
+from bertlab.model.huggingface import check_source, from_huggingface, load_model, save_model
+from bertlab.model.huggingface import stored_head, to_huggingface
 from bertlab.model.task_heads import BertLabForTokenClassification
 
 B, L, V = 3, 16, 50
@@ -107,3 +110,64 @@ def test_a_pretraining_model_of_bert_is_a_masked_lm(tmp_path):
     with torch.no_grad():
         want = model(ids).prediction_logits
         torch.testing.assert_close(loaded.model(ids).logits, want, rtol=0, atol=1e-5)
+
+
+def test_a_pretraining_model_of_another_family_is_a_masked_lm(tmp_path):
+    config = transformers.AlbertConfig(
+        **SIZES, intermediate_size=24, embedding_size=8, pad_token_id=0
+    )
+    model = transformers.AlbertForPreTraining(config).eval()
+    model.save_pretrained(tmp_path)
+    ids, loaded = rows(0)[0], load_model(tmp_path)
+    assert loaded.new_weights == []
+    with torch.no_grad():
+        want = model(ids).prediction_logits
+        torch.testing.assert_close(loaded.model(ids).logits, want, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("name, head", [("XLMWithLMHeadModel", "ForMaskedLM"),
+                                        ("XLMForQuestionAnsweringSimple", "ForQuestionAnswering"),
+                                        ("XLMModel", "Model")])  # fmt: skip
+def test_a_head_is_found_under_any_name(name, head):
+    assert stored_head(transformers.XLMConfig(architectures=[name])) == head
+
+
+NO_ENCODERS = {
+    "decoder": (transformers.GPT2Config, "gpt2"),
+    "encoder and decoder": (transformers.T5Config, "t5"),
+    "vision": (transformers.ViTConfig, "vit"),
+    "audio": (transformers.Wav2Vec2Config, "wav2vec2"),
+    "vision and text": (transformers.CLIPConfig, "clip"),
+}
+
+
+@pytest.mark.parametrize("kind", NO_ENCODERS)
+def test_what_is_no_encoder_is_refused(kind, tmp_path):
+    config_class, name = NO_ENCODERS[kind]
+    config_class().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=name) as caught:
+        check_source(tmp_path)
+    assert str(tmp_path) in str(caught.value) and "\n" not in str(caught.value)
+
+
+def damage(directory, kind):
+    config = json.loads((directory / "config.json").read_text())
+    if kind == "no weights":
+        (directory / "model.safetensors").unlink()
+    elif kind == "weights of another family":
+        theirs("bert", "ForMaskedLM").save_pretrained(directory / "bert")
+        (directory / "bert/model.safetensors").replace(directory / "model.safetensors")
+    else:
+        config |= {"model_type": "own", "auto_map": {"AutoConfig": "own.OwnConfig"}}
+    (directory / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize("head", ["Model", "ForMaskedLM", "ForTokenClassification"])
+@pytest.mark.parametrize("kind", ["no weights", "weights of another family", "code of its own"])
+def test_a_damaged_directory_is_refused(kind, head, tmp_path):
+    config = transformers.MPNetConfig(**SIZES, intermediate_size=24)
+    transformers.MPNetForMaskedLM(config).save_pretrained(tmp_path)
+    damage(tmp_path, kind)
+    with pytest.raises(ValueError) as caught:
+        load_model(tmp_path, head)
+    assert str(tmp_path) in str(caught.value) and "\n" not in str(caught.value)
