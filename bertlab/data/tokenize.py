@@ -12,6 +12,7 @@ import json
 import multiprocessing
 import os
 import re
+import shutil
 import sys
 import time
 from collections import Counter
@@ -21,6 +22,7 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from importlib import import_module
+from importlib.util import find_spec
 from inspect import signature
 from itertools import islice
 from pathlib import Path
@@ -397,6 +399,39 @@ def _stages(job: TokenizeJob, writes: bool) -> list[tuple[str, list, int]]:  # n
     return stages
 
 
+_EXECUTOR_CLASSES = {"local": "LocalPipelineExecutor", "slurm": "SlurmPipelineExecutor",
+                     "ray": "RayPipelineExecutor"}  # fmt: skip
+
+
+def _executor_class(
+    executor: str,  # one of EXECUTORS
+    options: Mapping[str, Any],  # of datatrove's executor
+) -> type:
+    "Return datatrove's class. Raises `ValueError` for options it does not take, or no cluster."
+    executor_cls = getattr(
+        import_module(f"datatrove.executor.{executor}"), _EXECUTOR_CLASSES[executor]
+    )
+    accepted = signature(executor_cls)
+    try:
+        accepted.bind([], tasks=1, **options)
+    except TypeError as error:
+        required = [
+            name
+            for name, parameter in accepted.parameters.items()
+            if parameter.default is parameter.empty
+        ][2:]  # without pipeline and tasks
+        needs = f" (executor={executor!r} needs {' and '.join(required)})" if required else ""
+        raise ValueError(f"executor_options={dict(options)}: {error}{needs}") from None
+    if executor == "slurm" and shutil.which("sbatch") is None:
+        raise ValueError(
+            "executor='slurm' queues jobs with sbatch, which this machine does not have: call it "
+            "on a login node of the cluster"
+        )
+    if executor == "ray" and find_spec("ray") is None:
+        raise ValueError(f"executor='ray' needs {install_command('ray')} on every machine")
+    return executor_cls
+
+
 def run_stages(
     job: TokenizeJob,
     executor: str,  # one of EXECUTORS
@@ -404,38 +439,36 @@ def run_stages(
     options: Mapping[str, Any],  # of datatrove's executor, such as partition and time of SLURM
     writes: bool = True,  # False: only what finds near duplicates
 ) -> None:
-    "Run the stages through datatrove; on a cluster they are queued, each behind the one before."
-    class_name = {
-        "local": "LocalPipelineExecutor",
-        "slurm": "SlurmPipelineExecutor",
-        "ray": "RayPipelineExecutor",
-    }[executor]
-    executor_cls = getattr(import_module(f"datatrove.executor.{executor}"), class_name)
+    """Run the stages through datatrove; SLURM queues them, each behind the one before.
+
+    Raises `ChildProcessError` for tasks that failed.
+    """
+    executor_cls = _executor_class(executor, options)
     import_module("loguru").logger.disable("datatrove")  # its logs are in files
     last = None
     for name, steps, tasks in _stages(job, writes):
+        logs = job.steps / "logs" / name
         settings = {
             "tasks": tasks,
             "workers": min(num_proc, tasks),
-            "logging_dir": str(job.steps / "logs" / name),
-            "depends": last,
+            "logging_dir": str(logs),
+            "depends": last if executor == "slurm" else None,
             **options,
         }
         if executor == "slurm":
             settings["job_name"] = f"bertlab-{name}"
         if executor == "local" and sys.platform == "linux":
             settings.setdefault("start_method", "fork")
-        try:
-            last = executor_cls(steps, **settings)
-        except TypeError as error:
-            raise ValueError(f"executor_options: {error}") from None
-        except ImportError as error:
-            raise ValueError(
-                f"executor {executor!r} needs {error.name}, which is not installed"
-            ) from None
-        if executor == "local":
-            last.run()
-    if executor != "local" and last is not None:
+        last = executor_cls(steps, **settings)
+        if executor == "slurm":
+            continue
+        last.run()
+        if failed := last.get_incomplete_ranks(skip_completed=True):  # Ray's raises no error
+            raise ChildProcessError(
+                f"{len(failed)} of {tasks} tasks of the stage {name} failed on {executor}; read "
+                f"{logs}, and call it again to continue"
+            )
+    if executor == "slurm":
         last.run()  # which queues all that it depends on first
 
 # %% ../../nbs/data/18_tokenize.ipynb #9a8ead43
@@ -521,10 +554,12 @@ def _run_job(
     num_proc: int | None,
     progress: bool | None,
 ) -> dict[str, Any]:
-    "Tokenize the parts of a job here, or queue them on a cluster."
+    "Tokenize the parts of a job here or on Ray, or queue them on SLURM."
     if executor != "local":
         job.steps.mkdir(parents=True, exist_ok=True)  # `check_output` looks for it
         run_stages(job, executor, num_proc or len(job.parts), options)
+        if executor == "ray":  # which has waited for the tasks
+            return _read_info(Path(job.output))
         return {"queued": len(job.parts), "executor": executor, "output": job.output}
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     num_proc = num_proc or cores
@@ -558,7 +593,7 @@ def tokenize_dataset(
     overwrite: bool = False,  # start again; what is there is moved into previous-N
     file_tokens: int = 16_777_216,  # of a file, at most: 2**24; a kill loses less of each process
     progress: bool | None = None,  # a bar; None: only in a terminal
-) -> dict[str, Any]:  # the content of tokens.json; on a cluster, what was queued
+) -> dict[str, Any]:  # the content of tokens.json; on SLURM, what was queued
     """Turn text into a dataset of tokens. What was stopped continues when it is called again.
 
     Files come first, then datasets, each in the order of the source. Raises `ValueError` before
@@ -571,6 +606,7 @@ def tokenize_dataset(
     look_up(executor, dict.fromkeys(EXECUTORS), "executor")
     if near_duplicates or executor != "local":
         _need_datatrove("near_duplicates" if near_duplicates else f"executor {executor!r}")
+        _executor_class(executor, executor_options or {})
     for name in filters or ():
         make_filter(name)
     reading = ReadOptions(

@@ -1,7 +1,8 @@
 "Text becomes the same shards on any number of processes; what is stopped goes on; what is asked for wrongly is named."
 
-import json
+import contextlib
 import gzip
+import json
 import os
 import random
 import signal
@@ -23,6 +24,7 @@ from bertlab.data.readers import ReadOptions
 from bertlab.data.tokenize import find_parts, read_part, tokenize_dataset
 from bertlab.data.tokenizers import load_tokenizer, train_tokenizer
 
+SLURM = {"time": "01:00:00", "partition": "cpu"}
 TEXTS = [f"Document {n} tells of {n * 7 % 50} things, " + "and more " * (n % 9) for n in range(600)]
 
 
@@ -197,14 +199,43 @@ def test_a_slurm_cluster_gives_the_same_shards(text, tmp_path, monkeypatch):
     path = f"{tmp_path / 'bin'}:{Path(sys.executable).parent}:{os.environ['PATH']}"
     monkeypatch.setenv("PATH", path)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    options = {"time": "01:00:00", "partition": "cpu"}
-    queued = made(text, tmp_path / "slurm", executor="slurm", executor_options=options)
+    queued = made(text, tmp_path / "slurm", executor="slurm", executor_options=SLURM)
     made(text, tmp_path / "local", num_proc=1)
     assert queued["queued"] == 5
     assert files_of(tmp_path / "slurm") == files_of(tmp_path / "local"), (
         tmp_path / "bin" / "log"
     ).read_text()[-2000:]
     assert len(load_tokens(tmp_path / "slurm")) == len(TEXTS)
+
+
+def test_a_ray_cluster_s_job_is_done_when_it_returns(text, tmp_path, monkeypatch):
+    ray = pytest.importorskip("datatrove.executor.ray")
+    from datatrove.executor import LocalPipelineExecutor
+
+    class FakeRay(LocalPipelineExecutor):
+        "Like datatrove's for Ray, it returns when all tasks have ended, well or not."
+
+        def run(self):
+            for rank in range(self.tasks):
+                with contextlib.suppress(ValueError):
+                    self._run_for_rank(rank)
+
+    monkeypatch.setattr(ray, "RayPipelineExecutor", FakeRay)
+    monkeypatch.setattr(module, "find_spec", lambda name: name)
+    out, tokenize_part = tmp_path / "out", module.tokenize_part
+
+    def fail_once(job, part):
+        if part == 2 and not (tmp_path / "failed").exists():
+            (tmp_path / "failed").touch()
+            raise ValueError("a disk was away")
+        tokenize_part(job, part)
+
+    monkeypatch.setattr(module, "tokenize_part", fail_once)
+    with pytest.raises(ChildProcessError, match="1 of 5 tasks.*tokens.*logs"):
+        made(text, out, executor="ray")
+    assert made(text, out, executor="ray")["documents"] == len(TEXTS)
+    made(text, tmp_path / "local", num_proc=1)
+    assert files_of(out) == files_of(tmp_path / "local")
 
 
 @pytest.mark.parametrize(
@@ -220,9 +251,25 @@ def test_a_slurm_cluster_gives_the_same_shards(text, tmp_path, monkeypatch):
         ({"split": "train[:1%]"}, "split"),
         ({"config_name": "en"}, "config_name"),
         ({"append": True, "overwrite": True}, "append"),
+        ({"executor": "slurm"}, "time and partition"),
+        (
+            {"executor": "slurm", "executor_options": {**SLURM, "nodes": 2}},
+            "executor_options.*nodes",
+        ),
+        ({"executor": "slurm", "executor_options": SLURM}, "sbatch"),
+        (
+            {"executor": "ray", "executor_options": {"time": 9, "qos": "low"}},
+            "executor_options.*qos",
+        ),
+        ({"executor": "ray"}, r"bertlab-encoders\[ray\]"),
+        ({"near_duplicates": True, "executor_options": {"tasks": 2}}, "executor_options.*tasks"),
     ],
 )
-def test_mistakes_are_named_before_anything_is_written(text, tmp_path, options, words):
+def test_mistakes_are_named_before_anything_is_written(text, tmp_path, monkeypatch, options, words):
+    if {"executor", "near_duplicates"} & options.keys():
+        pytest.importorskip("datatrove")
+    monkeypatch.setattr(module.shutil, "which", lambda name: None)
+    monkeypatch.setattr(module, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=words):
         made(text, tmp_path / "out", **options)
     assert not (tmp_path / "out").exists()
@@ -412,8 +459,9 @@ def test_a_second_job_in_the_directory_is_refused(text, tmp_path):
 def test_a_queued_job_keeps_others_out_of_its_directory(text, tmp_path, monkeypatch):
     pytest.importorskip("datatrove")
     monkeypatch.setattr(module, "run_stages", lambda *_, **__: None)  # a cluster that is busy
+    monkeypatch.setattr(module.shutil, "which", lambda name: name)
     out = tmp_path / "out"
     for _ in range(2):
-        assert made(text, out, executor="slurm")["queued"] == 5
+        assert made(text, out, executor="slurm", executor_options=SLURM)["queued"] == 5
     with pytest.raises(ValueError, match="another job .*steps"):
         made(text, out, "text/0.jsonl", append=True)

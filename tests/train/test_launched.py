@@ -1,6 +1,9 @@
 "`torchrun -m bertlab.cli pretrain` and the same under SLURM's variables are one run: equal losses, kills, resumes."
 
+import contextlib
 import csv
+import io
+import multiprocessing
 import os
 import random
 import shutil
@@ -14,9 +17,13 @@ from pathlib import Path
 import pytest
 import yaml
 from conftest import ROOT
+from forks import forked
+from ranks import run_on_ranks
 
+from bertlab.data.loaders import eval_loader
 from bertlab.data.tokenizers import load_tokenizer
 from bertlab.train.parallel import detect_launcher, apply_launcher, started_by_first
+from bertlab.train.trainer import make_trainer
 
 ROWS = 8  # of an optimizer step, over all processes
 
@@ -79,10 +86,16 @@ def losses(folder: Path, output: str) -> list[float]:
         return [float(row["train_loss"]) for row in csv.DictReader(file)]
 
 
+def token_counts(folder: Path, output: str) -> list[float]:
+    with open(folder / output / "history.csv") as file:
+        return [float(row["tokens"]) for row in csv.DictReader(file)]
+
+
 def same(folder: Path, output: str, tolerance: float = 2e-5) -> None:
     one, found = losses(folder, "one"), losses(folder, output)
     assert len(one) == len(found) == 8
     assert found == pytest.approx(one, abs=tolerance)
+    assert token_counts(folder, output) == token_counts(folder, "one"), "of all processes"
 
 
 def test_two_processes_of_torchrun_have_the_losses_of_one(place):
@@ -265,6 +278,75 @@ def halfway(place):
     for newer in ("step-00000006.ckpt", "step-00000008.ckpt"):
         shutil.rmtree(place / "whole" / "checkpoints" / newer)
     return place / "whole"
+
+
+def on_a_rank(words: list[str], folder: str) -> None:
+    "Run the command in this process, and write its exit status and errors."
+    from bertlab.cli.main import main
+
+    os.chdir(folder)
+    with contextlib.redirect_stderr(io.StringIO()) as errors:
+        status = main(words)
+    Path(f"status-{os.environ['RANK']}").write_text(f"{status} {errors.getvalue()}")
+
+
+def test_ranks_of_another_strategy_leave_a_run_as_it_was(tmp_path):
+    lines = [f"{n} words and {n * 7 % 30} more of them\n" for n in range(90)]
+    (tmp_path / "text.txt").write_text("".join(lines))
+    words = words_of("run", ROWS // 2, 2, "--trainer.strategy", "fsdp-shards")[2:]
+    run_on_ranks(on_a_rank, words, str(tmp_path))
+    assert (tmp_path / "status-0").read_text().startswith("0 ")
+    names = ("history.csv", "metrics.json", "report.md", "run.yaml")
+    before = {name: (tmp_path / "run" / name).read_bytes() for name in names}
+    resumed = words_of("run", ROWS // 2, 4, "--trainer.strategy", "auto", "--resume")[2:]
+    run_on_ranks(on_a_rank, resumed, str(tmp_path))
+    status, _, errors = (tmp_path / "status-0").read_text().partition(" ")
+    assert status == "2" and "strategy='fsdp-shards'" in errors and errors.count("\n") == 1
+    assert {name: (tmp_path / "run" / name).read_bytes() for name in names} == before
+
+
+def wait_for_data(folder: str) -> None:
+    "Start a rank as the first process does, which reads with a worker; then wait."
+    multiprocessing.set_start_method(None, force=True)  # the usual one
+    if os.fork() == 0:
+        os.environ["LOCAL_RANK"] = "1"
+        for name in ("RANK", "TORCHELASTIC_RUN_ID", "SLURM_NTASKS"):
+            os.environ.pop(name, None)
+        make_trainer(1, accelerator="cpu", logger=False)
+        loader = eval_loader([{"row": n} for n in range(9)], list, 1, num_workers=1)
+        batches = iter(loader)
+        next(batches)
+        numbers = [os.getpid(), *(worker.pid for worker in multiprocessing.active_children())]
+        Path(folder, "new").write_text(" ".join(map(str, numbers)))
+        Path(folder, "new").rename(Path(folder, "processes"))
+    signal.pause()
+
+
+def is_running(number: int) -> bool:
+    try:
+        state = Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"  # ended, and nobody has asked
+
+
+def wait_until(condition, seconds: float = 120) -> None:
+    deadline = time.time() + seconds
+    while not condition():
+        assert time.time() < deadline, "waited in vain"
+        time.sleep(0.02)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux alone tells children of a death")
+def test_a_killed_first_process_leaves_no_rank_and_no_worker(tmp_path):
+    first = forked(wait_for_data, (str(tmp_path),))
+    first.start()
+    wait_until((tmp_path / "processes").exists)
+    numbers = list(map(int, (tmp_path / "processes").read_text().split()))
+    assert len(numbers) == 2 and all(map(is_running, numbers))
+    first.kill()
+    first.join()
+    wait_until(lambda: not any(map(is_running, numbers)))
 
 
 @pytest.mark.slow
