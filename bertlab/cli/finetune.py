@@ -343,4 +343,5 @@ def predict(
     if output is None:
         sys.stdout.write(WRITERS["jsonl"](rows))
         sys.stdout.flush()
-    print(result.describe(predictor.task), file=sys.stderr, flush=True)
+    written = "" if output is None else f"; written to {output}"
+    print(result.describe(predictor.task) + written, file=sys.stderr, flush=True)

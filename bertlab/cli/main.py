@@ -104,6 +104,8 @@ def silence_libraries() -> None:
     for name in ("lightning.pytorch", "lightning.fabric", "lightning"):
         logging.getLogger(name).setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module=r"lightning\..*")
+    for message in ("Metric `SpearmanCorrcoef` will save", "The variance of predictions or target"):
+        warnings.filterwarnings("ignore", message=message)  # of torchmetrics
     # One line instead of a file's name and a line of source.
     warnings.formatwarning = lambda message, *_, **__: (
         f"bertlab: {' '.join(str(message).split())}\n"

@@ -729,7 +729,7 @@ class PretrainingDataModule(L.LightningDataModule):
         lines = []
         for corpus in filter(None, corpora):  # those that were read here
             counts = corpus.num_dropped.items()
-            lines += [f"{corpus.name}: left out {count:,}: {reason}" for reason, count in counts]
+            lines += [f"{corpus.name}: {n:,} documents left out: {reason}" for reason, n in counts]
             lines += [f"{corpus.name}: {count:,} {note}" for note, count in corpus.notes.items()]
         if hasattr(self.train_dataset, "datasets"):
             lines.append(self.train_dataset.report())

@@ -298,7 +298,8 @@ def _note_layouts(positions: dict[Path, Position], notes: Counter) -> None:
             names.setdefault(how, []).append(_printable(file.name))
     for how, files in names.items():
         more = ", ..." if len(files) > 5 else ""
-        notes[f"files with {how}: {', '.join(files[:5])}{more}"] += len(files)
+        noun = "files" if len(files) > 1 else "file"
+        notes[f"{noun} with {how}: {', '.join(files[:5])}{more}"] += len(files)
 
 
 def _printable(name: str) -> str:  # of a file

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import lightning as L
 import numpy as np
 import torch
-from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info
 from torch.utils.data import DataLoader, Dataset
 
 from ..core.names import check_range
@@ -496,6 +496,7 @@ class EmbeddingDataModule(L.LightningDataModule):
         self.pairs: dict[str, PairDataset] = {}  # train and validation
         self.datasets: dict[str, TokenizedPairs] = {}
         self.num_cut = 0  # different texts longer than max_sequence_length
+        self.note = ""  # on the validation set
         self.batches: EpochBatches | None = None
 
     def _read(self, source: Any, **options: Any) -> PairDataset:
@@ -524,10 +525,11 @@ class EmbeddingDataModule(L.LightningDataModule):
         if "validation" not in self.pairs and self.fraction:
             train, validation = hold_out_pairs(self.pairs["train"], self.fraction, self.seed)
             self.pairs = {"train": train, "validation": validation}
-            rank_zero_warn(
-                f"no validation set: {len(validation)} of {len(train) + len(validation)} pairs are "
-                f"held out, by seed {self.seed}"
+            self.note = (
+                f"there is no validation set: {len(validation)} of "
+                f"{len(train) + len(validation)} pairs are held out, by seed {self.seed}"
             )
+            rank_zero_info(self.note)
 
     def setup(self, stage: str | None = None) -> None:
         "Read and tokenize, once."
@@ -604,7 +606,7 @@ class EmbeddingDataModule(L.LightningDataModule):
 
     def describe(self) -> str:
         "Describe each split, and what was left out. Call `setup` first."
-        lines = []
+        lines = [self.note] * bool(self.note)
         for split, rows in self.datasets.items():
             lengths = np.array([*map(len, rows.ids[:-1])])
             num_groups = len({*rows.groups[rows.members_PT[:-1, 0]]})

@@ -184,7 +184,7 @@ class TextTask(Task):
     metric_names = "accuracy", "f1_macro", "f1_micro", "precision_macro", "recall_macro", "mcc"
     per_token = False
     prediction_key = "predicted_label"  # of a prediction: what `label` is in a row
-    reason = "names and whole numbers"  # labels that this problem is chosen for
+    reason = "names or whole numbers"  # labels that this problem is chosen for
 
     @classmethod
     def for_problem(cls, problem_type: str) -> type[Task]:
@@ -192,7 +192,7 @@ class TextTask(Task):
 
     @property
     def label_rule(self) -> str:
-        return f"labels are {self.reason}, hence {self.problem_type}; problem_type chooses another"
+        return f"labels are {self.reason}: {self.problem_type} (problem_type chooses another)"
 
     def collator_options(self) -> dict[str, Any]:
         return {"problem_type": self.problem_type}

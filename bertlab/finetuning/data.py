@@ -17,7 +17,7 @@ from typing import Any
 
 import lightning as L
 import numpy as np
-from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info
 from torch.utils.data import DataLoader, Dataset
 
 from ..core.names import check_choice, check_minimum, check_range, resolve
@@ -400,7 +400,7 @@ class FinetuningDataModule(L.LightningDataModule):
         train_texts, held_out = ({text for n in part for text in texts[n]} for part in parts)
         if shared := len(train_texts & held_out):
             self.note += f"; {shared:,} texts are in both parts, so scores may be too good"
-        rank_zero_warn(self.note)
+        rank_zero_info(self.note)
         return {"train": train.select(parts[0]), "validation": train.select(parts[1])}
 
     def texts(self) -> list[str]:
@@ -553,9 +553,14 @@ class FinetuningDataModule(L.LightningDataModule):
             count = sum(not train_texts.isdisjoint(self.task.group_texts(row)) for row in rows)
             lines += [f"  {count:,} rows have a text that is in training, too"] * bool(count)
         lines += self.task.describe(rows, data.rows, self.collator)
-        counts = self.count_labels(split)
-        total = max(1, sum(counts.values()))
-        return lines + [f"  {name}: {n:,} ({n / total:.0%})" for name, n in counts.items()]
+        counts = Counter(self.count_labels(split))
+        shown = counts.items() if len(counts) <= 20 else counts.most_common(5)
+        total = max(1, counts.total())
+        lines += [f"  {name}: {n:,} ({n / total:.0%})" for name, n in shown]
+        if others := counts.keys() - dict(shown):
+            fewest, most = min(counts.values()), shown[-1][1]
+            lines.append(f"  {len(others):,} other labels: {fewest:,} to {most:,} each")
+        return lines
 
     def describe(self, num_rows: int = 2) -> str:
         "Describe rows and labels of each split. Call `setup` first."

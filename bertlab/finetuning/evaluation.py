@@ -137,12 +137,17 @@ class Evaluation:
     figures: dict[str, Any] = field(default_factory=dict)  # by the name of their file
 
     def table(self) -> str:
-        if "table" in self.numbers:
-            rows = self.numbers["table"]
-            keys = "precision", "recall", "f1", "support"
-            columns = {key: [row[key] for row in rows] for key in keys}
-            return format_table(columns, [row["label"] for row in rows])
-        return "\n".join(f"{name} {value}" for name, value in self.numbers.items())
+        "Write what is known of each label, or of the ten that are found worst, and the means."
+        if "table" not in self.numbers:
+            show = lambda value: f"{value:.4f}" if isinstance(value, float) else value
+            return "\n".join(f"{name:<24}{show(value)}" for name, value in self.numbers.items())
+        *labels, of_labels, of_support = self.numbers["table"]
+        if is_long := len(labels) > 20:
+            labels = sorted(labels, key=lambda row: (row["support"] == 0, row["f1"]))[:10]
+        rows, keys = [*labels, of_labels, of_support], ("precision", "recall", "f1", "support")
+        columns = {key: [row[key] for row in rows] for key in keys}
+        table = format_table(columns, [row["label"] for row in rows])
+        return table + "\n(the labels of lowest F1; all are in evaluation.json)" * is_long
 
     def write(self, directory: str | os.PathLike) -> Path:
         "Write evaluation.json and an image for each figure."

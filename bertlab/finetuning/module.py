@@ -266,7 +266,7 @@ class FinetuningModule(TrainingModule):
         new, more = self.new_weights, ", ..." * (len(self.new_weights) > 4)
         tokenizer = getattr(self.data, "tokenizer", None)
         return (
-            f"{self.task.name} from {source}: {len(new)} new tensors ({', '.join(new[:4])}{more}); "
+            f"{self.task.problem_type or self.task.name} from {source}: {len(new)} new tensors ({', '.join(new[:4])}{more}); "
             f"{len(self.frozen)} frozen; {saved_as(self.model, tokenizer=tokenizer)}"
             + f"; rows {describe_rows(self.padded_because)}"
             * self.is_padded

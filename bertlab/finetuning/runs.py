@@ -201,10 +201,13 @@ def compare_with_baselines(
             if key in scores and key in metrics and not metrics[key] > scores[key]:
                 source = hparams["pretrained_model_name_or_path"]
                 start = "" if source else "a pretrained model, "
+                is_of_texts = hparams.get("task") in ("classification", "regression")
                 return (
                     f"the model's {key} of {metrics[key]:.3f} is not above the {scores[key]:.3f} of "
                     f"{name}: try {start}learning_rate={3 * hparams['learning_rate']:.0e} (now "
-                    f"{hparams['learning_rate']:.0e}) or more epochs; with few labels, method=probe"
+                    f"{hparams['learning_rate']:.0e}) or more epochs"
+                    + "; with few labels, method=probe"
+                    * is_of_texts
                 )
     return ""
 

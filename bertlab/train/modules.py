@@ -168,7 +168,8 @@ def describe_recipe(
     "Describe optimizer, rate and schedule in a line."
     optimizer, cooldown = options.optimizer_class, options.scheduler_cooldown_steps
     if options.schedule is not None:
-        schedule = f"schedule {options.schedule} {options.scheduler_kwargs or ''}"
+        given = ", ".join(f"{k}={v}" for k, v in (options.scheduler_kwargs or {}).items())
+        schedule = f"schedule {options.schedule}({given})"
     elif has_end:
         kind = options.scheduler_cooldown_kind
         schedule = f"{kind} cooldown over {cooldown}" if cooldown else "no cooldown"

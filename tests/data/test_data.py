@@ -503,8 +503,8 @@ def test_what_reading_left_out_is_told(tmp_path):
         write_lines(tmp_path / "a.txt", [*texts, *texts[:7]]), data_kwargs={"sample_by": "line"}
     )
     said = data.describe(num_rows=1)
-    assert re.search(r"a\.txt: left out 7: duplicates", said) and re.search(
-        r"a\.txt: 1 files with one document per line: a", said
+    assert re.search(r"a\.txt: 7 documents left out: duplicates", said) and re.search(
+        r"a\.txt: 1 file with one document per line: a", said
     )
 
 

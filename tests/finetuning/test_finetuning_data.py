@@ -19,7 +19,6 @@ from bertlab.finetuning.files import Table
 from bertlab.finetuning.task import get_task
 
 many = settings(max_examples=100, deadline=None, derandomize=True)
-pytestmark = pytest.mark.filterwarnings("ignore:there is no validation split")
 
 
 @functools.cache
@@ -194,13 +193,12 @@ def test_a_named_text_is_no_pair():
 
 def test_a_missing_validation_split_is_held_out_by_seed():
     rows = rows_of(40)
-    with pytest.warns(UserWarning, match="4 of 40 training rows are held out, by seed 3"):
-        data = given_rows(rows, seed=3)
+    data = given_rows(rows, seed=3)
     held = [row["text"] for row in data.rows["validation"]]
     assert len(held) == 4 and not set(held) & {row["text"] for row in data.rows["train"]}
     assert held == [row["text"] for row in given_rows(rows, seed=3).rows["validation"]]
     assert held != [row["text"] for row in given_rows(rows, seed=4).rows["validation"]]
-    assert "held out" in data.describe()
+    assert "4 of 40 training rows are held out, by seed 3" in data.describe()
 
 
 def test_questions_on_one_context_stay_together():
@@ -496,6 +494,13 @@ def test_describe_counts_rows_labels_and_shared_texts():
         "| [CLS]",
     )
     assert all(part in text for part in parts), text
+
+
+def test_of_many_labels_the_commonest_are_described():
+    rows = rows_of(75, [f"label {n}" for n in range(25)]) + rows_of(1, ["label 7"])
+    text = given_rows(rows, rows).describe()
+    assert text.count("  label ") == 10 and "  label 7: 4 (5%)" in text
+    assert text.count("  20 other labels: 3 to 3 each") == 2
 
 
 def test_texts_that_are_cut_are_counted_and_said():

@@ -257,10 +257,17 @@ def test_a_loss_that_does_not_move_is_said_once(learning_rate, num_lines):
 
 def test_a_model_below_a_baseline_is_told():
     baselines = {"majority": {"val_f1": 0.2}, "bag of words": {"val_f1": 0.8}}
-    hparams = {"pretrained_model_name_or_path": None, "learning_rate": 1e-4}
+    hparams = {
+        "pretrained_model_name_or_path": None,
+        "learning_rate": 1e-4,
+        "task": "classification",
+    }
     told = lambda f1: compare_with_baselines("val_f1", {"val_f1": f1}, baselines, hparams)
     assert told(0.9) == "" and "bag of words" in told(0.5) and "bag of words" in told(math.nan)
     assert compare_with_baselines("val_loss", {"val_loss": 1.0}, baselines, hparams) == ""
+    assert "probe" in told(0.5)
+    hparams["task"] = "question_answering"
+    assert "probe" not in told(0.5)
 
 
 def test_training_without_rows_to_validate_on_names_the_fraction(tmp_path):
