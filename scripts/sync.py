@@ -146,9 +146,9 @@ def setup_source(root: Path, address: Address, extras: str = "") -> str:
             *(f'    version("{name}")' for name in needed),
             "except PackageNotFoundError:",
             f'    %pip install "{address.requirement(extras)}"',
-            "    from bertlab.core.devices import check_loaded_packages",
+            "from bertlab.core.devices import prepare_session",
             "",
-            "    check_loaded_packages()",
+            "prepare_session()",
         ]
     )
 

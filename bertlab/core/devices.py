@@ -6,8 +6,8 @@
 __all__ = ['AMPERE', 'PEAK_TFLOPS', 'ACCELERATORS', 'PRECISIONS', 'cpu_multiplies_bfloat16', 'default_precision', 'matmul_dtype',
            'Peaks', 'peak_flops', 'benchmark_matmul', 'benchmark_bandwidth', 'Device', 'installed_version',
            'count_tpus', 'num_devices', 'check_loaded_packages', 'find_devices', 'describe_device', 'find_accelerator',
-           'precision_error', 'canonical_precision', 'check_device', 'retain_freed_memory', 'peak_memory_bytes',
-           'resident_memory_bytes', 'device_memory_peaks']
+           'precision_error', 'canonical_precision', 'check_device', 'prepare_session', 'retain_freed_memory',
+           'peak_memory_bytes', 'resident_memory_bytes', 'device_memory_peaks']
 
 # %% ../../nbs/core/05_devices.ipynb #5f341d85
 import ctypes
@@ -407,11 +407,21 @@ def canonical_precision(
     return _SHORT.get(str(precision), str(precision))
 
 
+def _claim_tpu() -> None:
+    "Start XLA's client: autograd counts devices once, in the first backward of a process."
+    from torch_xla import runtime
+
+    runtime.global_runtime_device_count()  # unlike `torch_xla.device`, it leaves SPMD possible
+
+
 def check_device(
     accelerator: str = "auto",  # "auto", "cpu", "gpu", "cuda", "mps" or "tpu"
     precision: str | int = "auto",  # one of PRECISIONS, or short: 32, "bf16", 16, 64
 ) -> str:  # the device type that will be used: "cpu", "cuda", "mps" or "tpu"
-    "Raise `ValueError` for an accelerator or precision that this machine does not have."
+    """Raise `ValueError` for an accelerator or precision that this machine does not have.
+
+    A TPU is claimed, so that a backward on the CPU may come before the run.
+    """
     device_type = find_accelerator(accelerator)
     name = canonical_precision(precision)
     check_choice("precision", name, PRECISIONS)
@@ -421,7 +431,16 @@ def check_device(
             f"precision={precision!r}: {why}; set precision="
             f"{default_precision(device_type)[0]!r} or 'auto'"
         )
+    if device_type == "tpu":
+        _claim_tpu()
     return device_type
+
+
+def prepare_session() -> None:
+    "Get a notebook ready: ask for a restart where one is due, and claim the TPU of its machine."
+    check_loaded_packages()
+    if num_devices("tpu"):
+        _claim_tpu()
 
 # %% ../../nbs/core/05_devices.ipynb #7a1de7f3
 _MMAP_THRESHOLD, _TRIM_THRESHOLD = -3, -1  # of glibc's malloc.h

@@ -10,6 +10,7 @@ import heapq
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from importlib.metadata import version
 from itertools import count, islice
 from math import gcd
 from pathlib import Path
@@ -17,6 +18,7 @@ from threading import Thread
 from typing import Any
 
 import numpy as np
+from packaging.version import Version
 from torch.utils.data import IterableDataset, get_worker_info
 
 from ..core.names import check_range
@@ -29,6 +31,9 @@ from .tokens import BatchEncoder, TokenizedDocuments, read_ids, serialize_tokeni
 def has_exact_state(source: Any) -> bool:
     "Tell whether a source's own state brings back the very next document."
     if not hasattr(source, "load_state_dict"):
+        return False
+    is_hub = hasattr(source, "_ex_iterable")
+    if is_hub and Version(version("datasets")) < Version("4.8"):  # it resumes at another row
         return False
     steps = [getattr(source, "_ex_iterable", None)]  # of `datasets`: the steps of its pipeline
     while steps:
@@ -45,7 +50,7 @@ class _Reader:
 
     def __init__(self, source: Any, epoch: int, state: dict | None = None):
         self.source, self.num_read = source, state["read"] if state else 0
-        exact = state["source"] if state else None
+        exact = state["source"] if state and has_exact_state(source) else None
         self.is_hub = hasattr(source, "_ex_iterable")  # of `datasets`
         for method, argument in (("set_epoch", [epoch]), ("reset", [])):
             if hasattr(source, method):

@@ -394,7 +394,9 @@ def hash_documents(block: Block) -> np.ndarray:  # uint64, one for each document
 
 def _drop_documents(block: Block, hashes: np.ndarray) -> Block:
     "Leave out each document with one of these hashes."
-    keep, lengths = ~np.isin(hash_documents(block), hashes), np.diff(block.offsets)
+    # NumPy 2.0 cannot build its table of numbers as large as these.
+    keep = ~np.isin(hash_documents(block), hashes, kind="sort")
+    lengths = np.diff(block.offsets)
     tokens = block.tokens[np.repeat(keep, lengths)]
     prompts = block.prompt_lengths
     return Block(tokens, np.append(0, np.cumsum(lengths[keep])),

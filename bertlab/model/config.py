@@ -103,7 +103,8 @@ def _check_together(config: "BertLabConfig") -> None:
             raise ValueError(f"{setting} needs norm_position='post', got {config.norm_position!r}")
 
 # %% ../../nbs/model/01_config.ipynb #633cdccc
-_FROM_FILES = ("_name_or_path", "attn_implementation", "experts_implementation", "auto_map")
+_FROM_FILES = ("_name_or_path", "_commit_hash", "attn_implementation", "experts_implementation",
+               "auto_map")  # fmt: skip
 
 
 class BertLabConfig(PretrainedConfig):

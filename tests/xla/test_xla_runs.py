@@ -1,7 +1,10 @@
 """What a user calls on a TPU, `bertlab pretrain` and fine-tuning, on XLA's CPU device."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
+import torch
 import yaml
 
 pytest.importorskip(
@@ -10,6 +13,9 @@ pytest.importorskip(
 
 from host_device import stand_in
 
+from bertlab.cli.demo import DemoConfig, run_demo
+from bertlab.core import devices
+from bertlab.core.devices import check_device
 from bertlab.train.history import History
 from called import pretrain, validate
 from bertlab.model.config import modernbert_tiny
@@ -20,6 +26,9 @@ from bertlab.train.trainer import make_trainer, seed_everything
 from bertlab.train.xla import CompileRecorder, XLACounts, xla_counts
 
 stand_in()
+# Autograd counts the devices of a process once. A claimed device is among them for all tests below.
+check_device("tpu")
+torch.ones(1, requires_grad=True).sum().backward()
 WORDS = "the cat sat on a mat and the dog ran to the door of a red house near the sea".split()
 
 
@@ -77,6 +86,39 @@ def test_a_run_on_a_tpu_is_resumed_and_validated_there_and_elsewhere(words, tmp_
     assert [row["loss"] for row in rows] == pytest.approx([done["val_loss"]] * 2, abs=1e-4)
     longer = pretrain(["--trainer.max_steps", "6"], resume=str(tmp_path / "run"))
     assert longer["steps"] == 6 and longer["tokens"] > done["tokens"]
+
+
+def test_the_demo_runs_on_the_tpu_that_auto_finds(tmp_path, monkeypatch):
+    monkeypatch.setattr(devices, "count_tpus", lambda: 1)
+    before = xla_counts()
+    shape = {
+        "hidden_size": 16,
+        "num_hidden_layers": 1,
+        "max_sequence_length": 32,
+        "vocab_size": 200,
+    }
+    run_demo(
+        DemoConfig(steps=20, max_documents=40, batch_size=4, output=str(tmp_path / "demo"), **shape)
+    )
+    assert xla_counts().compilations > before.compilations
+    assert xla_counts().fallbacks == before.fallbacks
+
+
+def test_the_tpu_configuration_trains_without_the_host(words, tmp_path):
+    folder = Path(words[1]).parent
+    model = "{hidden_size: 24, intermediate_size: 48, num_hidden_layers: 2, num_attention_heads: 2}"
+    options = {"data.train_dataset_name_or_path": folder / "text.txt", "data.data_kwargs": "null",
+               "data.pretrained_tokenizer_name_or_path": "null", "data.cache_dir": "null", "data.train_split": "null",
+               "data.val_split": "null", "data.num_workers": 0, "data.max_sequence_length": 32,
+               "model.model_config_kwargs": model, "run.batch_tokens": 128, "run.vocab_size": 60,
+               "trainer.max_steps": 20, "trainer.accelerator": "tpu", "run.output": tmp_path / "tpu",
+               "trainer.callbacks": f'[{{"class_path": "{__name__}.Watched"}}]'}  # fmt: skip
+    pretrain(
+        ["--config", "colab-tpu", *(str(x) for k, v in options.items() for x in (f"--{k}", v))]
+    )
+    counts = Watched.latest
+    assert len(counts) == 20 and counts[-1].fallbacks == counts[0].fallbacks == {}
+    assert counts[-1].compilations == counts[11].compilations
 
 
 FRUIT, TOOLS = ("apple", "pear", "plum"), ("saw", "drill", "file")
