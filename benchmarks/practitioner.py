@@ -17,6 +17,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
@@ -92,6 +93,15 @@ def requests(count: int, seed: int) -> list[dict]:
     return rows
 
 
+def first_of_each(rows: list[dict], count: int) -> list[dict]:
+    "Return the first rows of each label."
+    seen, first = Counter(), []
+    for row in rows:
+        seen[row["label"]] += 1
+        first += [row] * (seen[row["label"]] <= count)
+    return first
+
+
 def answer_to(intent: str) -> str:
     "Answer a request of an intent in other words."
     action, item = intent.split()
@@ -147,6 +157,8 @@ def write_files(folder: Path, quick: bool) -> None:
     for seed, ((split, rows), tagged) in enumerate(by_split):
         asked = requests(rows, seed)
         write_csv(folder / f"intents-{split}.csv", asked)
+        if split == "train":
+            write_csv(folder / "few.csv", first_of_each(asked, 8))
         answers = [{"query": row["text"], "answer": answer_to(row["label"])} for row in asked]
         write_csv(folder / f"answers-{split}.csv", answers)
         write_jsonl(folder / f"similar-{split}.jsonl", scored_pairs(rows, seed))
@@ -203,13 +215,11 @@ def searched(printed: str, queries: list[dict]) -> tuple[str, float, float]:
     return "first hit", share([line["text"] for line in lines]), share([faq[n] for n in best])
 
 
-CARD = "base_model:", "pipeline_tag:", "model-index:", "baseline"
-
-
-def carded(name: str) -> tuple[str, float, float]:
+def carded(name: str, baseline: str) -> tuple[str, float, float]:
     "Count what a reader looks for in a card."
     text = (FOLDER / name / "README.md").read_text(encoding="utf-8")
-    return "card", sum(part in text for part in CARD), len(CARD)
+    parts = "pipeline_tag:", "tags:", "model-index:", baseline
+    return "parts of card", sum(part in text for part in parts), len(parts)
 
 
 def plan(quick: bool, steps: int) -> list[Step]:
@@ -233,7 +243,9 @@ def plan(quick: bool, steps: int) -> list[Step]:
         queries = list(csv.DictReader(file))[:40]
     asked = shlex.join(row["query"] for row in queries)
     vectors = "--model.pretrained_model_name_or_path base --data.validation_name_or_path"
+    few = "finetune few.csv intents-dev.csv intents-test.csv --run.method probe --run.output few"
     return listed + [
+        Step("few labels", f"{few} --model.pretrained_model_name_or_path base", lambda _: finetuned("few")),
         Step("predict", "predict intents intents-test.csv --output predicted.csv --overwrite",
              lambda _: predicted()),
         Step("embed finetune", f"embed finetune answers-train.csv {vectors} answers-dev.csv{short} "
@@ -244,8 +256,8 @@ def plan(quick: bool, steps: int) -> list[Step]:
              lambda printed: ("texts", int(re.match(r"([\d,]+) texts", printed)[1]), 40)),
         Step("embed search", f"embed search vectors index {asked} --top_k 1 --as_json",
              lambda printed: searched(printed, queries)),
-        *(Step(f"card {name}", f"card {name}", lambda _, name=name: carded(name))
-          for name in ("base", "intents", "vectors")),
+        *(Step(f"card {name}", f"card {name}", lambda _, names=(name, baseline): carded(*names))
+          for name, baseline in (("base", "unigrams"), ("intents", "bag of words"), ("vectors", "BM25"))),
     ]  # fmt: skip
 
 

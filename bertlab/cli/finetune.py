@@ -297,7 +297,8 @@ def _fit_seeds(
             break
     print(results.table(baselines), flush=True)
     hparams = parts.module.hparams
-    if advice := compare_with_baselines(monitor, metrics[best], baselines, hparams):
+    advice = compare_with_baselines(monitor, metrics[best], baselines, hparams, run.method)
+    if advice:
         print(advice, flush=True)
     _save_best(parts, output, best, metrics[best])
     return load_json(output / "metrics.json")

@@ -558,8 +558,9 @@ class FinetuningDataModule(L.LightningDataModule):
         total = max(1, counts.total())
         lines += [f"  {name}: {n:,} ({n / total:.0%})" for name, n in shown]
         if others := counts.keys() - dict(shown):
-            fewest, most = min(counts.values()), shown[-1][1]
-            lines.append(f"  {len(others):,} other labels: {fewest:,} to {most:,} each")
+            sizes = sorted({counts[name] for name in others})
+            span = " to ".join(f"{size:,}" for size in dict.fromkeys((sizes[0], sizes[-1])))
+            lines.append(f"  {len(others):,} other labels: {span} each")
         return lines
 
     def describe(self, num_rows: int = 2) -> str:

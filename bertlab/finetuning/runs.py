@@ -193,22 +193,25 @@ def compare_with_baselines(
     metrics: Mapping[str, float],
     baselines: Mapping[str, Mapping[str, float]],
     hparams: Mapping[str, Any],  # of the module
+    method: str = "finetune",  # of `finetune`
 ) -> str:  # empty if the model is better
     "Say in one line which baseline is better than the model, and what to try."
-    metric = monitor.partition("_")[2]
+    metric, rate = monitor.partition("_")[2], hparams["learning_rate"]
     for name, scores in reversed(baselines.items()):
         for key in (f"test_{metric}", f"val_{metric}"):
-            if key in scores and key in metrics and not metrics[key] > scores[key]:
-                source = hparams["pretrained_model_name_or_path"]
-                start = "" if source else "a pretrained model, "
-                is_of_texts = hparams.get("task") in ("classification", "regression")
-                return (
-                    f"the model's {key} of {metrics[key]:.3f} is not above the {scores[key]:.3f} of "
-                    f"{name}: try {start}learning_rate={3 * hparams['learning_rate']:.0e} (now "
-                    f"{hparams['learning_rate']:.0e}) or more epochs"
-                    + "; with few labels, method=probe"
-                    * is_of_texts
-                )
+            if key not in scores or key not in metrics or metrics[key] >= scores[key]:
+                continue
+            ideas = [f"learning_rate={3 * rate:.0e} (now {rate:.0e})", "more epochs"]
+            if method == "probe":
+                ideas = ["method=finetune"]
+            elif hparams.get("task") in ("classification", "regression"):
+                ideas.append("with few labels method=probe")
+            if hparams["pretrained_model_name_or_path"] is None:
+                ideas.insert(0, "a pretrained model")
+            return (
+                f"the model's {key} of {metrics[key]:.3f} is below the {scores[key]:.3f} of {name}: "
+                f"try {', '.join(ideas)}"
+            )
     return ""
 
 

@@ -262,10 +262,12 @@ def test_a_model_below_a_baseline_is_told():
         "learning_rate": 1e-4,
         "task": "classification",
     }
-    told = lambda f1: compare_with_baselines("val_f1", {"val_f1": f1}, baselines, hparams)
+    told = lambda f1, *method: compare_with_baselines(
+        "val_f1", {"val_f1": f1}, baselines, hparams, *method
+    )
     assert told(0.9) == "" and "bag of words" in told(0.5) and "bag of words" in told(math.nan)
     assert compare_with_baselines("val_loss", {"val_loss": 1.0}, baselines, hparams) == ""
-    assert "probe" in told(0.5)
+    assert "method=probe" in told(0.5) and "method=probe" not in told(0.5, "probe")
     hparams["task"] = "question_answering"
     assert "probe" not in told(0.5)
 
