@@ -35,6 +35,7 @@ from bertlab.embeddings.retrieval import (
 )
 from ..embeddings.retrieval import similarity_scorer, tfidf_scores
 from ..model.config import BertLabConfig
+from ..train.estimate import estimate_steps, step_options
 from ..train.reports import environment
 from ..train.run import Run, check_one_process
 
@@ -44,6 +45,7 @@ def finetune_embeddings(
     seed_everything: int = 0,  # of weights, dropout and order
     resume: bool | str = False,  # continue the run in --run.output, or in a DIRECTORY
     overwrite: bool = False,  # start again; an earlier run there is moved into previous-N
+    estimate: bool = False,  # print memory and minutes, measured in four steps, and stop
 ) -> None:
     """Train text vectors on pairs.
 
@@ -54,6 +56,12 @@ def finetune_embeddings(
     record = environment(find_accelerator(config["trainer"]["accelerator"]))
     notes = {"command": "embed finetune", "record": record}
     config = {**config, "seed_everything": seed_everything}
+    if estimate:
+        parts = build_embedding(config)
+        loader, options = parts.data.train_dataloader(), step_options(parts.trainer)
+        estimate = estimate_steps(parts.module, loader, options, parts.save)
+        print(estimate.describe(), flush=True)
+        return
     run = Run(config, build_embedding, bool(resume), overwrite, notes)
     output = run.output
     with lock_directory(output):

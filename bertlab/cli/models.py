@@ -26,7 +26,7 @@ from ..data.tokenizers import load_tokenizer, resolve_tokenizer
 from ..model.heads import TokenPredictionModel
 from ..model.huggingface import check_tokenizer, load_model, stored_head
 from ..model.mask_filling import fill_masks
-from ..train.estimate import MemoryEstimate, estimate_memory
+from ..train.estimate import MemoryEstimate, estimate_memory, step_options
 from ..train.modules import PretrainingModule
 from ..train.objectives import collator_objective
 from ..train.parallel import FullyShardedStrategy, get_strategy, num_processes
@@ -129,9 +129,6 @@ def validate_model(
     return rows
 
 # %% ../../nbs/cli/03_models.ipynb #0ca9444e
-_STEP_OPTIONS = ("max_steps", "accumulate_grad_batches", "gradient_clip_val")
-
-
 def estimate_run(
     config: Mapping[str, Any],  # of `bertlab pretrain`, in sections
 ) -> MemoryEstimate:
@@ -156,8 +153,7 @@ def estimate_run(
         trainer["precision"] or "auto",
         "cuda" if device_type == "cuda" else "cpu",
         config["run"]["models"],
-        trainer={**{name: trainer[name] for name in _STEP_OPTIONS if name in trainer},
-                 "accelerator": "gpu" if device_type == "cuda" else "cpu"},
+        trainer={**step_options(trainer), "accelerator": "gpu" if device_type == "cuda" else "cpu"},
     )  # fmt: skip
     strategy = get_strategy(build_objects(trainer["strategy"]) or "auto")
     if not isinstance(strategy, FullyShardedStrategy):

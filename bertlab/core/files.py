@@ -279,10 +279,11 @@ def _check_writable(output: str | os.PathLike) -> None:
 
 
 def _has_results(directory: Path) -> bool:
-    "Whether a run has saved more than its configuration and tokenizer."
+    "Whether a run has saved more than its configuration, tokenizer and logs."
     for path in directory.rglob("[!.]*"):
         earlier = path.relative_to(directory).parts[0].startswith("previous-")
         is_start = path.name == RUN_FILE or path.parent.name == "tokenizer"
+        is_start |= path.relative_to(directory).parts[0] == "logs"
         if path.is_file() and not (earlier or is_start):
             return True
     return False

@@ -182,10 +182,14 @@ class BiEncoder(nn.Module):
         "Encode texts in batches by length, without dropout or gradients."
         check_range("truncate_dim", truncate_dim, 1, self.embedding_dim)
         trained = self.st_config["matryoshka_dims"]
-        if trained is not None and truncate_dim not in (None, self.embedding_dim, *trained):
+        if truncate_dim not in (None, self.embedding_dim, *(trained or ())):
+            widths = [*(trained or ()), self.embedding_dim]
+            reason = "no vectors of width {} were trained" if trained is not None else (
+                "the model does not say whether vectors of width {} were trained"
+            )
             warnings.warn(
-                f"no vectors of width {truncate_dim} were trained, so their similarities mean less: "
-                f"take {' or '.join(map(str, (*trained, self.embedding_dim)))} (matryoshka_dims)"
+                f"{reason.format(truncate_dim)}, so their similarities may mean less: take "
+                f"{' or '.join(map(str, widths))} (matryoshka_dims)"
             )
         ids, device = self.tokenize(texts, prompt), self.encoder.device
         vectors_ND = np.empty((len(ids), self.embedding_dim), np.float32)

@@ -212,6 +212,8 @@ class TrainingCheckpoint(Checkpoint):
         self._saved, self._handlers = -1, {}  # the last step with a checkpoint
         self._is_waiting = False  # whether the run was stopped while it waited for a batch
         self._accumulated: int | None = None  # in the checkpoint, where it is another number
+        # What micro-batches change, as it was after the last step; None: they are whole steps.
+        self._after_step: dict[str, Any] | None = None
 
     def state_dict(self) -> dict[str, Any]:
         return {"best_value": self.best_value}
@@ -222,6 +224,9 @@ class TrainingCheckpoint(Checkpoint):
     def on_save_checkpoint(self, trainer, pl_module, checkpoint: dict[str, Any]) -> None:
         checkpoint["fingerprint"] = run_fingerprint(pl_module, trainer.datamodule, trainer)
         checkpoint["max_steps"] = trainer.max_steps
+        if self._is_waiting and self._after_step and self._is_within_step(trainer):
+            checkpoint["loops"]["fit_loop"] = self._after_step["fit_loop"]
+            checkpoint["rng_state"] = self._after_step["rng_state"]
 
     def on_load_checkpoint(self, trainer, pl_module, checkpoint: dict[str, Any]) -> None:
         if trainer.state.fn == "fit":
@@ -239,7 +244,8 @@ class TrainingCheckpoint(Checkpoint):
         if self._accumulated is not None:
             _recount_batches(trainer, self._accumulated)
             self._accumulated = None
-        self._saved = trainer.global_step
+        self._saved, self._after_step = trainer.global_step, None
+        self._remember(trainer)
         self._listen()
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
@@ -255,11 +261,18 @@ class TrainingCheckpoint(Checkpoint):
         step = trainer.global_step
         if self._is_within_step(trainer):
             return
+        self._remember(trainer)
         must_stop = any_rank(trainer, self.stop_requested)
         if step != self._saved and (must_stop or step % self.every_n_steps == 0):
             self.save(trainer, pl_module, value)
         if must_stop:
             raise TrainingInterrupted(step, self.directory, self.best_model())
+
+    def _remember(self, trainer) -> None:
+        "Keep position and generators for a stop among the micro-batches of the next step."
+        if trainer.accumulate_grad_batches > 1 and trainer.world_size == 1:
+            fit_loop = trainer.fit_loop.state_dict()
+            self._after_step = {"fit_loop": fit_loop, "rng_state": [rng_state()]}
 
     def best_model(self) -> Path | None:  # None: no model was written
         "Return the directory of the best model so far, or of the newest."
@@ -382,7 +395,7 @@ class TrainingCheckpoint(Checkpoint):
         for worker in multiprocessing.active_children():
             if worker.daemon:  # a loader's, for which torch would wait 5 seconds each
                 worker.terminate()
-        # Between two steps; within one, or with other processes, the last checkpoint has to do.
-        if trainer.world_size == 1 and not self._is_within_step(trainer):
+        # Other processes cannot be asked; their last checkpoint has to do.
+        if trainer.world_size == 1:
             self.save(trainer, pl_module)
         exception.args = max(self._saved, 0), self.directory, self.best_model()

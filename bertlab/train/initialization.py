@@ -109,6 +109,7 @@ def initialize_model(
     shape = shape if is_ours else to_bertlab_config(shape)
     model = OBJECTIVES[objective](BertLabConfig(**{**shape.to_diff_dict(), **overrides}))
     dropped, mismatch = [], ""
+    settings = {k: v for k, v in overrides.items() if k != "attn_implementation"}  # no shape
     if key_mapping:
         report = load_state_dict(model, source, key_mapping, strict=False)
         missing_keys, mismatch = report.missing_keys, "; ".join(report.mismatched_keys)
@@ -130,13 +131,13 @@ def initialize_model(
     if dropped:
         names = ", ".join(sorted(dropped)[:3])
         raise ValueError(
-            f"model_config_kwargs={overrides} would drop {len(dropped)} weights of {source}, such "
+            f"model_config_kwargs={settings} would drop {len(dropped)} weights of {source}, such "
             f"as {names}: remove these settings"
         )
     if mismatch:
         option = " or load_key_mapping" if key_mapping else ""
         raise ValueError(
-            f"model_config_kwargs={overrides}{option} change shapes, so that the weights of "
+            f"model_config_kwargs={settings}{option} change shapes, so that the weights of "
             f"{source} do not fit: {shorten(mismatch, 300, placeholder=' ...')}"
         )
     if missing_keys:

@@ -62,7 +62,9 @@ def real_peak(module, rows, length, num_labels, with_states=False):
             optimizer.step()
             optimizer.zero_grad()
     peak = max(ledger.history) - base
-    return (peak, optimizer_state_bytes(optimizer)) if with_states else peak
+    projectors = [s["projector"].ortho_matrix for s in optimizer.state.values() if "projector" in s]
+    states = optimizer_state_bytes(optimizer) + sum(matrix.nbytes for matrix in projectors)
+    return (peak, states) if with_states else peak
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -78,13 +80,13 @@ WIDE = dict(vocab_size=700, hidden_size=32, intermediate_size=48, num_hidden_lay
             max_position_embeddings=64)  # fmt: skip
 
 
-# Their steps need numbers, which weights without memory do not have: too much is said.
-COUNTED_AS_ADAM = {"adafactor", "galore"}
+# Its step needs numbers, which weights without memory do not have: what passes is not counted.
+STEPPED_ON_REAL_WEIGHTS = {"adafactor"}
 
 
 @pytest.mark.parametrize("name, options", [
-    *((name, {"momentum": 0.9} if name == "sgd" else {}) for name in OPTIMIZERS if name not in COUNTED_AS_ADAM),
-    ("soap", {"max_precondition_dim": 512}),
+    *((name, {"momentum": 0.9} if name == "sgd" else {}) for name in OPTIMIZERS),
+    ("soap", {"max_precondition_dim": 512}), ("galore", {"rank": 4}),
 ])  # fmt: skip
 def test_states_are_counted_on_a_table_of_many_rows(name, options):
     "Statistics of SOAP grow with the square of the rows, up to a bound of its own."
@@ -93,7 +95,8 @@ def test_states_are_counted_on_a_table_of_many_rows(name, options):
     estimate = estimate_memory(module, 2, 64, 0.25, "32-true", find_largest=False).step
     real, states = real_peak(module, 2, 64, 16, with_states=True)
     assert states <= estimate.states < states + 2**12
-    assert abs(estimate.peak / real - 1) < 0.02, (estimate, real)
+    if name not in STEPPED_ON_REAL_WEIGHTS:
+        assert abs(estimate.peak / real - 1) < 0.02, (estimate, real)
 
 
 def test_states_of_8_bits_are_two_bytes_a_weight():
@@ -172,6 +175,28 @@ def test_a_run_that_fits_is_measured_by_a_few_steps(tmp_path, monkeypatch, capsy
     resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
     peak = float(re.search(r"peak +([\d,]+) MiB", printed)[1].replace(",", ""))
     assert abs(peak / resident - 1) < 0.15
+
+
+@pytest.mark.parametrize("command", ["finetune", "embed finetune"])
+def test_runs_with_rows_are_estimated_by_their_own_batches(command, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    texts = [" ".join(f"w{n * k % 50}" for k in range(3 + n % 20)) for n in range(80)]
+    header, ends = ("text,label", "ab") if command == "finetune" else ("query,positive", texts)
+    rows = [f"{text},{ends[n % len(ends)]}" for n, text in enumerate(texts)]
+    (tmp_path / "rows.csv").write_text("\n".join([header, *rows]) + "\n")
+    (tmp_path / "text.txt").write_text("\n".join(texts))
+    call("tokenizer train", ["text.txt", "--output", "vocabulary", "--vocab_size", "60"])
+    shape = json.dumps({k: v for k, v in SHAPE.items() if k != "vocab_size"})
+    tokenizer = "data" if command == "finetune" else "model"
+    words = ["rows.csv", "--estimate", "--trainer.accelerator", "cpu", "--data.train_batch_size", "8",
+             "--data.max_sequence_length", "32", "--model.model_config_kwargs", shape,
+             f"--{tokenizer}.pretrained_tokenizer_name_or_path", "vocabulary"]  # fmt: skip
+    before = sorted(tmp_path.iterdir())
+    call(command, words)
+    printed = capsys.readouterr().out
+    mib = lambda part: float(re.search(rf"^{part} +([\d,]+) MiB", printed, re.M)[1].replace(",", ""))  # noqa: E731
+    assert abs(mib("states") - 2 * mib("weights")) <= 2 and "training takes" in printed
+    assert sorted(tmp_path.iterdir()) == before
 
 
 def test_a_run_that_does_not_fit_takes_no_step(monkeypatch):
