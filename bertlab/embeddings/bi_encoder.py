@@ -184,8 +184,10 @@ class BiEncoder(nn.Module):
         trained = self.st_config["matryoshka_dims"]
         if truncate_dim not in (None, self.embedding_dim, *(trained or ())):
             widths = [*(trained or ()), self.embedding_dim]
-            reason = "no vectors of width {} were trained" if trained is not None else (
-                "the model does not say whether vectors of width {} were trained"
+            reason = (
+                "no vectors of width {} were trained"
+                if trained is not None
+                else ("the model does not say whether vectors of width {} were trained")
             )
             warnings.warn(
                 f"{reason.format(truncate_dim)}, so their similarities may mean less: take "

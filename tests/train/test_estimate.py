@@ -181,7 +181,9 @@ def test_a_run_that_fits_is_measured_by_a_few_steps(tmp_path, monkeypatch, capsy
 def test_runs_with_rows_are_estimated_by_their_own_batches(command, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     texts = [" ".join(f"w{n * k % 50}" for k in range(3 + n % 20)) for n in range(80)]
-    header, ends = ("text,label", "ab") if command == "finetune" else ("query,positive", texts)
+    header, ends = (
+        ("text,label", "ab") if command == "finetune" else ("query,positive", texts[::-1])
+    )
     rows = [f"{text},{ends[n % len(ends)]}" for n, text in enumerate(texts)]
     (tmp_path / "rows.csv").write_text("\n".join([header, *rows]) + "\n")
     (tmp_path / "text.txt").write_text("\n".join(texts))
@@ -194,7 +196,9 @@ def test_runs_with_rows_are_estimated_by_their_own_batches(command, tmp_path, mo
     before = sorted(tmp_path.iterdir())
     call(command, words)
     printed = capsys.readouterr().out
-    mib = lambda part: float(re.search(rf"^{part} +([\d,]+) MiB", printed, re.M)[1].replace(",", ""))  # noqa: E731
+    mib = lambda part: float(
+        re.search(rf"^{part} +([\d,]+) MiB", printed, re.M)[1].replace(",", "")
+    )  # noqa: E731
     assert abs(mib("states") - 2 * mib("weights")) <= 2 and "training takes" in printed
     assert sorted(tmp_path.iterdir()) == before
 

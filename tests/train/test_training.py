@@ -190,7 +190,9 @@ def test_a_run_that_waits_for_data_is_saved_and_ends(
     assert signal.getsignal(signal.SIGALRM) == before
     checkpoints = [path.name for path in tmp_path.iterdir()]
     assert checkpoints == [f"step-{saved:08}.ckpt"]
-    resumed, again = train(Texts(), 12, [TrainingCheckpoint(tmp_path)], tmp_path, seed=77, **options)
+    resumed, again = train(
+        Texts(), 12, [TrainingCheckpoint(tmp_path)], tmp_path, seed=77, **options
+    )
     weights, record = whole_runs[window]
     np.testing.assert_array_equal(again.column("train_loss"), record.column("train_loss"))
     assert equal(weights, resumed)
