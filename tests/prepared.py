@@ -4,6 +4,7 @@ A module that needs an extra which is not installed is left to the test that ask
 """
 
 import contextlib
+import gc
 import importlib
 import pkgutil
 
@@ -18,3 +19,4 @@ for found in pkgutil.walk_packages(bertlab.__path__, "bertlab."):
         with contextlib.suppress(ImportError):
             importlib.import_module(found.name)
 embedded_corpus(max_documents=2)
+gc.freeze()  # a collection in a fork would look at all of this, and copy its pages

@@ -95,7 +95,8 @@ def data_for(task="classification", train=None, val=None, test=None, **options):
 
 
 def module_for(task="classification", **options):
-    return FinetuningModule(task, model_config_kwargs=CONFIG, **{"learning_rate": 3e-3, **options})
+    options = {"model_config_kwargs": CONFIG, "learning_rate": 3e-3, **options}
+    return FinetuningModule(task, **options)
 
 
 def fit(module, data, steps=30, seed=0, **options):
@@ -217,8 +218,11 @@ def test_two_processes_train_and_score_as_one(tmp_path):
 # --- what moves, and how fast ---------------------------------------------------------------------
 
 
-def test_only_frozen_weights_stay():
-    module, data = module_for(freeze_layers=1), data_for()
+@pytest.mark.parametrize("num_layers, num_frozen", [(2, 1), (12, 10)])
+def test_only_frozen_weights_stay(num_layers, num_frozen):
+    config = {**CONFIG, "num_hidden_layers": num_layers}
+    module, data = module_for(freeze_layers=num_frozen, model_config_kwargs=config), data_for()
+    blocks = tuple(f"encoder.blocks.{number}." for number in range(num_frozen))
     start = {}
 
     class Remember(Callback):
@@ -231,14 +235,21 @@ def test_only_frozen_weights_stay():
     assert (
         still
         == set(module.frozen)
-        == {key for key in start if key.startswith(("encoder.embeddings.", "encoder.blocks.0."))}
+        == {key for key in start if key.startswith(("encoder.embeddings.", *blocks))}
     )
 
 
-def test_a_layer_moves_by_its_own_rate():
+@pytest.mark.parametrize("num_layers", [2, 12])
+def test_a_layer_moves_by_its_own_rate(num_layers):
     "With sign descent every weight moves by its rate, so rates can be read off the weights."
     module, data = (
-        module_for(layer_decay=0.5, optimizer_class="lion", weight_decay=0.0, learning_rate=2**-8),
+        module_for(
+            layer_decay=0.5,
+            optimizer_class="lion",
+            weight_decay=0.0,
+            learning_rate=2**-8,
+            model_config_kwargs={**CONFIG, "num_hidden_layers": num_layers},
+        ),
         data_for(),
     )
     start = {}
@@ -252,9 +263,8 @@ def test_a_layer_moves_by_its_own_rate():
         key: (weight - start[key]).abs().max().item() for key, weight in weights(module).items()
     }
     depth = {
-        "encoder.embeddings": 3,
-        "encoder.blocks.0": 2,
-        "encoder.blocks.1": 1,
+        "encoder.embeddings": num_layers + 1,
+        **{f"encoder.blocks.{n}": num_layers - n for n in range(num_layers)},
         "encoder.final_norm": 0,
         "task_head": 0,
     }

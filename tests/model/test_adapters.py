@@ -45,9 +45,10 @@ def perturb(model):
     return model
 
 
+@pytest.mark.parametrize("num_layers", [2, 12])  # peft shortens 20 targets or more
 @pytest.mark.parametrize("adapter", ["lora", "dora"])
-def test_an_adapter_starts_neutral_trains_alone_and_merges(adapter):
-    model = build()
+def test_an_adapter_starts_neutral_trains_alone_and_merges(adapter, num_layers):
+    model = build(num_hidden_layers=num_layers)
     before, old = model(IDS).logits, copy.deepcopy(model.state_dict())
     trained = add_adapter(model, adapter)
     torch.testing.assert_close(model(IDS).logits, before)
@@ -71,11 +72,12 @@ def test_an_adapter_starts_neutral_trains_alone_and_merges(adapter):
     assert torch.equal(model(IDS).logits, logits)  # the model itself stays as it was
 
 
+@pytest.mark.parametrize("num_layers", [2, 12])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_a_merged_model_is_written_with_equal_scores(shape, tmp_path):
+def test_a_merged_model_is_written_with_equal_scores(shape, num_layers, tmp_path):
     import transformers
 
-    model = build(shape)
+    model = build(shape, num_hidden_layers=num_layers)
     add_adapter(model, "lora")
     perturb(model)
     save_model(model, None, tmp_path)
@@ -86,7 +88,7 @@ def test_a_merged_model_is_written_with_equal_scores(shape, tmp_path):
 
 @pytest.mark.parametrize("adapter", ["lora", "dora", "rslora"])
 @pytest.mark.parametrize("shape", ["bert", "modernbert", "roberta"])
-@pytest.mark.parametrize("num_layers", [2, 12])  # peft shortens 20 targets or more
+@pytest.mark.parametrize("num_layers", [2, 12])
 def test_plain_peft_opens_it_on_plain_transformers(num_layers, shape, adapter, tmp_path):
     from peft import PeftModel
 

@@ -65,7 +65,7 @@ B, L, V = 4, 24, 50
 SHAPE = dict(vocab_size=V, hidden_size=16, intermediate_size=20, num_attention_heads=2)
 SPECIAL = dict(pad_token_id=0, cls_token_id=2, bos_token_id=2, sep_token_id=3, eos_token_id=3)
 OTHERS = {  # what makes each kind differ from its defaults
-    "bert": dict(num_hidden_layers=3, max_position_embeddings=L),
+    "bert": dict(num_hidden_layers=12, max_position_embeddings=L),
     "roberta": dict(num_hidden_layers=3, max_position_embeddings=L + 2),
     "modernbert": dict(num_hidden_layers=7, local_attention=6, **SPECIAL),
 }

@@ -182,14 +182,15 @@ def test_a_model_whose_score_is_undefined_is_in_no_soup(higher):
         greedy_soup({"lost": weights["lost"]}, score, higher)
 
 
-def test_a_written_mean_opens_in_plain_transformers(tmp_path):
+@pytest.mark.parametrize("num_layers", [1, 12])
+def test_a_written_mean_opens_in_plain_transformers(tmp_path, num_layers):
     import transformers
 
     paths = []
     for seed in range(2):
         torch.manual_seed(seed)
         model = BertLabForMaskedLM(modernbert_tiny(vocab_size=60, hidden_size=32, num_attention_heads=2,
-                                                   intermediate_size=48, num_hidden_layers=1))  # fmt: skip
+                                                   intermediate_size=48, num_hidden_layers=num_layers))  # fmt: skip
         paths.append(save_model(model, None, tmp_path / f"{seed}"))
     measured = {
         "metrics.json",

@@ -216,6 +216,7 @@ OWN = {
     "ModernBERT with a window": (modernbert_tiny, dict(local_attention=4, global_attention_every_n_layers=2)),
     "RoBERTa": (roberta_base, {}),
     "NeoBERT": (neobert, {}),
+    "BERT of 12 layers": (bert_tiny, dict(num_hidden_layers=12, initializer_range=0.1)),
     "deep norm, head of its own": (bert_tiny, dict(norm="deep", tie_word_embeddings=False)),
 }  # fmt: skip
 
