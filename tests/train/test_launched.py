@@ -341,11 +341,13 @@ def wait_until(condition, seconds: float = 120) -> None:
 def test_a_killed_first_process_leaves_no_rank_and_no_worker(tmp_path):
     first = forked(wait_for_data, (str(tmp_path),))
     first.start()
-    wait_until((tmp_path / "processes").exists)
-    numbers = list(map(int, (tmp_path / "processes").read_text().split()))
-    assert len(numbers) == 2 and all(map(is_running, numbers))
-    first.kill()
-    first.join()
+    try:
+        wait_until((tmp_path / "processes").exists)
+        numbers = list(map(int, (tmp_path / "processes").read_text().split()))
+        assert len(numbers) == 2 and all(map(is_running, numbers))
+    finally:
+        first.kill()
+        first.join()
     wait_until(lambda: not any(map(is_running, numbers)))
 
 
