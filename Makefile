@@ -14,6 +14,8 @@ BIN := .venv/bin
 REQUIRED := pyproject.toml constraints.txt scripts/install.sh
 VERSIONS := lowest
 VERSIONS_PYTHON := $(if $(filter lowest,$(VERSIONS)),3.10,3.13)
+# Else uv would rather take the newest fsspec than the lowest datasets.
+VERSIONS_PINS := $(if $(filter lowest,$(VERSIONS)),$(shell sed -nE 's/^    "(datasets)>=([0-9.]+).*/\1==\2.*/p' pyproject.toml))
 VERSIONS_TOOLS := accelerate hypothesis ipykernel packaging pytest pytest-timeout pytest-xdist scipy seqeval tensorboard
 VERSIONS_TESTS := tests/core tests/data tests/model tests/optim tests/train tests/finetuning
 
@@ -36,7 +38,7 @@ test-xla: .venv-xla/.xla ## Run the tests of XLA on its CPU device, in an enviro
 test-versions: ## Run the core of the suite with the lowest versions (VERSIONS=newest: with today's); needs uv
 	@uv venv --quiet --allow-existing --python $(VERSIONS_PYTHON) .venv-$(VERSIONS)
 	@uv pip install --quiet --python .venv-$(VERSIONS) --torch-backend auto --upgrade \
-		--resolution $(if $(filter lowest,$(VERSIONS)),lowest-direct,highest) --editable '.[optimizers]'
+		--resolution $(if $(filter lowest,$(VERSIONS)),lowest-direct,highest) $(VERSIONS_PINS) --editable '.[optimizers]'
 	@uv pip install --quiet --python .venv-$(VERSIONS) $(VERSIONS_TOOLS)
 	@.venv-$(VERSIONS)/bin/python -m pytest -m "not slow" $(VERSIONS_TESTS) $(TEST_ARGS)
 

@@ -5,7 +5,7 @@
 set -eu
 
 stamp=$1
-supported='import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))'
+supported='import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 14))'
 version='import sys; print("%d.%d.%d" % sys.version_info[:3])'
 
 fail() {
@@ -15,7 +15,7 @@ fail() {
 
 find_python() {
     seen=""
-    for python in ${PYTHON:-python3 python3.11 python3.12 python3.13 python3.10 python}; do
+    for python in ${PYTHON:-python3 python3.11 python3.12 python3.13 python3.14 python3.10 python}; do
         # A name on the PATH may be a shim for a version that is not there, so each one is run.
         found=$("$python" -c "$version" 2>/dev/null) || continue
         seen="$seen $python is $found;"
@@ -26,7 +26,7 @@ find_python() {
         fi
         seen="$seen $python has no venv module (on Debian and Ubuntu: apt-get install python3-venv);"
     done
-    fail "needs Python 3.10 to 3.13 with venv, and found:${seen:- none;} choose one by PYTHON=/path/to/python"
+    fail "needs Python 3.10 to 3.14 with venv, and found:${seen:- none;} choose one by PYTHON=/path/to/python"
 }
 
 # An environment that works and has no pip (of uv, say) is somebody's: it gets one, and loses nothing.
@@ -37,7 +37,7 @@ fi
 if [ -x .venv/bin/python ] && .venv/bin/python -m pip --version >/dev/null 2>&1; then
     have=$(.venv/bin/python -c "$version")
     .venv/bin/python -c "$supported" ||
-        fail ".venv is Python $have, and bertlab needs 3.10 to 3.13; remove .venv and try again"
+        fail ".venv is Python $have, and bertlab needs 3.10 to 3.14; remove .venv and try again"
     if [ -n "${PYTHON:-}" ] && [ "$("$PYTHON" -c "$version" 2>/dev/null)" != "$have" ]; then
         fail ".venv is Python $have and PYTHON=$PYTHON is not; remove .venv to change over"
     fi

@@ -373,10 +373,11 @@ class KernelRequest(NamedTuple):
 
 
 def device_capability(device: torch.device) -> tuple[int, int]:  # (8, 0) and up: Ampere or newer
-    "A CUDA device's compute capability; not asked inside a compiler or on other devices."
-    if device.type != "cuda" or torch.compiler.is_compiling():
+    "A CUDA device's compute capability; not asked on other devices."
+    if device.type != "cuda":
         return 8, 0
-    return torch.cuda.get_device_capability(device)
+    properties = torch.cuda.get_device_properties(device)  # which torch.compile can read, too
+    return properties.major, properties.minor
 
 
 def _limits_of_flex(setting: KernelRequest) -> str:  # empty: it can run

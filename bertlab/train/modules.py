@@ -12,7 +12,7 @@ __all__ = ['DEFAULT_LEARNING_RATES', 'WARMUP_SHARE', 'OPEN_WARMUP_STEPS', 'MUON_
 import math
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from inspect import signature
 from pathlib import Path
@@ -210,17 +210,31 @@ def build_optimizer(
     return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
 # %% ../../nbs/train/05_modules.ipynb #7e0a41bf
+def _compile_where_first_run(function: Callable, **options: Any) -> Callable:
+    "Compile a function; on other types of devices than that of its first call it runs as it is."
+    compiled, home = torch.compile(function, **options), []
+
+    def run(module: torch.nn.Module, data: Any, *args: Any, **named: Any) -> Any:
+        device_type = getattr(data, "tokens", data).device.type
+        home[:] = home or [device_type]
+        return (compiled if home == [device_type] else function)(module, data, *args, **named)
+
+    return run
+
+
 def compile_model(model: PreTrainedModel, **options: Any) -> None:  # of torch.compile
     """Compile the path from token ids through the blocks, and from vectors to the loss's sums.
 
     Unpadding stays outside, and so do scores that somebody wants to see. On a CPU the loss does,
-    too: its shapes follow the labels there. Models of transformers are compiled as a whole.
+    too: its shapes follow the labels there. A model that leaves its device, as after `fit`, runs
+    as it is there. Models of transformers are compiled as a whole.
     """
     raise_recompile_limit()  # models of several shapes, in training and validation
     if not isinstance(model, BertLabPreTrainedModel):
         model.compile(**options)
         return
-    compiled, kinds = torch.compile(run_blocks, **options), {*model.config.layer_types}
+    compiled = _compile_where_first_run(run_blocks, **options)
+    kinds = {*model.config.layer_types}
 
     def run(encoder: BertLabModel, rows: EncoderInputs, *args: Any, **named: Any) -> dict[str, Any]:
         # Angles are made here: inside, every layer would make its own for every head.
@@ -229,7 +243,7 @@ def compile_model(model: PreTrainedModel, **options: Any) -> None:  # of torch.c
 
     model.encoder.__dict__["compiled_blocks"] = run
     if isinstance(model, TokenPredictionModel):
-        model.__dict__["compiled_head"] = torch.compile(head_and_loss, **options)
+        model.__dict__["compiled_head"] = _compile_where_first_run(head_and_loss, **options)
 
 
 def resolve_compile(

@@ -1,6 +1,7 @@
 "Who sees whom, how distance counts, and kernels that agree: attention without a model around it."
 
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 
 import bertlab.model.attention as attention
 from bertlab.model.attention import (
+    device_capability,
     ATTENTION_KERNELS,
     AttentionMaskSpec,
     KernelRequest,
@@ -310,3 +312,12 @@ def test_no_score_is_large_enough_to_reach_another_document(dtype):
     weights = attention.attention_weights(q, k, mask)[0, 0]
     assert (weights[:2, 2:] == 0).all() and (weights[2:, :2] == 0).all()
     assert torch.equal(weights.sum(-1), torch.ones(4))
+
+
+def test_a_compiler_sees_the_capability_of_an_older_card(monkeypatch):
+    card = SimpleNamespace(major=7, minor=5)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
+    compiled = torch.compile(
+        lambda x: x * device_capability(torch.device("cuda", 0))[0], backend="eager"
+    )
+    assert compiled(torch.ones(1)).item() == 7

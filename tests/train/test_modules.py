@@ -435,6 +435,22 @@ def test_a_compiled_program_makes_no_rotary_angles():
     assert not [node for node in graph.graph.nodes if str(node.target) in ("cos", "sin")]
 
 
+def test_compiled_parts_run_as_they_are_on_another_device():
+    graphs = []
+    noted = lambda graph, inputs: graphs.append(graph) or graph.forward
+    model = module_of().build_fresh()
+    compile_model(model, backend=noted)
+    weight, x, labels = torch.ones(9, 4), torch.ones(2, 4), torch.tensor([1, 3])
+    head = lambda x, weight: x @ weight.mT
+    sums = [
+        model.compiled_head(
+            head, weight.to(kind), x.to(kind), labels.to(kind), LossConfig()
+        ).loss_sum
+        for kind in ("meta", "cpu", "meta")
+    ]
+    assert len(graphs) == 1 and sums[1].item() == pytest.approx(2 * math.log(9))
+
+
 def test_compiled_layers_choose_a_kernel_of_static_shapes(monkeypatch):
     settings = []
     monkeypatch.setattr(

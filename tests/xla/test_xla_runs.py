@@ -97,9 +97,8 @@ def test_the_demo_runs_on_the_tpu_that_auto_finds(tmp_path, monkeypatch):
         "max_sequence_length": 32,
         "vocab_size": 200,
     }
-    run_demo(
-        DemoConfig(steps=20, max_documents=40, batch_size=4, output=str(tmp_path / "demo"), **shape)
-    )
+    demo = DemoConfig(steps=20, max_documents=40, batch_size=4, **shape)
+    run_demo(demo, tmp_path / "demo")
     assert xla_counts().compilations > before.compilations
     assert xla_counts().fallbacks == before.fallbacks
 
