@@ -140,7 +140,8 @@ def tokenize(
     result, output = tokenize_dataset(**config), config["output"]
     if "queued" in result:
         return f"{result['queued']} parts are queued; train on {output} once it has a tokens.json"
-    notes = [f"{count:,} documents {reason}" for reason, count in result["notes"].items()]
+    what = lambda note: f"documents {note}" if note.startswith("left out") else note
+    notes = [f"{count:,} {what(note)}" for note, count in result["notes"].items()]
     return "\n".join([
         *notes,
         f"{result['tokens']:,} tokens of {result['documents']:,} documents; train on them with",

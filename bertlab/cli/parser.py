@@ -141,6 +141,13 @@ class Parsed:
     prints_config: bool = False  # whether --print_config is among the words
 
 
+_DICTIONARIES = {  # options that are sorted by the classes that have their keys
+    "data.data_kwargs": "readers.py:ReadOptions corpus.py:HoldOutOptions packing.py:PackingOptions "
+    "mixing.py:MixtureOptions streaming.py:StreamOptions tokens.py:LengthOptions",
+    "data.reader_kwargs": "readers.py:ReadOptions",
+}
+
+
 @dataclass(frozen=True)
 class Command:
     "A function that can be called from the command line."
@@ -176,6 +183,12 @@ class Command:
                     option = replace(option, default=self.defaults[name], type=kind, required=False)
                 options[name] = option
         return {name: option for name, option in options.items() if name not in self.without}
+
+    @cached_property
+    def keys(self) -> dict[str, str]:  # key of a dictionary: the option
+        "What may be named without the dictionary that holds it: encoding, stride, ..."
+        return {key.name: name for name, sources in _DICTIONARIES.items() if name in self.options
+                for source in sources.split() for key in read_options(f"data/{source}")}  # fmt: skip
 
     @cached_property
     def parser(self) -> Any:  # of jsonargparse
@@ -225,6 +238,8 @@ def _find_option(name: str, command: Command) -> tuple[str, Option]:
     same = [key for key in command.options if key.rpartition(".")[2] == name]
     if len(same) == 1:
         return same[0], command.options[same[0]]
+    if name in command.keys:
+        return f"{command.keys[name]}.{name}", command.options[command.keys[name]]
     hint = f"; choose {' or '.join(same)}" if same else did_you_mean(name, command.options)
     raise ValueError(f"{name!r} is not an option of bertlab {command.name}{hint}")
 

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from importlib.util import find_spec
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -306,11 +306,13 @@ def ngram_overlap(
     others: Iterable[Document],  # to train on: read one by one
 ) -> list[float]:  # per document, the fraction of its n-grams that the others contain
     "Measure how much of each document the others contain (Chowdhery et al. 2022, sec. 8)."
-    ngrams = [word_ngrams(document.content) for document in documents]
-    candidates, shared = (
-        {ngram for ngrams_of_document in ngrams for ngram in ngrams_of_document},
-        set(),
-    )
+    # Of a text of more than a million characters some n-grams, evenly spaced, are enough.
+    steps = [1 + (len(document.content) >> 20) for document in documents]
+    ngrams = [
+        list(islice(_iter_ngrams(document.content), 0, None, step))
+        for document, step in zip(documents, steps)
+    ]
+    candidates, shared = set(chain.from_iterable(ngrams)), set()
     for training_document in others if candidates else ():
         shared.update(candidates.intersection(_iter_ngrams(training_document.content)))
     return [

@@ -210,30 +210,40 @@ class SourceFile:
             self.file.seek(first)
             line_number, end = self.position.line, first
         for block in blocks:  # up to and with \n
-            for data in re.findall(_ONE_LINE, block) if b"\r" in block else (block,):
-                line_number, start, end = line_number + 1, end, end + len(data)
-                if end <= first:
-                    continue
-                bare = data.rstrip(b"\r\n")
-                try:
-                    text = bare.decode(encoding)
-                    if 4 * text.count("\0") > len(text):
-                        self._refuse(line_number, data, "it holds zero bytes")
-                except UnicodeDecodeError as error:
-                    position = start + error.start
-                    reason = f"byte {bare[error.start]:#04x} at position {position}"
-                    self._refuse(line_number, data, reason)
-                    continue
-                text = text if start else text.removeprefix("\ufeff")
-                yield Line(line_number, text, end, data[len(bare) :].decode())
+            lines = deque(re.findall(_ONE_LINE, block) if b"\r" in block else [block])
+            del block  # a long line is kept once
+            while lines:
+                line_number, start, end = line_number + 1, end, end + len(lines[0])
+                line = self._decode_line(lines.popleft(), line_number, start, encoding)
+                if line is not None and end > first:
+                    yield line
+
+    def _decode_line(self, data: bytes, number: int, start: int, encoding: str) -> Line | None:
+        "Decode a line that begins at the byte `start`; None for one that the handler has got."
+        if start + len(data) <= self.position.offset:  # read before
+            return None
+        bare = data.rstrip(b"\r\n")
+        try:
+            text = bare.decode(encoding)
+        except UnicodeDecodeError as error:
+            reason = f"byte {bare[error.start]:#04x} at position {start + error.start}"
+            self._refuse(number, data, reason)
+            return None
+        if 4 * text.count("\0") > len(text):
+            self._refuse(number, data, "it holds zero bytes")
+        text = text if start else text.removeprefix("\ufeff")
+        return Line(number, text, start + len(data), data[len(bare) :].decode())
 
     def _refuse(self, line: int, data: bytes, reason: str) -> None:
         "Hand a line that does not decode to the handler. Raises `ValueError` for binary files."
         message = f"{self.path} line {line} is not {self.options.encoding} ({reason})"
         num_controls = len(re.findall(rb"[\x00-\x08\x0e-\x1a\x1c-\x1f]", data))
-        names = guess_encodings(data + self.file.peek(1 << 16))
+        sample = data + self.file.peek(1 << 16)
+        names = guess_encodings(sample)
         if names and (50 * num_controls <= len(data) or names[0].startswith("utf")):
-            message += f"; it looks like {' or '.join(names)}: give encoding={names[0]!r}"
+            is_sure = names[0].startswith("utf") or len(re.findall(b"[\x80-\xff]", sample)) > 20
+            few = "" if is_sure else " (few letters tell; compare them)"
+            message += f"; it is probably {' or '.join(names)}{few}: give encoding={names[0]!r}"
         elif 50 * num_controls > len(data):
             raise ValueError(f"{message}: this looks like a binary file; name a text file")
         if b"\0" in data:  # all of the file is in another encoding

@@ -20,7 +20,8 @@ from typing import Any
 import numpy as np
 
 from ..core.names import check_minimum
-from .tokenizers import num_token_ids, unused_token_ids, tokenize_plain
+from .tokenizers import cut_long_texts, num_token_ids, tokenize_plain
+from .tokenizers import unused_token_ids
 
 # %% ../../nbs/data/06_rows.ipynb #b534a9c0
 @dataclass(frozen=True)
@@ -283,8 +284,10 @@ class Collator(ABC):
         if texts and self.tokenizer is None:
             raise RowError("rows of text need a tokenizer: give the collator one", min(texts))
         if texts:
-            options = {"truncation": True, "max_length": self.max_sequence_length}
-            ids = tokenize_plain(self.tokenizer, list(texts.values()), **options)["input_ids"]
+            length = self.max_sequence_length
+            short = cut_long_texts(self.tokenizer, texts.values(), length)
+            options = {"truncation": True, "max_length": length}
+            ids = tokenize_plain(self.tokenizer, short, **options)["input_ids"]
             for n, row_ids in zip(texts, ids):
                 encoded[n] = {**encoded[n], "input_ids": row_ids}
         if self.label_column is not None:

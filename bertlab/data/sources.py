@@ -5,7 +5,8 @@
 # %% auto #0
 __all__ = ['list_files', 'directory_files', 'offline_if_unreachable', 'SourceNotFound', 'check_not_inside', 'is_saved_dataset',
            'is_dataset_directory', 'load_hub_dataset', 'dataset_rows', 'is_local', 'expand_sources',
-           'check_file_options', 'source_parts', 'iter_rows', 'iter_documents', 'read_column', 'TextStream']
+           'check_file_options', 'source_parts', 'note_layouts', 'iter_rows', 'iter_documents', 'read_column',
+           'TextStream']
 
 # %% ../../nbs/data/03_sources.ipynb #29bdc352
 import glob
@@ -290,12 +291,15 @@ def source_parts(
     return parts
 
 
-def _note_layouts(positions: dict[Path, Position], notes: Counter) -> None:
-    "Count files by what was learned about their form, with the names of a few."
+def note_layouts(
+    layouts: Mapping[str | Path, str | None],  # file: what was learned about its form
+    notes: Counter,
+) -> None:
+    "Count files by how they were read, with the names of a few."
     names: dict[str, list[str]] = {}
-    for file, position in positions.items():
-        if how := position.learned.get("how"):
-            names.setdefault(how, []).append(_printable(file.name))
+    for file, how in layouts.items():
+        if how:
+            names.setdefault(how, []).append(_printable(os.path.basename(file)))
     for how, files in names.items():
         more = ", ..." if len(files) > 5 else ""
         noun = "files" if len(files) > 1 else "file"
@@ -325,7 +329,7 @@ def _read_part(
             for row in read_rows(file, options, position, handle, columns):
                 yield str(file), *row
     finally:
-        _note_layouts(positions, notes)
+        note_layouts({file: p.learned.get("how") for file, p in positions.items()}, notes)
 
 
 def iter_rows(

@@ -77,6 +77,7 @@ class _Reader:
         return {"read": self.num_read, "source": exact}
 
 # %% ../../nbs/data/14_streaming.ipynb #3ebe65bb
+_ROWS_BUILT = 256  # at once: as arrays they take many times the memory of their tokens
 _BEGINNING = {"first_row": 0, "epoch": 0, "epoch_row": 0, "number": 0, "source": None}
 
 
@@ -92,9 +93,10 @@ class StreamShard:
     ):
         self.source, self.index, self.stream = source, index, stream
         self.block, self.rows = block or _BEGINNING, None
+        self.first, self.built = 0, []  # some rows of the block, as they are given out
         self.next_block, self.reader, self.future = self.block, None, None
 
-    def read_block(self, block: dict) -> tuple[list[dict], dict]:  # its rows, the next block
+    def read_block(self, block: dict) -> tuple[PackedDataset, dict]:  # its rows, the next block
         "Read, tokenize and pack one block."
         stream, num_documents = self.stream, 0
         if self.reader is None:
@@ -130,9 +132,15 @@ class StreamShard:
             result = self.future.result() if self.future else self.read_block(self.block)
             self.rows, self.next_block = result
             self.future = self.stream.read_ahead(self.read_block, self.next_block)
+            self.built = []
+        position = n - self.block["first_row"]
+        if not 0 <= position - self.first < len(self.built):
+            stop = min(position + _ROWS_BUILT, len(self.rows))
+            self.built = self.rows.build([(0, index) for index in range(position, stop)])
+            self.first = position
         index = (n - self.block["epoch_row"]) * self.stream.num_shards + self.index
         return {
-            **self.rows[n - self.block["first_row"]], "epoch": self.block["epoch"], "index": index
+            **self.built[position - self.first], "epoch": self.block["epoch"], "index": index
         }  # fmt: skip
 
 # %% ../../nbs/data/14_streaming.ipynb #a115b171
@@ -201,7 +209,7 @@ class PackedStream(IterableDataset):
     def share(self, num_readers: int) -> int:  # n: each reader reads 1/n of the shards
         return gcd(num_readers, *self.group_sizes)
 
-    def pack(self, documents: list, seed: int) -> list[dict]:
+    def pack(self, documents: list, seed: int) -> PackedDataset:
         "The rows of one block."
         if documents and isinstance(documents[0], str):
             if self.serialized is None:
@@ -211,8 +219,7 @@ class PackedStream(IterableDataset):
             packed = TokenizedDocuments(tokens, np.append(0, np.cumsum(lengths)))
         else:
             packed = TokenizedDocuments.from_sequences(documents)
-        rows = PackedDataset(packed, self.capacity, seed=seed, **self.packing)
-        return rows.build([(0, index) for index in range(len(rows))])
+        return PackedDataset(packed, self.capacity, seed=seed, **self.packing)
 
     def read_ahead(self, read: Callable, block: dict) -> Future:
         "Read a block in a thread. A program that ends waits for an executor's, but not for this."

@@ -10,9 +10,12 @@ __all__ = ['PROBLEMS', 'align_labels', 'read_texts', 'tokenize_bare', 'RowTempla
 
 # %% ../../nbs/data/09_supervised.ipynb #10116c48
 import copy
+import unicodedata
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from functools import cached_property
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cached_property, partial
+from itertools import chain
 from operator import index
 from typing import Any
 
@@ -139,15 +142,44 @@ def sliding_windows(
     return [(start, min(start + size, length)) for start in starts]
 
 # %% ../../nbs/data/09_supervised.ipynb #03f29347
-def _needs_space(tokenizer: Any) -> bool:
-    "Return whether single words lack the space before them, as with most byte-level BPE."
-    (text_ids,) = tokenize_bare(tokenizer, ["a b"])["input_ids"]
-    (word_ids,) = tokenize_bare(tokenizer, [["a", "b"]], is_split_into_words=True)["input_ids"]
-    return text_ids != word_ids
+def _add_spaces(words: list[str]) -> list[str]:
+    "Put a space before each word but the first, unless both are of a script without spaces."
+    are_joined = (has_unspaced(a[-1:]) and has_unspaced(b[:1]) for a, b in zip(words, words[1:]))
+    return words[:1] + [w if joined else " " + w for w, joined in zip(words[1:], are_joined)]
 
 
-def _are_joined(word: str, following: str) -> bool:
-    return has_unspaced(word[-1:]) and has_unspaced(following[:1])
+def _check_letters(
+    ids: Sequence[Sequence[int]],  # of each text
+    covered: Sequence[Sequence[str]],  # what each token is said to stand for
+    tokenizer: Any,
+) -> None:
+    "Raise `ValueError` if tokens of some texts have other letters than what they stand for."
+
+    def letters(text: str) -> str:
+        return "".join(filter(str.isalnum, unicodedata.normalize("NFKD", text).casefold()))
+
+    backend, special = tokenizer.backend_tokenizer, {*tokenizer.all_special_ids}
+    normalize = backend.normalizer.normalize_str if backend.normalizer else str
+    is_right, wrong = [], []
+    for token_ids, texts in zip(ids, covered):
+        for position, (token_id, text) in enumerate(zip(token_ids, texts)):
+            token = "\ufffd" if token_id in special else backend.decode([token_id])
+            if "\ufffd" in token or not letters(token):  # a part of a letter, or no letter
+                continue
+            is_right.append(any(letters(token) in letters(t) for t in (text, normalize(text))))
+            if not is_right[-1]:
+                wrong.append((position == 0, token, text))
+    # A letter that the tokenizer spells in its own way may differ; half of the beginnings may not.
+    is_first_wrong = 2 * sum(first for first, *_ in wrong) > len(covered)
+    if is_first_wrong or len(wrong) > 0.1 * len(is_right):
+        raise ValueError(
+            f"{type(tokenizer).__name__} says that its token {wrong[0][1]!r} stands for "
+            f"{wrong[0][2]!r} of the text, so labels would be at wrong tokens: choose another "
+            "tokenizer"
+        )
+
+
+_NUM_CHECKED = 20  # first texts, on which is checked what a tokenizer says of itself
 
 
 def encode_words(
@@ -155,12 +187,16 @@ def encode_words(
     tokenizer: Any,
 ) -> list[tuple[list[int], list[int]]]:  # of each text: ids, and the word of each id
     "Tokenize lists of words as if they were running text, without special tokens."
-    if _needs_space(tokenizer):
-        texts = [
-            words[:1] + [w if _are_joined(v, w) else " " + w for v, w in zip(words, words[1:])]
-            for words in texts
-        ]
-    encoded = tokenize_bare(tokenizer, texts, is_split_into_words=True)
+    read = partial(tokenize_bare, tokenizer, is_split_into_words=True)
+    spaced = [*map(_add_spaces, texts)]
+    running = tokenize_bare(tokenizer, ["".join(words) for words in spaced[:_NUM_CHECKED]])
+    # Most byte-level BPE sees no space before single words: take what has more ids of the text.
+    counts = Counter(chain.from_iterable(running["input_ids"]))
+    num_common = [
+        (counts & Counter(chain.from_iterable(read(words[:_NUM_CHECKED])["input_ids"]))).total()
+        for words in (texts, spaced)
+    ]
+    encoded = read(spaced if num_common[1] > num_common[0] else texts)
     return [(ids, encoded.word_ids(n)) for n, ids in enumerate(encoded["input_ids"])]
 
 # %% ../../nbs/data/09_supervised.ipynb #009ff476
@@ -187,9 +223,22 @@ class SupervisedCollator(Collator):
     def space_ids(self) -> list[int]:  # tokens that are a space alone, perhaps an added one
         return [n for token, n in self.tokenizer.get_vocab().items() if not token.strip(" Ġ▁")]
 
+    has_checked_tokens = False
+
+    def _check_tokens(self, ids: Sequence, covered: Iterable[Sequence[str]]) -> None:
+        "Check once that tokens of the first texts stand for what the tokenizer says."
+        if not self.has_checked_tokens:
+            _check_letters(ids, list(covered), self.tokenizer)
+            self.has_checked_tokens = True
+
     def _find_offsets(self, texts: list[str]) -> Iterator[tuple[list[int], np.ndarray]]:
         "Yield the ids of each text, and the characters of each token (L, 2)."
         encoded = tokenize_bare(self.offset_tokenizer, texts, return_offsets_mapping=True)
+        covered = (
+            [text[start:stop] for start, stop in offsets]
+            for text, offsets in zip(texts[:_NUM_CHECKED], encoded["offset_mapping"])
+        )
+        self._check_tokens(encoded["input_ids"], covered)
         for ids, offsets in zip(encoded["input_ids"], encoded["offset_mapping"]):
             offsets_L2 = np.array(offsets, dtype=np.int64).reshape(-1, 2)
             is_space_L = np.isin(ids, self.space_ids)
@@ -273,6 +322,9 @@ class TokenClassificationCollator(SupervisedCollator):
                 message = f"has {len(word_labels)} labels for {len(words)} words"
                 raise RowError(f"the column {self.label_column!r} {message}", n)
         encoded = encode_words(texts, self.tokenizer)
+        first = zip(texts, encoded[:_NUM_CHECKED])
+        covered = ([words[n] for n in word_ids] for words, (_, word_ids) in first)
+        self._check_tokens([ids for ids, _ in encoded], covered)
         return [self._encode_text(*text, *part) for text, part in zip(encoded, zip(labels))]
 
     def _encode_text(self, ids: list[int], word_ids: list[int], labels: Sequence | None) -> list:

@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
@@ -35,11 +35,11 @@ import numpy as np
 from ..core.files import atomic_directory, lock_directory, move_aside
 from ..core.names import install_command, check_range, import_object, look_up
 from .documents import split_words
-from .readers import COMPRESSIONS, MALFORMED, ErrorHandler, Position, ReadOptions
+from .readers import COMPRESSIONS, ErrorHandler, Position, ReadOptions
 from .readers import read_rows
 from .readers import text_of
 from .sources import check_not_inside, dataset_rows, expand_sources
-from .sources import load_hub_dataset, source_parts
+from .sources import load_hub_dataset, note_layouts, source_parts
 from .tokenizers import load_tokenizer, num_token_ids
 from bertlab.data.tokens import (
     FILE_TOKENS,
@@ -137,11 +137,13 @@ def _line_edges(path: Path, reading: ReadOptions, limit: int) -> list[int]:
 def read_part(
     part: Part,
     reading: ReadOptions,
-    notes: Counter,
+    notes: Counter,  # gets malformed rows
+    layouts: dict[str, str | None] | None = None,  # gets how each file was read
 ) -> Iterator[str]:
     "Yield the documents of a part, in their order; blank texts are left out."
     handle, column = ErrorHandler(reading.on_error, notes), reading.text_column
-    for address, row in _part_rows(part, reading, handle):
+    layouts = {} if layouts is None else layouts
+    for address, row in _part_rows(part, reading, handle, layouts):
         try:
             text = text_of(row, column, address)
         except ValueError as error:
@@ -151,7 +153,9 @@ def read_part(
                 yield text
 
 
-def _part_rows(part: Part, reading: ReadOptions, handle: Callable) -> Iterator[tuple[str, dict]]:
+def _part_rows(
+    part: Part, reading: ReadOptions, handle: Callable, layouts: dict
+) -> Iterator[tuple[str, dict]]:
     "Rows of files or a dataset, with their addresses."
     columns, (first, stop) = [reading.text_column], part.span or (0, None)
     if not part.stamps:
@@ -171,6 +175,7 @@ def _part_rows(part: Part, reading: ReadOptions, handle: Callable) -> Iterator[t
             if stop is not None and position.offset > stop:
                 break
             yield f"{begin}{name} {where}", row
+        layouts[name] = position.learned.get("how")
 
 # %% ../../nbs/data/18_tokenize.ipynb #29f3c98d
 FILTERS = {  # name: module and class of datatrove; gopher_quality and c4_quality are for English
@@ -275,6 +280,7 @@ class TokenizeJob:
     near_duplicates: bool = False
     file_tokens: int = FILE_TOKENS
     first: int = 0  # number of the first part: there are more in the directory when appending
+    skipped: Mapping[str, int] = field(default_factory=dict)  # what was not read
 
     def key(self, part: int | None = None) -> str:
         "A hash of everything that the tokens of the job, or of one part, depend on."
@@ -303,13 +309,13 @@ def tokenize_part(job: TokenizeJob, number: int) -> dict:  # the part's record
     record = part_record(job.output, part, key, is_finished=False)
     if record and record["is_finished"]:
         return record
-    notes, malformed, encode = Counter(), Counter(), BatchEncoder(job.tokenizer)
+    notes, layouts, encode = Counter(), {}, BatchEncoder(job.tokenizer)
 
     def batches() -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        texts = read_part(job.parts[number], job.reading, malformed)
+        texts = read_part(job.parts[number], job.reading, notes, layouts)
         kept = kept_documents(texts, job.filters, notes, job.removed(number))
         yield from map(encode, text_batches(islice(kept, count_documents(record), None)))
-        notes.update({note: n for note, n in malformed.items() if note.startswith(MALFORMED)})
+        notes["layouts"] = layouts
 
     dtype = id_dtype(job.num_ids)
     return write_part(job.output, part, batches(), key, dtype, job.file_tokens, notes)
@@ -475,10 +481,12 @@ def run_stages(
 def _finish_job(job: TokenizeJob) -> dict:  # the content of tokens.json
     "Turn the parts into a dataset, with counts of what the filters left out."
     before = _read_info(Path(job.output)) if job.first else {}
-    notes, num_parts = Counter(), job.first + len(job.parts)
+    notes, layouts, num_parts = Counter(job.skipped), {}, job.first + len(job.parts)
     for part in range(num_parts):
         if record := part_record(job.output, part):
+            layouts |= record["notes"].pop("layouts", {})
             notes.update(record["notes"])
+    note_layouts(layouts, notes)
     info = {"tokenizer": job.fingerprint, "jobs": [*before.get("jobs", ()), job.key()],
             "notes": dict(notes)}  # fmt: skip
     return finish_dataset(job.output, num_parts, id_dtype(job.num_ids), info)
@@ -615,7 +623,7 @@ def tokenize_dataset(
     )  # fmt: skip
     if executor_options and executor == "local" and not near_duplicates:
         raise ValueError("executor_options are for executor 'slurm' or 'ray', not for 'local'")
-    parts = find_parts(source, reading)
+    parts = find_parts(source, reading, skipped := Counter())
     check_not_inside(output, expand_sources(source), "output")
     loaded = _load_as_saved(tokenizer)
     output = check_writable(output, "output").absolute()
@@ -623,7 +631,7 @@ def tokenize_dataset(
     job = TokenizeJob(
         tuple(parts), reading, str(output), serialize_tokenizer(loaded),
         tokenizer_fingerprint(loaded), num_token_ids(loaded), tuple(filters or ()),
-        near_duplicates, file_tokens)  # fmt: skip
+        near_duplicates, file_tokens, skipped=skipped)  # fmt: skip
     with lock_directory(output):
         job = check_output(job, append, overwrite)
         if job is None:

@@ -5,16 +5,20 @@
 # %% auto #0
 __all__ = ['SPECIAL_TOKENS', 'TOKENIZER_TRAINERS', 'TOKENIZER_FILES', 'iter_texts', 'byte_letters', 'unknown_fraction',
            'normalization_note', 'train_tokenizer', 'save_tokenizer', 'load_tokenizer', 'num_token_ids',
-           'check_same_vocabulary', 'unused_token_ids', 'spelled_special_ids', 'tokenize_plain', 'resolve_tokenizer']
+           'check_same_vocabulary', 'unused_token_ids', 'spelled_special_ids', 'cut_long_texts', 'tokenize_plain',
+           'resolve_tokenizer']
 
 # %% ../../nbs/data/05_tokenizers.ipynb #34962f81
 import json
 import os
+import random
+import re
 import unicodedata
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
@@ -231,13 +235,33 @@ def _metaspace(scored: list[tuple[str, float]] | None, lowercase: bool) -> Any:
     return tokenizer
 
 
+_MANY_LETTERS = 1 << 17
+
+
+def _sample_words(texts: list[str], num_letters: int) -> list[str]:
+    "Draw texts until their different words have so many letters; few texts are all drawn."
+    words, drawn = set(), []
+    for index in random.Random(0).sample(range(len(texts)), len(texts)):
+        new_words = {*re.findall(r"\w{1,100}", texts[index])} - words
+        words |= new_words
+        drawn.append(index)
+        num_letters -= sum(map(len, new_words))
+        if num_letters <= 0:
+            break
+    return [texts[index] for index in sorted(drawn)]
+
+
 def _train_unigram(
     texts: list[str],
     vocab_size: int,
     lowercase: bool = False,
     limit_alphabet: int | None = None,
 ) -> Any:  # a tokenizer of `tokenizers`
-    "Discard pieces until `vocab_size` are left (Kudo 2018, sec. 3.2)."
+    """Discard pieces until `vocab_size` are left (Kudo 2018, sec. 3.2).
+
+    Texts with more than 32 letters of different words for each piece, and more than 131,072, are
+    sampled: the time grows faster than that number, which without spaces is that of all letters.
+    """
     from tokenizers import Regex, pre_tokenizers
     from tokenizers.trainers import UnigramTrainer
 
@@ -249,9 +273,10 @@ def _train_unigram(
     steps = [untrained.pre_tokenizer, pre_tokenizers.Split(Regex(".{1,100}"), "isolated")]
     untrained.pre_tokenizer = pre_tokenizers.Sequence(steps)  # long words take very long
     trainer = UnigramTrainer(
-        vocab_size=vocab_size, special_tokens=special, unk_token="[UNK]", show_progress=False
-    )
-    _train(untrained, texts, trainer)
+        vocab_size=vocab_size, special_tokens=special, unk_token="[UNK]", show_progress=False,
+        initial_alphabet=sorted(characters),
+    )  # fmt: skip
+    _train(untrained, _sample_words(texts, max(32 * vocab_size, _MANY_LETTERS)), trainer)
     scores = dict(json.loads(untrained.to_str())["model"]["vocab"])
     pieces = [(piece, round(scores[piece], 3)) for piece in sorted(scores.keys() - {*special})]
     return _metaspace([*((token, 0.0) for token in special), *pieces], lowercase)
@@ -482,6 +507,14 @@ def _check_tokenizer(tokenizer: Any, name: str) -> None:
     missing = [token for token in tokens if getattr(tokenizer, f"{token}_id") is None]
     if len(tokenizer) <= len({*tokenizer.all_special_ids}):
         missing = ["vocabulary besides its special tokens"]
+    if not missing:
+        probe = tokenizer("a", return_special_tokens_mask=True)
+        added = {*compress(probe["input_ids"], probe["special_tokens_mask"])}
+        if unknown := added - {*tokenizer.all_special_ids}:
+            raise ValueError(
+                f"tokenizer {name!r} frames texts with {tokenizer.decode(min(unknown))!r}, which is "
+                "none of its special tokens: its files do not match"
+            )
     if missing:
         raise ValueError(
             f"tokenizer {name!r} has no {', '.join(missing)}; choose the tokenizer of a masked "
@@ -502,6 +535,24 @@ def spelled_special_ids(
     if unknown_id is None and spelled:  # every text can be written without it
         unknown_id = backend.encode("?", add_special_tokens=False).ids[0]
     return sorted(spelled - {unknown_id}), unknown_id
+
+
+def cut_long_texts(
+    tokenizer: Any,  # of transformers
+    texts: Iterable[str],
+    max_length: int,  # tokens that are used of each
+) -> list[str]:
+    "Cut off most of what truncation drops: the library reads all of it, in 200 times its memory."
+    shortened, is_left = [], tokenizer.truncation_side == "left"
+    for text in texts:
+        size = 1 << 17
+        while size < len(text):
+            part = text[-size:] if is_left else text[:size]
+            if len(tokenizer(part, verbose=False)["input_ids"]) > 2 * max_length:
+                text = part
+            size *= 8
+        shortened.append(text)
+    return shortened
 
 
 def tokenize_plain(

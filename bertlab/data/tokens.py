@@ -288,7 +288,7 @@ def write_part(
     key: str,  # a hash of everything that the tokens depend on
     dtype: str = "int32",
     file_tokens: int = FILE_TOKENS,
-    notes: Mapping[str, int] | None = None,  # counts for the record, read at the end
+    notes: Mapping[str, Any] | None = None,  # for the record, read at the end
 ) -> dict:  # the record
     "Write the files of one part, and its record after each of them."
     directory, block_tokens = Path(directory), min(BLOCK_TOKENS, file_tokens)
@@ -472,31 +472,42 @@ class BatchEncoder:
             unknown_id = self.backend.token_to_id(model["unk_token"])
         # "[MASK]" in a text is the word, or unknown if the model finds the token as a word.
         self.special_ids, self.unknown_id = spelled_special_ids(self.backend, unknown_id)
-        self.num_dropped = self._check_pieces()
 
-    def _check_pieces(self) -> int | None:
-        "Return how many spaces a piece inside a text loses to get its ids; None: texts stay whole."
-        ids = lambda text: self.backend.encode(text, add_special_tokens=False).ids
-        begin, end = "Some words, and 12 more", " of them at the end"
-        equal = (n for n in (0, 1) if ids(begin) + ids(end[n:]) == ids(begin + end))
-        return next(equal, None)
+    def _cut(self, text: str) -> Iterator[str]:
+        "Cut a long text, for which the library needs 200 times its memory, where no id changes."
+        parts: list[str] = []
+        for piece in iter_pieces(text):
+            if parts:
+                before, after, is_space = parts[-1][-256:], piece[:256], piece[0].isspace()
+                windows = [before + after, before, *(after[n:] for n in range(1 + is_space))]
+                encodings = self.backend.encode_batch_fast(windows, add_special_tokens=False)
+                together, first, *rest = (encoding.ids for encoding in encodings)
+                same = [n for n, ids in enumerate(rest) if first + ids == together]
+                if same or not is_space:  # within a word no other place is better
+                    yield "".join(parts)
+                    parts, piece = [], piece[same[0] if same else 0 :]  # some need no space
+            parts.append(piece)
+        yield "".join(parts)
 
     def __call__(self, texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
         "Tokenize without special tokens: the ids of all texts joined, and tokens per text."
-        pieces, owners = texts, np.arange(len(texts))
-        if self.num_dropped is not None:  # in pieces, because the library needs 200 times the text
-            cut = [list(iter_pieces(text)) for text in texts]
-            owners = np.repeat(owners, [len(own) for own in cut])
-            pieces = [piece[(n > 0) * self.num_dropped :] for own in cut for n, piece in enumerate(own)]  # fmt: skip
-        parts = []
-        for batch in text_batches(pieces):
+        parts: list[np.ndarray] = []
+        counts = [0] * len(texts)  # pieces of each text
+
+        def cut() -> Iterator[str]:
+            for n, text in enumerate(texts):
+                for counts[n], piece in enumerate(self._cut(text), 1):
+                    yield piece
+
+        for batch in text_batches(cut()):
             encodings = self.backend.encode_batch_fast(batch, add_special_tokens=False)
             parts += [np.array(encoding.ids, dtype=np.int32) for encoding in encodings]
+            del encodings  # before the next ones are made
         ids = np.concatenate(parts)
         if self.special_ids:
             ids[np.isin(ids, self.special_ids)] = self.unknown_id
-        lengths = np.bincount(owners, [len(part) for part in parts], len(texts))
-        return ids, lengths.astype(np.int64)
+        ends = np.append(0, np.cumsum([len(part) for part in parts]))[np.cumsum([0, *counts])]
+        return ids, np.diff(ends)
 
 
 BATCH_CHARS, BATCH_TEXTS = 500_000, 2000  # a batch ends with whichever comes first

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from ..core.files import write_json
 from ..core.names import check_range, look_up
-from ..data.tokenizers import load_tokenizer
+from ..data.tokenizers import cut_long_texts, load_tokenizer
 from .gradcache import chunk_batch, encode_with_gradcache
 from .pooling import POOLINGS, document_index, pack_for_encoder
 from ..model.encoder import BertLabModel
@@ -86,7 +86,7 @@ def tokenize_texts(
     ids, num_cut = [], 0
     for start in range(0, len(texts), 2000):
         encoded = tokenizer(
-            list(texts[start : start + 2000]),
+            cut_long_texts(tokenizer, texts[start : start + 2000], max_length),
             truncation=True,
             max_length=max_length,
             return_attention_mask=False,

@@ -202,6 +202,14 @@ def test_entries_of_dictionaries_and_growing_lists():
     assert adapter["model"]["adapter"] == {"type": "lora", "r": 8}
 
 
+def test_a_key_needs_no_name_of_its_dictionary():
+    words = ["a.txt", "--encoding", "cp1252", "--stride=4", "--data.data_kwargs.min_chars", "3"]
+    data = parse(COMMANDS["pretrain"], words).config["data"]
+    assert data["data_kwargs"] == {"encoding": "cp1252", "stride": 4, "min_chars": 3}
+    data = parse(COMMANDS["finetune"], ["a.csv", "--delimiter", ";"]).config["data"]
+    assert data["reader_kwargs"] == {"delimiter": ";"}
+
+
 def test_list_flags_repeat():
     sentences = ["[MASK] is a cat.", "Note: the [MASK].", "2020"]
     words = [word for sentence in sentences for word in ("--run.preview_sentences", sentence)]

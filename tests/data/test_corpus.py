@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import random
 import re
 import string
 import subprocess
@@ -240,6 +241,14 @@ def test_one_changed_letter_is_a_near_duplicate_in_any_script(script):
     assert text[12] != text[20] and 0.5 < ngram_overlap([Document(text, "")], [changed])[0] < 1
     others = [Document(PARAGRAPHS[other], "") for other in PARAGRAPHS if other != script]
     assert ngram_overlap([Document(text, "")], others) == [0.0]
+
+
+def test_overlap_of_a_long_text_is_that_of_a_part_of_its_runs():
+    draw = random.Random(0)
+    text = " ".join(str(draw.randrange(10**6)) for _ in range(400_000))
+    half = Document(text[: len(text) // 2], "")
+    assert len(text) > 2**21
+    assert ngram_overlap([Document(text, "")], [half])[0] == pytest.approx(0.5, abs=1e-3)
 
 
 def test_overlap_counts_runs_of_all_others_together():

@@ -110,6 +110,15 @@ def test_delimiter_and_quotes_can_be_given(delimiter, quotechar, tmp_path):
     assert texts_of(tmp_path / "b.csv", quotechar="") == ['"a"']
 
 
+def test_a_guess_from_few_letters_says_so(tmp_path):
+    path = tmp_path / "a.txt"
+    for letters, is_sure in ("Grüße", False), ("Łódź, święty żołnierz, być człowiekiem " * 9, True):
+        path.write_bytes(f"{letters}\nand more\n".encode("cp1250"))
+        with pytest.raises(ValueError, match="probably .* or ") as caught:
+            texts_of(path)
+        assert ("few letters" in str(caught.value)) != is_sure
+
+
 ENCODED = {
     "cp1252": "Grüße aus München, schöne Straße", "gb18030": "今天天气很好，我们去公园散步吧。",
     "cp932": "今日は天気がいいから散歩しましょう。", "cp1251": "Сегодня хорошая погода, пойдём в парк.",

@@ -368,6 +368,44 @@ def test_offsets_that_lose_letters_are_not_believed(words, add_prefix_space):
         assert rank_answers(*logits, batch["offsets"], [0], [text])[0][0].text == answer
 
 
+def test_tokens_at_other_letters_are_refused():
+    class Shifted:  # what it says of texts is one letter, or one word, too far to the left
+        def __init__(self, tokenizer):
+            self.tokenizer = tokenizer
+
+        def __getattr__(self, name):
+            return getattr(self.tokenizer, name)
+
+        def __len__(self):
+            return len(self.tokenizer)
+
+        def __deepcopy__(self, memo):
+            return Shifted(copy.deepcopy(self.tokenizer))
+
+        def __call__(self, *texts, **options):
+            encoded = self.tokenizer(*texts, **options)
+            ids_of = encoded.word_ids
+            encoded.word_ids = lambda n: [max(0, word - 1) for word in ids_of(n)]
+            if options.get("return_offsets_mapping"):
+                shift = lambda spans: [(max(0, a - 1), b - 1) for a, b in spans]
+                encoded["offset_mapping"] = [*map(shift, encoded["offset_mapping"])]
+            return encoded
+
+    tokenizer, text = byte_level(False), "Zoë paid in São Paulo"
+    options = {"max_sequence_length": 64}
+    makes = {
+        SpanClassificationCollator: {"text": text, "spans": []},
+        QuestionAnsweringCollator: {"question": "Who?", "context": text, "answers": []},
+        TokenClassificationCollator: {"text": text.split(), "labels": [0] * 5},
+    }
+    for make, row in makes.items():
+        stride = {"doc_stride": 4} if make is QuestionAnsweringCollator else {}
+        assert make.from_tokenizer(tokenizer, **options, **stride).encode([row])
+        collate = make.from_tokenizer(Shifted(tokenizer), **options, **stride)
+        with pytest.raises(ValueError, match="stands for"):
+            collate.encode([row])
+
+
 def test_a_blank_row_and_the_question_are_never_an_answer():
     offsets = np.array([[[-1, -1], [-1, -1], [0, 3], [4, 8]], [[-1, -1]] * 4])
     logits = np.array([[0.0, 90, 1, 2], [99, 99, 99, 99]])

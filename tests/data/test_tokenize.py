@@ -341,6 +341,21 @@ def test_every_text_of_a_large_file_is_in_one_part(tmp_path, monkeypatch, suffix
     assert (len(parts) > 10) == (suffix in (".jsonl", ".txt"))
 
 
+def test_what_was_read_and_how_is_told(text, tmp_path):
+    (tmp_path / "in").mkdir()
+    for name, content in ("a.txt", "one\ntwo\n"), ("b.txt", "p\n\nq\n\nr\n"), ("c.exe", "x"):
+        (tmp_path / "in" / name).write_text(content)
+    for append in (False, True):
+        result = tokenize_dataset(
+            str(tmp_path / "in"), text / "tokenizer", tmp_path / "out", append=append, num_proc=1
+        )
+        assert result["notes"] == {
+            "files with one document per line: a.txt": 1,
+            "files with one document per paragraph: b.txt": 1,
+            "files of other kinds, not read (1 .exe)": 1,
+        }
+
+
 def test_an_error_in_a_later_part_says_where_it_begins(tmp_path):
     lines = [json.dumps({"text": text}) for text in TEXTS]
     lines[400] = "{"

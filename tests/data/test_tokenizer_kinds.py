@@ -9,6 +9,7 @@ import pytest
 from datasets import Dataset
 from transformers import AutoTokenizer
 
+from bertlab.data import tokenizers as module
 from bertlab.data.corpus import embedded_corpus
 from bertlab.data.tokenizers import (
     SPECIAL_TOKENS,
@@ -171,6 +172,44 @@ def test_no_run_makes_a_long_word_of_byte_level_bpe(run):
     tokenizer = train_tokenizer([run * 1000 + "x"], 300, kind="bpe").backend_tokenizer
     words = tokenizer.pre_tokenizer.pre_tokenize_str(run * 1000 + "x")
     assert max(stop - start for _, (start, stop) in words) <= 33
+
+
+def test_unigram_takes_a_part_of_much_text_and_all_letters(monkeypatch):
+    draw, sizes, train = random.Random(0), [], module._train
+
+    def watched(untrained, texts, trainer):
+        sizes.append(sum(map(len, texts)))
+        return train(untrained, texts, trainer)
+
+    monkeypatch.setattr(module, "_train", watched)
+    monkeypatch.setattr(module, "_MANY_LETTERS", 2000)
+    words = ["the cat sleeps on the mat"] * 400  # much text of few different words
+    train_tokenizer(words, 50, kind="unigram")
+    runs = ["".join(draw.choices("ACGT", k=500)) for _ in range(100)]
+    letters = {*train_tokenizer([*runs, "N"], 50, kind="unigram").get_vocab()}
+    assert sizes[0] == 400 * len(words[0]) and sizes[1] <= 2500 and letters >= {*"ACGTN"}
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_truncation_drops_is_not_tokenized(kind, side):
+    tokenizer = train_tokenizer(TEXTS, 600, kind=kind)
+    tokenizer.truncation_side = side
+    text = " ".join(TEXTS * (1 + 300_000 // sum(map(len, TEXTS))))
+    short, whole = module.cut_long_texts(tokenizer, [text, "a"], 100)
+    assert len(short) == 2**17 and whole == "a"
+    cut, expected = (tokenizer(t, truncation=True, max_length=100) for t in (short, text))
+    assert cut.input_ids == expected.input_ids and len(cut.input_ids) == 100
+
+
+def test_a_frame_of_other_tokens_is_refused(tmp_path):
+    save_tokenizer(train_tokenizer(TEXTS[:50], 300, kind="bpe"), tmp_path)
+    path = tmp_path / "tokenizer.json"
+    state = json.loads(path.read_text())
+    state["post_processor"]["special_tokens"]["[CLS]"]["ids"] = [99]
+    path.write_text(json.dumps(state))
+    with pytest.raises(ValueError, match="frames texts with"):
+        load_tokenizer(tmp_path)
 
 
 @pytest.mark.parametrize("kind", KINDS)

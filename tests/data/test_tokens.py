@@ -344,6 +344,18 @@ def test_special_tokens_that_are_words_are_unknown_in_a_text(model):
         assert list(ids)[0] == 3 and not {0, 2} & {*map(int, ids)} and len(ids) == 3
 
 
+def test_a_text_is_not_cut_where_tokens_cross_spaces():
+    from tokenizers import Tokenizer, models, trainers
+
+    backend = Tokenizer(models.BPE(unk_token="?"))  # no words: merges cross spaces
+    text = " ".join(random.Random(0).choices(["ab", "cd", "abcd", "the"], k=60_000))
+    trainer = trainers.BpeTrainer(vocab_size=40, special_tokens=["?"], show_progress=False)
+    backend.train_from_iterator([text[:5000]], trainer)
+    assert any(" " in piece.strip() for piece in backend.get_vocab())
+    encoder = BatchEncoder(backend.to_str())
+    assert encoder([text])[0].tolist() == backend.encode(text, add_special_tokens=False).ids
+
+
 @pytest.mark.parametrize("kind", ["wordpiece", "bpe", "unigram"])
 def test_a_long_line_is_encoded_in_pieces_with_its_own_ids(kind, monkeypatch):
     words = "a cat, sleeps on the (river) at 12 ".split(" ")
