@@ -171,7 +171,7 @@ def test_near_duplicates_across_parts_are_left_out_but_for_one(text, tmp_path):
         near_duplicates=True,
         num_proc=2,
     )
-    assert found["notes"] == {"left out as near duplicates": 12} and found["documents"] == 30
+    assert found["notes"]["left out as near duplicates"] == 12 and found["documents"] == 30
 
 
 FAKE_SBATCH = """#!/bin/bash
