@@ -350,8 +350,8 @@ def test_what_was_read_and_how_is_told(text, tmp_path):
             str(tmp_path / "in"), text / "tokenizer", tmp_path / "out", append=append, num_proc=1
         )
         assert result["notes"] == {
-            "files with one document per line: a.txt": 1,
-            "files with one document per paragraph: b.txt": 1,
+            "file with one document per line: a.txt": 1,
+            "file with one document per paragraph: b.txt": 1,
             "files of other kinds, not read (1 .exe)": 1,
         }
 
