@@ -13,7 +13,7 @@ from pathlib import Path
 
 MINUTES = {  # on two cores
     "startup": 3, "packing": 1, "delivery": 3, "memory": 4, "demo": 8, "finetuning_trainer": 10,
-    "practitioner": 15, "scaling": 15, "pretraining": 60,
+    "scaling": 15, "pretraining": 60, "practitioner": 15,
 }  # fmt: skip
 
 

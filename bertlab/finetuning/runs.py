@@ -199,7 +199,10 @@ def compare_with_baselines(
     metric, rate = monitor.partition("_")[2], hparams["learning_rate"]
     for name, scores in reversed(baselines.items()):
         for key in (f"test_{metric}", f"val_{metric}"):
-            if key not in scores or key not in metrics or metrics[key] >= scores[key]:
+            if key not in scores or key not in metrics:
+                continue
+            is_chance = metric == "spearman" and not metrics[key] >= 0.1
+            if metrics[key] >= scores[key] and not is_chance:
                 continue
             ideas = [f"learning_rate={3 * rate:.0e} (now {rate:.0e})", "more epochs"]
             if method == "probe":
@@ -208,10 +211,8 @@ def compare_with_baselines(
                 ideas.append("with few labels method=probe")
             if hparams["pretrained_model_name_or_path"] is None:
                 ideas.insert(0, "a pretrained model")
-            return (
-                f"the model's {key} of {metrics[key]:.3f} is below the {scores[key]:.3f} of {name}: "
-                f"try {', '.join(ideas)}"
-            )
+            than = "near chance" if is_chance else f"below the {scores[key]:.3f} of {name}"
+            return f"the model's {key} of {metrics[key]:.3f} is {than}: try {', '.join(ideas)}"
     return ""
 
 

@@ -268,6 +268,9 @@ def test_a_model_below_a_baseline_is_told():
     assert told(0.9) == "" and "bag of words" in told(0.5) and "bag of words" in told(math.nan)
     assert compare_with_baselines("val_loss", {"val_loss": 1.0}, baselines, hparams) == ""
     assert "method=probe" in told(0.5) and "method=probe" not in told(0.5, "probe")
+    metrics = {"val_spearman": 0.04}
+    majority = {"majority": {"val_spearman": 0.0}}
+    assert "chance" in compare_with_baselines("val_spearman", metrics, majority, hparams)
     hparams["task"] = "question_answering"
     assert "probe" not in told(0.5)
 
