@@ -35,6 +35,7 @@ from bertlab.embeddings.retrieval import (
 )
 from ..embeddings.retrieval import similarity_scorer, tfidf_scores
 from ..model.config import BertLabConfig
+from ..finetuning.runs import compare_with_baselines
 from ..train.estimate import estimate_steps, step_options
 from ..train.reports import environment
 from ..train.run import Run, check_one_process
@@ -86,7 +87,10 @@ def finetune_embeddings(
             f"{key} {values[name]:.4f}" for key, values in baselines.items() if name in values
         ]
         lines.append(f"{name:<18}  {metrics[name]:.4f}  {', '.join(others)}".rstrip())
-    lines += [f"written  {output}: {load}, or: bertlab embed search {output} FOLDER QUERY"]
+    advice = compare_with_baselines("val_mrr", metrics, baselines, run.module.hparams)
+    lines += [advice] * bool(advice) + [
+        f"written  {output}: {load}, or: bertlab embed search {output} FOLDER QUERY"
+    ]
     print("\n".join(lines), flush=True)
 
 # %% ../../nbs/cli/07_embed.ipynb #a9d792e5

@@ -33,7 +33,7 @@ from ..finetuning.models import save_predictor
 from ..finetuning.module import FinetuningModule
 from ..finetuning.predictions import WRITERS, check_output, evaluate
 from ..finetuning.predictions import load_predictor, predict_file
-from ..finetuning.runs import BestCheckpoint, LearningCheck, Patience, ScoreLines
+from ..finetuning.runs import BestCheckpoint, Patience, ScoreLines
 from ..finetuning.runs import SeedResults, compare_with_baselines, epoch_options
 from ..finetuning.runs import evaluate_run, fit_probe, load_best, metric_rank, prepare
 from ..model.config import SPECIAL_TOKEN_IDS
@@ -126,7 +126,7 @@ def build_finetuning(
     data.seed = config["seed_everything"]
     callbacks = [BestCheckpoint(run.output, monitor)]
     callbacks += [] if run.patience is None else [Patience(monitor, run.patience)]
-    callbacks += [ScoreLines()] * (run.progress != "none") + [LearningCheck()]
+    callbacks += [ScoreLines()] * (run.progress != "none")
     trainer = epoch_options(data, run.num_epochs, run.validations_per_epoch) | trainer
     trainer["callbacks"] = callbacks + trainer["callbacks"]
     describe = lambda: "\n".join(

@@ -206,6 +206,7 @@ class EmbeddingModule(TrainingModule):
         objects = optimizer_class, optimizer_kwargs, schedule, scheduler_kwargs
         self._objects = dict(zip(_OBJECTS, objects))
         self.hparams.update(self._objects)  # a subclass may pass other objects
+        self.has_default_rate = learning_rate is None
         _check_options(self.hparams)
         dims = tuple(matryoshka_dims or ())
         self.loss = ContrastiveLoss(symmetric, false_negative_margin, dims)

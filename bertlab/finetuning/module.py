@@ -148,7 +148,7 @@ class FinetuningModule(TrainingModule):
         objects = task, optimizer_class, optimizer_kwargs, scheduler_type, scheduler_kwargs
         self._objects = dict(zip(_OBJECTS, objects))
         self.hparams.update(self._objects)  # a subclass may pass other objects
-        self._default_rate = learning_rate is None
+        self.has_default_rate = learning_rate is None
         _check_options(self.hparams)
         self.requested_labels = LabelNames.from_ids(id2label) if id2label else None
         self.task: Task = get_task(task, problem_type)
@@ -293,7 +293,7 @@ class FinetuningModule(TrainingModule):
         groups = finetuning_groups(self.model, h)
         optimizer = get_optimizer(h.optimizer_class, groups, options, h.optimizer_quantized)
         has_schedule = h.scheduler_type or h.warmup_steps or h.warmup_ratio
-        if self._default_rate and math.isfinite(total_steps) and not has_schedule:
+        if self.has_default_rate and math.isfinite(total_steps) and not has_schedule:
             h.update(DEFAULT_SCHEDULE)
         lengths = h.warmup_steps, total_steps, h.scheduler_kwargs, h.warmup_ratio
         schedule = finetuning_schedule(optimizer, h.scheduler_type, *lengths)

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['mode_of', 'metric_rank', 'BestCheckpoint', 'Patience', 'check_monitor', 'FinetuningResult', 'prepare', 'load_best',
-           'LearningCheck', 'compare_with_baselines', 'ScoreLines', 'evaluate_run', 'epoch_options', 'fit_probe',
-           'finetune', 'SeedResults']
+           'compare_with_baselines', 'ScoreLines', 'evaluate_run', 'epoch_options', 'fit_probe', 'finetune',
+           'SeedResults']
 
 # %% ../../nbs/finetuning/11_runs.ipynb #eb88e8af
 import math
@@ -31,7 +31,7 @@ from .models import save_predictor
 from .module import FinetuningModule
 from ..train.resume import read_checkpoint
 from ..train.history import History
-from ..train.stopping import NonFiniteGuard
+from ..train.stopping import LearningCheck, NonFiniteGuard
 from ..train.trainer import make_trainer, seed_everything
 
 # %% ../../nbs/finetuning/11_runs.ipynb #05c10d03
@@ -162,32 +162,6 @@ def load_best(module: FinetuningModule, checkpoint: ModelCheckpoint) -> int:  # 
     return best["global_step"]
 
 # %% ../../nbs/finetuning/11_runs.ipynb #ab3de101
-class LearningCheck(Callback):
-    "Say in one line, after the warmup and a tenth of the steps, that the loss has hardly moved."
-
-    def __init__(self, write: Callable[[str], None] = print):
-        self.write, self.losses = write, {}  # of optimizer steps
-
-    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
-        step, total = trainer.global_step, trainer.estimated_stepping_batches
-        hparams = pl_module.hparams
-        warmup = hparams.warmup_steps or math.ceil(hparams.warmup_ratio * total)
-        last = warmup + max(20, math.ceil(total / 10))
-        if step > last or "train_loss" not in trainer.callback_metrics:
-            return
-        self.losses[step] = trainer.callback_metrics["train_loss"]
-        if step < last or len(self.losses) < last or not trainer.is_global_zero:
-            return
-        losses = torch.stack([*self.losses.values()]).float()
-        before, after = (half.mean().item() for half in losses.chunk(2))
-        if after > 0.98 * before:
-            self.write(
-                f"after {step} of {total} steps the loss has hardly moved ({before:.3f}, then "
-                f"{after:.3f}): try learning_rate={10 * hparams.learning_rate:.0e} (now "
-                f"{hparams.learning_rate:.0e}), or look at the rows: do their texts tell the labels?"
-            )
-
-
 def compare_with_baselines(
     monitor: str,  # a metric of the validation
     metrics: Mapping[str, float],

@@ -386,7 +386,8 @@ class PretrainingModule(TrainingModule):
                 source, self.tokenizer, self.tokenizer if is_of_source else None
             )
             self._load(config)
-        if config.learning_rate is None:
+        self.has_default_rate = config.learning_rate is None
+        if self.has_default_rate:
             start = "adapter" if config.adapter else "new" if source is None else "continued"
             rate = default_learning_rate(self.config.hidden_size, start, config.optimizer_class)
             config = replace(config, learning_rate=rate)

@@ -63,7 +63,7 @@ from .parallel import get_strategy, num_processes, split_batch_tokens
 from .parallel import started_by_first
 from .reports import RunReport, is_finished
 from .steps import check_scaler
-from .stopping import NonFiniteGuard, SpikeGuard, StepGuard, TimeLimit
+from .stopping import LearningCheck, NonFiniteGuard, SpikeGuard, StepGuard, TimeLimit
 from .trainer import make_trainer
 
 # %% ../../nbs/train/21_run.ipynb #b56fd6a4
@@ -153,6 +153,7 @@ def run_callbacks(
         *get_progress(run.progress, history),
         *_run_guards(run),
         *_run_limits(run, clock_budget(parts.module.hparams)),
+        *[LearningCheck()] * (not parts.validate_first),  # what is continued may have learned it
         *_run_monitors(run, parts.module),
     ]
     if run.ema_decay is not None:
@@ -385,6 +386,8 @@ class Run:
         if was_finished:
             return load_json(path)
         validation = self._validate_last()
+        if advice := self._compare_losses():
+            print_line(advice)
         if self.parts.save is not None and self.trainer.is_global_zero:
             self.parts.save(self.output)
         self.trainer.strategy.barrier()  # the first process writes what all of them read
@@ -401,6 +404,24 @@ class Run:
         self.history.validation.append({"step": 0, **metrics})
         values = ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
         print_line(f"before step 1: {values}")
+
+    def _compare_losses(self) -> str:  # empty if the model has learned
+        "Say in one line that the last loss is not below that before step 1, or the baseline."
+        losses = {row["step"]: row.get("val_loss") for row in self.history.validation}
+        bounds = {
+            "that before step 1": losses.get(0),
+            "the unigram baseline": (self.parts.facts or {}).get("unigram_entropy"),
+        }
+        loss = losses.get(self.trainer.global_step)
+        for name, bound in bounds.items():
+            if None not in (loss, bound) and not loss < bound:
+                rate = self.module.hparams.learning_rate
+                change = "lower" if name == "that before step 1" else "higher"
+                return (
+                    f"the validation loss of {loss:.3f} is not below {name}, {bound:.3f}: train on "
+                    f"more text or for more steps, or try a {change} learning_rate (now {rate:.0e})"
+                )
+        return ""
 
     def _validate_last(self) -> dict[str, float]:
         "Return the metrics of the last step; empty without validation text."

@@ -294,6 +294,7 @@ class TrainingModule(L.LightningModule):
     """
 
     reports_z_loss = False  # whether `train_z_loss` is logged
+    has_default_rate = False  # whether the learning rate follows from the model
 
     def __init__(self):
         super().__init__()

@@ -404,3 +404,15 @@ def test_a_stream_with_workers_ends(folder):
         timeout=300,
     )
     assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.parametrize("rate, is_told", [("1e-9", True), ("1e-2", False)])
+def test_a_pretraining_that_learns_nothing_is_told(folder, capsys, rate, is_told):
+    shape = "{hidden_size: 32, num_hidden_layers: 1, num_attention_heads: 2, intermediate_size: 48}"
+    words = ["pretrain", "own.txt", "--trainer.max_steps", "80", "--trainer.accelerator", "cpu",
+             "--data.max_sequence_length", "64", "--run.vocab_size", "300", "--model.learning_rate", rate,
+             "--model.model_config_kwargs", shape, "--trainer.precision", "32-true"]  # fmt: skip
+    assert main(words) == 0
+    printed = capsys.readouterr().out
+    assert ("the loss has hardly moved" in printed) == is_told
+    assert ("is not below the unigram baseline" in printed) == is_told

@@ -209,6 +209,16 @@ def test_overwriting_keeps_every_earlier_run(tmp_path):
     assert notes == ["0", "1", "2"] and not (tmp_path / RUN_FILE).exists()
 
 
+def test_a_run_stopped_before_its_first_step_blocks_nothing(tmp_path):
+    for name in (RUN_FILE, "tokenizer/tokenizer.json", "logs/version_0/hparams.yaml"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("")
+    prepare_run_directory(tmp_path)
+    (tmp_path / "history.csv").write_text("")
+    with pytest.raises(ValueError, match="already holds a run"):
+        prepare_run_directory(tmp_path)
+
+
 @pytest.mark.parametrize("flags", [{"overwrite": True}, {}])
 def test_overwriting_that_was_killed_is_completed_by_the_next_call(tmp_path, flags):
     is_killed, n = True, 0

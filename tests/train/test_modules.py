@@ -678,8 +678,9 @@ def test_a_roberta_continues_under_another_padding(tmp_path):
 def test_weights_that_do_not_fit_are_refused(tmp_path):
     path, mapping = published(tmp_path), {"head.dense.weight": "head.dense.weight"}
     for options in ({}, {"load_key_mapping": mapping}):
-        with pytest.raises(ValueError, match="do not fit: .*mlp.up_proj.weight"):
+        with pytest.raises(ValueError, match="do not fit: .*mlp.up_proj.weight") as refused:
             PretrainingModule({"intermediate_size": 48}, path, **options)
+        assert "attn_implementation" not in str(refused.value)  # which nobody gave
     with pytest.raises(ValueError, match="head.norm.weight"):  # no setting is to blame
         PretrainingModule(
             None, path, load_key_mapping={"head.norm.weight": "encoder.embeddings.tokens.weight"}
