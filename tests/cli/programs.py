@@ -65,6 +65,8 @@ class Program:
             tempfile.mkdtemp(prefix="said-", dir=os.environ["HF_HOME"])
         )  # goes with the tests' other caches
         self.printed, self.errors = folder / "stdout", folder / "stderr"
+        self.printed.touch()
+        self.errors.touch()
         arguments = (
             [str(word) for word in words],
             str(self.printed),

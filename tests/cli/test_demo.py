@@ -95,11 +95,12 @@ def test_resuming_a_finished_run_changes_no_result(finished):
 def test_a_stopped_run_resumes_to_the_same_bits(finished, tmp_path):
     directory = tmp_path / "run"
     program = Program(["demo", "--output", directory, *finished[1]])
-    while program.poll() is None and not list(directory.glob("checkpoints/step-*.ckpt")):
+    while program.poll() is None and "/60: " not in program.printed.read_text():
         time.sleep(0.02)
     program.send_signal(signal.SIGINT)
     result = program.wait(timeout=400)
     assert result.returncode == 130 and "--resume" in result.stderr
+    assert 0 < len(losses(directory)) < 60, "it stopped halfway"
     model = AutoModelForMaskedLM.from_pretrained(directory)  # a stopped run can be looked at
     assert type(model).__name__ == "ModernBertForMaskedLM"
     assert demo("--resume", "--output", directory)[0] == 0
