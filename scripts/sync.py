@@ -45,6 +45,10 @@ GUIDES = ("own_text", "resume", "finetune_csv", "continue_model", "save_and_shar
           "devices", "several_machines", "diagnose", "migrate", "own_parts")  # fmt: skip
 # Between these two lines of nbs/parts.ipynb is the table of all parts.
 PARTS_BEGIN, PARTS_END = "<!-- parts: written by scripts/sync.py -->", "<!-- end of parts -->"
+# The same for nbs/encoders.ipynb, and its columns: names of benchmarks/families.py, and titles.
+ENCODERS_BEGIN, ENCODERS_END = "<!-- encoders: written by scripts/sync.py -->", "<!-- end of encoders -->"
+USES = {"rows": "rows", "fill mask": "masks", "classification": "texts", "tokens": "tags", "answers": "answers",
+        "embeddings": "vectors", "lora": "LoRA", "pretraining": "pretraining", "onnx": "ONNX"}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -375,19 +379,35 @@ def parts_table(root: Path) -> str:
     return "\n".join(lines)
 
 
-def sync_parts(root: Path) -> None:
-    "Write the table of parts into nbs/parts.ipynb."
-    path = root / "nbs/parts.ipynb"
+def encoders_table(root: Path) -> str:
+    "Return a Markdown table of what each family can be used for, and a list of why not."
+    families = json.loads((root / "benchmarks/results/families.json").read_text(encoding="utf-8"))
+    lines = [f"| family | {' | '.join(USES.values())} |", "|---" * (1 + len(USES)) + "|"]
+    reasons: dict[str, int] = {}
+    for family, row in families.items():
+        cells = [row["rows"] if row["rows"] == "packed" else "padded"]
+        for use in list(USES)[1:]:
+            reason = row.get(use, "–")  # not tried
+            is_number = reason not in ("yes", "–")
+            number = reasons.setdefault(reason, len(reasons) + 1) if is_number else None
+            cells.append(f"no ({number})" if number else reason)
+        lines.append(f"| `{family}` | {' | '.join(cells)} |")
+    lines += ["", *(f"{number}. {reason}" for reason, number in reasons.items())]
+    return "\n".join(lines)
+
+
+def sync_table(root: Path, page: str, begin: str, end: str, table: str) -> None:
+    "Write a table between two marks of a page."
+    path = root / page
     notebook = json.loads(path.read_text(encoding="utf-8"))
-    pattern = re.compile(f"{re.escape(PARTS_BEGIN)}.*?{re.escape(PARTS_END)}", re.DOTALL)
-    table = f"{PARTS_BEGIN}\n{parts_table(root)}\n{PARTS_END}"
+    pattern = re.compile(f"{re.escape(begin)}.*?{re.escape(end)}", re.DOTALL)
     total = 0
     for cell in notebook["cells"]:
-        new, count = pattern.subn(lambda _: table, source_of(cell))
+        new, count = pattern.subn(lambda _: f"{begin}\n{table}\n{end}", source_of(cell))
         if count:
             cell["source"], total = new.splitlines(keepends=True), total + count
     if total != 1:
-        sys.exit(f"nbs/parts.ipynb must hold {PARTS_BEGIN} and {PARTS_END} once; found {total}")
+        sys.exit(f"{page} must hold {begin} and {end} once; found {total}")
     write_whole(path, as_notebook(notebook))
 
 
@@ -500,7 +520,8 @@ def sync(root: Path) -> None:
     if by_hand := modules_without_notebook(root)[1]:
         sys.exit(f"{by_hand[0].relative_to(root)} is written by hand, and the package is exported from notebooks: "
                  "move its code into one, or the file to another place")  # fmt: skip
-    sync_parts(root)
+    sync_table(root, "nbs/parts.ipynb", PARTS_BEGIN, PARTS_END, parts_table(root))
+    sync_table(root, "nbs/encoders.ipynb", ENCODERS_BEGIN, ENCODERS_END, encoders_table(root))
     for path in notebooks(root):
         sync_notebook(path, root, address)
     export_and_clean(root)

@@ -33,6 +33,7 @@ class Family:
     second_names: Mapping[str, str] = field(default_factory=dict)  # of a weight: its first name
     ignored: tuple[str, ...] = ("use_cache",)  # settings that no encoder here reads
     counts_from_padding: bool = False  # is position 0 the padding id plus 1 in the table?
+    is_renamed: bool = False  # do files have other names, which transformers translates?
 
     def get_class(self, ending: str) -> type:  # Config, Model, ForMaskedLM, ...
         return getattr(transformers, self.prefix + ending)
@@ -203,6 +204,34 @@ _MODERNBERT = Family(
     ignored=("use_cache", "sparse_prediction", "sparse_pred_ignore_index"),
 )  # fmt: skip
 
+_NOMIC = _bert(
+    "nomic_bert",
+    prefix="NomicBert",
+    settings=tuple(pair for pair in _BERT_SETTINGS if pair[0] not in ("cls_token_id", "sep_token_id"))
+    + _IDS,
+    fixed={**_BERT_FIXED, "attention_bias": False, "mlp_bias": False, "mlp": "glu",
+           "embedding_positions": "none", "attention_positions": "rope"},
+    keys={
+        **{ours: name for ours, name in _BERT_KEYS.items() if not ours.startswith("blocks")
+           and ours != "embeddings.positions"},
+        "blocks.{i}.attention.qkv": " ".join(f"layers.{{i}}.self_attn.{x}_proj" for x in "qkv"),
+        "blocks.{i}.attention.out_proj": "layers.{i}.self_attn.o_proj",
+        "blocks.{i}.post_attention_norm": "layers.{i}.post_attention_layernorm",
+        "blocks.{i}.mlp.up_proj": "layers.{i}.mlp.gate_proj layers.{i}.mlp.up_proj",
+        "blocks.{i}.mlp.down_proj": "layers.{i}.mlp.down_proj",
+        "blocks.{i}.post_mlp_norm": "layers.{i}.post_mlp_layernorm",
+    },
+    heads={
+        "Model": {},
+        "ForMaskedLM": _mlm_head("cls.predictions.transform.dense",
+                                 "cls.predictions.transform.layer_norm", "cls.predictions.decoder"),
+        "ForSequenceClassification": {"task_head.dense": "nomic_bert.pooler.dense", **_TOKENS},
+        "ForTokenClassification": _TOKENS,
+    },
+    ignored=("use_cache", "head_dim", "rope_parameters"),
+    is_renamed=True,
+)  # fmt: skip
+
 FAMILIES: dict[str, Family] = {  # by model_type
     "bert": _bert(),
     "roberta": _roberta("Roberta"),
@@ -218,6 +247,7 @@ FAMILIES: dict[str, Family] = {  # by model_type
                               "summary_activation", "summary_last_dropout")),
     "distilbert": _DISTILBERT,
     "eurobert": _EUROBERT,
+    "nomic_bert": _NOMIC,
     "modernbert": _MODERNBERT,
 }  # fmt: skip
 
@@ -234,7 +264,7 @@ def key_table(
         f"encoder.{name}": " ".join(f"{family.base}.{name}" for name in family_name.split())
         for name, family_name in family.keys.items()
     }
-    return encoder | dict(family.heads[head])
+    return encoder | dict(family.heads.get(head, {}))
 
 
 def their_names(

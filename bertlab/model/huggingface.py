@@ -290,10 +290,14 @@ def load_model(
         head = stored.removeprefix("BertLab") if is_ours else stored_head(config)
     for name, value in (settings or {}).items():
         setattr(config, name, value)
-    family_head = "ForTokenClassification" if head == "ForSpanClassification" else head
+    # Where transformers has no such head, ours is taken if the encoder has a place here.
+    family_head = head if find_auto_class(config, head) else "Model"
     if reason := why_padded(config, family_head):
         return LoadedModel(*_load_padded(source, head, config, state_dict), reason)
     shape = to_bertlab_config(config, family_head) if is_converted else config
+    if is_converted and FAMILIES[config.model_type].is_renamed:
+        stored = head if family_head == head else "Model"
+        state_dict = _load_padded(source, stored, config, state_dict)[0].state_dict()
     cls = _find_class(config, head, state_dict)
     if not is_converted and hasattr(cls, "per_token") and config.classifier_head != "tanh":
         # A task head begins with what the head over the vocabulary has learned.
@@ -357,6 +361,8 @@ def merged_copy(
             adapter.modules_to_save = None  # trained in full, already in place
             inject_adapter_in_model(adapter, plain, name)
     plain.load_state_dict(state_dict, assign=True)
+    if not adapters:
+        plain.tie_weights()  # which were separated, each by a tensor of its own
     for name, layer in list(plain.named_modules()):
         if adapters and hasattr(layer, "get_base_layer") and hasattr(layer, "merge"):
             layer.merge(safe_merge=True)  # raises if a merged weight is not finite

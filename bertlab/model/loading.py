@@ -227,9 +227,8 @@ def _naming_schemes(model: nn.Module) -> Iterator[tuple[Callable, str, dict[str,
     head = get_head(model)
     yield lambda key: [key], "encoder.", {"head.decoder": "encoder.embeddings.tokens.weight"}
     for model_type, family in FAMILIES.items():
-        if head in family.heads:
-            names_of = functools.partial(their_names, table=key_table(model_type, head))
-            yield names_of, f"{family.base}.", second_names(model_type, head)
+        names_of = functools.partial(their_names, table=key_table(model_type, head))
+        yield names_of, f"{family.base}.", second_names(model_type, head)
 
 
 def match_keys(

@@ -85,7 +85,9 @@ def _initialize_padded(
     settings = {k: v for k, v in overrides.items() if k != "attn_implementation"}
     for name in settings:
         check_choice("model_config_kwargs", name, config.to_dict())
-    return load_model(source, "ForMaskedLM", settings)
+    loaded = load_model(source, "ForMaskedLM", settings)
+    loaded.model.train()
+    return loaded
 
 
 def initialize_model(
