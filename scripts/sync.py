@@ -46,7 +46,10 @@ GUIDES = ("own_text", "resume", "finetune_csv", "continue_model", "save_and_shar
 # Between these two lines of nbs/parts.ipynb is the table of all parts.
 PARTS_BEGIN, PARTS_END = "<!-- parts: written by scripts/sync.py -->", "<!-- end of parts -->"
 # The same for nbs/encoders.ipynb, and its columns: names of benchmarks/families.py, and titles.
-ENCODERS_BEGIN, ENCODERS_END = "<!-- encoders: written by scripts/sync.py -->", "<!-- end of encoders -->"
+ENCODERS_BEGIN, ENCODERS_END = (
+    "<!-- encoders: written by scripts/sync.py -->",
+    "<!-- end of encoders -->",
+)
 USES = {"rows": "rows", "fill mask": "masks", "classification": "texts", "tokens": "tags", "answers": "answers",
         "embeddings": "vectors", "lora": "LoRA", "pretraining": "pretraining", "onnx": "ONNX"}  # fmt: skip
 
