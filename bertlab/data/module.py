@@ -167,12 +167,12 @@ def _read_in_memory(
         return TokenizedDocuments.from_dataset(data)
     rows = list(read_column(data, reading.text_column, "set_datasets"))
     is_text = [isinstance(row, str) for row in rows]
-    if any(is_text) and not all(is_text):
-        n = is_text.index(False)
-        raise ValueError(
-            f"given row {n + 1} is of type {type(rows[n]).__name__}, and other rows are texts: "
-            "leave it out"
-        )
+    for n, row in enumerate(rows):
+        if not is_text[n] and (any(is_text) or row is None or isinstance(row, float)):
+            raise ValueError(
+                f"given row {n + 1} is of type {type(row).__name__}, and rows are texts, or lists of "
+                "token ids: leave it out"
+            )
     return rows if any(is_text) else TokenizedDocuments.from_sequences(rows)
 
 # %% ../../nbs/data/16_module.ipynb #5c6b2905

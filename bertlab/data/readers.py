@@ -18,6 +18,7 @@ import json
 import lzma
 import re
 import warnings
+import zipfile
 import zlib
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -38,7 +39,16 @@ def _open_zstd(path: Path) -> BinaryIO:
     return io.BufferedReader(pyarrow.input_stream(str(path), compression="zstd"))
 
 
-COMPRESSIONS = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open, ".zst": _open_zstd}
+def _open_zip(path: Path) -> BinaryIO:
+    archive = zipfile.ZipFile(path)
+    names = [name for name in archive.namelist() if not name.endswith("/")]
+    if len(names) != 1:
+        raise ValueError(f"{path} holds {len(names)} files, and one is read: unpack it")
+    return archive.open(names[0])
+
+
+COMPRESSIONS = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open, ".zst": _open_zstd,
+                ".zip": _open_zip}  # fmt: skip
 
 
 def suffix_of(
@@ -60,7 +70,7 @@ def open_binary(
             yield file
     except PermissionError:
         raise ValueError(f"{path} may not be read by this user; check its permissions") from None
-    except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
+    except (OSError, EOFError, zlib.error, lzma.LZMAError, zipfile.BadZipFile) as error:
         raise ValueError(f"{path} cannot be read or decompressed ({error})") from None
 
 # %% ../../nbs/data/02_readers.ipynb #c21a95b6
@@ -751,13 +761,18 @@ def read_rows(
     handle: OnError | None = None,  # gets malformed rows; None: see on_error
     columns: Sequence[str | int] | None = None,  # by name or number; None: all
 ) -> Rows:
-    "Read a file row by row; a file of unknown suffix is text."
+    "Read a file row by row; of unknown suffix, it is text, or JSON if it begins with such a row."
     path = Path(path)
     file_format = options.file_format or SUFFIXES.get(suffix_of(path), "text")
     reader = resolve(file_format, READERS, "file_format")
     handle = handle or ErrorHandler(options.on_error)
     with open_binary(path) as file:
         source = SourceFile(path, file, options, position, handle, columns)
+        is_guessed = options.file_format is None and options.sample_by == "auto"
+        if is_guessed and suffix_of(path) not in SUFFIXES:  # such as a pipe
+            head = "".join(line.text for line in source.peek(0)[:1])
+            has_columns = all(f'"{column}"' in head for column in options.columns)
+            reader = read_json if head.startswith("{") and has_columns else reader
         yield from reader(source, options, **options.reader_kwargs)
 
 # %% ../../nbs/data/02_readers.ipynb #20972344

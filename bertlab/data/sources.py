@@ -398,7 +398,7 @@ def read_column(
                 f"{argument} are names of files, such as {data[0]!r}: give paths instead"
             )
     is_frame = hasattr(data, "iloc")  # of pandas
-    names = data.columns if is_frame else getattr(data, "column_names", None)
+    names = getattr(data, "columns" if is_frame else "column_names", None)  # a Series has none
     if names is None:
         return data
     values = data[resolve_column(column, list(names))]

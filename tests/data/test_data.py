@@ -133,6 +133,10 @@ def test_a_dataset_without_the_column_lists_those_it_has():
 def test_a_row_without_a_text_is_named_where_the_others_have_one():
     with pytest.raises(ValueError, match="given row 2 is of type NoneType"):
         make_module(None).set_datasets(["a text", None, "another"])
+    pandas = pytest.importorskip("pandas")
+    with pytest.raises(ValueError, match="given row 1 is of type NoneType"):
+        make_module(None).set_datasets(pandas.DataFrame({"text": [None, None]}))
+    make_module(None).set_datasets(pandas.Series(make_texts(3)))
 
 
 def test_token_ids_with_special_tokens_are_refused():

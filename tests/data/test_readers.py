@@ -9,6 +9,7 @@ import random
 import re
 import textwrap
 import threading
+import zipfile
 from collections import Counter
 
 import numpy as np
@@ -108,6 +109,21 @@ def test_delimiter_and_quotes_can_be_given(delimiter, quotechar, tmp_path):
     assert texts_of(tmp_path / "a.csv", delimiter=delimiter, quotechar=quotechar) == TEXTS
     (tmp_path / "b.csv").write_text('text,n\n"a",1\n')
     assert texts_of(tmp_path / "b.csv", quotechar="") == ['"a"']
+
+
+def test_rows_of_json_need_no_suffix_and_a_zip_of_one_file_no_unpacking(tmp_path):
+    lines = '{"text": "a cat"}\n{"text": "sleeps"}\n'
+    (tmp_path / "63").write_text(lines)  # as a pipe is called
+    (tmp_path / "64").write_text('{"body": "no such column"}\n')
+    for name, members in ("a.jsonl.zip", ["x.jsonl"]), ("b.zip", ["x"]), ("c.zip", ["x", "y"]):
+        with zipfile.ZipFile(tmp_path / name, "w") as archive:
+            for member in members:
+                archive.writestr(member, lines)
+    for name in ("63", "a.jsonl.zip", "b.zip"):
+        assert texts_of(tmp_path / name) == ["a cat", "sleeps"]
+    assert texts_of(tmp_path / "64") == ['{"body": "no such column"}']
+    with pytest.raises(ValueError, match="c.zip holds 2 files"):
+        texts_of(tmp_path / "c.zip")
 
 
 def test_a_guess_from_few_letters_says_so(tmp_path):
