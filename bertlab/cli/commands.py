@@ -86,15 +86,7 @@ def pretrain(
         run.prepare()
         if rank_zero_only.rank == 0:
             print(run.describe(), flush=True)
-        metrics = run.fit()
-    loss, baseline = metrics.get("val_loss"), metrics.get("unigram_entropy")
-    if None not in (loss, baseline) and loss >= baseline and rank_zero_only.rank == 0:
-        print(
-            f"the val_loss of {loss:.3f} is not below the {baseline:.3f} of the unigram baseline, which "
-            "ignores the input: train longer, or look at the texts",
-            flush=True,
-        )
-    return metrics
+        return run.fit()
 
 
 def distill(
