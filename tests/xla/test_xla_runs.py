@@ -1,7 +1,5 @@
 """What a user calls on a TPU, `bertlab pretrain` and fine-tuning, on XLA's CPU device."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -101,23 +99,6 @@ def test_the_demo_runs_on_the_tpu_that_auto_finds(tmp_path, monkeypatch):
     run_demo(demo, tmp_path / "demo")
     assert xla_counts().compilations > before.compilations
     assert xla_counts().fallbacks == before.fallbacks
-
-
-def test_the_tpu_configuration_trains_without_the_host(words, tmp_path):
-    folder = Path(words[1]).parent
-    model = "{hidden_size: 24, intermediate_size: 48, num_hidden_layers: 2, num_attention_heads: 2}"
-    options = {"data.train_dataset_name_or_path": folder / "text.txt", "data.data_kwargs": "null",
-               "data.pretrained_tokenizer_name_or_path": "null", "data.cache_dir": "null", "data.train_split": "null",
-               "data.val_split": "null", "data.num_workers": 0, "data.max_sequence_length": 32,
-               "model.model_config_kwargs": model, "run.batch_tokens": 128, "run.vocab_size": 60,
-               "trainer.max_steps": 20, "trainer.accelerator": "tpu", "run.output": tmp_path / "tpu",
-               "trainer.callbacks": f'[{{"class_path": "{__name__}.Watched"}}]'}  # fmt: skip
-    pretrain(
-        ["--config", "colab-tpu", *(str(x) for k, v in options.items() for x in (f"--{k}", v))]
-    )
-    counts = Watched.latest
-    assert len(counts) == 20 and counts[-1].fallbacks == counts[0].fallbacks == {}
-    assert counts[-1].compilations == counts[11].compilations
 
 
 FRUIT, TOOLS = ("apple", "pear", "plum"), ("saw", "drill", "file")
