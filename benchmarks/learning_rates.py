@@ -3,14 +3,15 @@
     python benchmarks/learning_rates.py MODEL [MODEL ...] [--tasks intents area] [--optimizers adamw lion]
 
 MODEL is a directory, MODEL:6 its first six layers. Each case trains as `bertlab finetune` does when nothing is
-named (three epochs, batches of 32, a linear decay after a warmup of 10 %), at rates that are doubled or halved
-from 2e-4 until the best one lies inside, and once at the default. `--schedules` compares schedules at that best
+named (three epochs, batches of 32, a linear decay after a warmup of 10 %), at the default rate, and at rates
+that are doubled or halved from there until the best one lies inside. `--schedules` compares schedules at that best
 rate instead. The task `text` continues the pretraining on --text for 150 steps and scores the validation loss.
 """
 
 import itertools
 import logging
 import random
+import statistics
 import tempfile
 import warnings
 from pathlib import Path
@@ -19,6 +20,7 @@ from sides import Ledger, common_parser, machine, write_result
 
 TASKS = "intents", "area", "code", "similarity"
 STEP = 2  # factor between the rates that are tried
+MOST = 8  # rates of a case
 ACTIONS = "open", "close", "start", "stop", "order", "cancel", "move", "check"
 OBJECTS = "account", "delivery", "ticket", "meeting", "invoice"
 TEMPLATES = (
@@ -97,7 +99,7 @@ def finetuned(case: dict) -> dict:
     from bertlab.train.trainer import make_trainer, seed_everything
 
     kind, splits, longest = load_task(case["task"], case["rows"])
-    seed_everything(0)
+    seed_everything(case["seed"])
     data = FinetuningDataModule(
         kind, case["model"], max_sequence_length=longest, train_batch_size=32, val_batch_size=64,
         text_column=["text", "text_pair"] if case["task"] == "similarity" else None,
@@ -114,6 +116,8 @@ def finetuned(case: dict) -> dict:
     make_trainer(steps).fit(module, data)
     scores = make_trainer(1).validate(module, data, verbose=False)[0]
     return {
+        "width": module.config.hidden_size,
+        "steps": steps,
         "rate": module.hparams.learning_rate,
         "score": float(scores[f"val_{module.task.monitor}"]),
     }
@@ -125,10 +129,10 @@ def continued(case: dict) -> dict:
     from bertlab.train.modules import PretrainingModule
     from bertlab.train.trainer import make_trainer, seed_everything
 
-    seed_everything(0)
+    seed_everything(case["seed"])
     data = PretrainingDataModule(
-        case["text"], case["model"], max_sequence_length=128, train_batch_size=16,
-        val_batch_size=16, validation_fraction=0.1,
+        case["text"], case["model"], case["text"], train_split="train[:90%]",
+        val_split="train[90%:]", max_sequence_length=128, train_batch_size=16, val_batch_size=16,
     )  # fmt: skip
     module = PretrainingModule(
         pretrained_model_name_or_path=case["model"], pretrained_tokenizer_name_or_path=case["model"],
@@ -137,11 +141,19 @@ def continued(case: dict) -> dict:
     )  # fmt: skip
     make_trainer(case["steps"]).fit(module, data)
     loss = make_trainer(1).validate(module, data, verbose=False)[0]["val_loss"]
-    return {"rate": module.hparams["learning_rate"], "score": -float(loss)}
+    return {
+        "width": module.config.hidden_size,
+        "steps": case["steps"],
+        "rate": module.hparams["learning_rate"],
+        "score": -float(loss),
+    }
 
 
 def measure(case: dict) -> dict:
-    figures = (continued if case["task"] == "text" else finetuned)(case)
+    "Train with every seed, and return the rate and the mean score."
+    train = continued if case["task"] == "text" else finetuned
+    runs = [train({**case, "seed": seed}) for seed in range(case["seeds"])]
+    figures = {**runs[0], "score": statistics.mean(run["score"] for run in runs)}
     print(
         f"    {case['rate'] or 'default':>10}  {figures['rate']:.2e}  {figures['score']:.4f}",
         flush=True,
@@ -149,13 +161,13 @@ def measure(case: dict) -> dict:
     return figures
 
 
-def climb(score_at, start: float, limits: tuple[float, float]) -> dict[float, dict]:
+def climb(score_at, default: dict) -> dict[float, dict]:
     "Try rates on both sides of the best one until it lies between two others."
-    scores = {start: score_at(start)}
+    scores = {default["rate"]: default}
     while True:
         best = max(scores, key=lambda rate: scores[rate]["score"])
         around = best * STEP, best / STEP
-        missing = [r for r in around if limits[0] <= r <= limits[1] and r not in scores]
+        missing = [rate for rate in around if rate not in scores and len(scores) < MOST]
         if not missing:
             return scores
         for rate in missing:
@@ -169,6 +181,8 @@ def main() -> None:
     add("--tasks", nargs="+", default=TASKS, choices=(*TASKS, "text"))
     add("--optimizers", nargs="+", default=("adamw", "lion"))
     add("--rows", type=int, default=960, help="to train on; half as many validate")
+    add("--seeds", type=int, default=1, help="whose mean score counts")
+    add("--steps", type=int, default=150, help="of the task `text`")
     add("--text", help="file for the task `text`")
     add("--schedules", action="store_true", help="compare schedules at the best rate")
     options = parser.parse_args()
@@ -179,20 +193,23 @@ def main() -> None:
         options.models, options.tasks, options.optimizers
     ):
         case = {"model": short_model(name), "task": task, "optimizer": optimizer,
-                "rows": options.rows, "steps": 150, "text": options.text}  # fmt: skip
+                "rows": options.rows, "seeds": options.seeds, "steps": options.steps, "text": options.text}  # fmt: skip
         print(Path(name).name, task, optimizer, flush=True)
 
         def score_at(rate, **more):
             key = f"{name} {task} {optimizer} {options.rows} {rate} {more}"
             return ledger.get(key, lambda: measure({**case, "rate": rate, **more}))
 
-        start = 2e-4 if optimizer != "lion" else 4e-5
-        rates = climb(score_at, start, (start / 32, start * 32))
         default = score_at(None)
+        rates = climb(score_at, default)
         best = max(rates, key=lambda rate: rates[rate]["score"])
-        row = {"model": Path(name).name, "task": task, "optimizer": optimizer,
+        row = {"model": Path(name).name, "width": default["width"], "task": task,
+               "optimizer": optimizer, "rows": options.rows, "steps": default["steps"],
+               "seeds": options.seeds,
                "scores": {f"{rate:.3g}": rates[rate]["score"] for rate in sorted(rates)},
-               "default": default, "best": {"rate": best, **rates[best]}}  # fmt: skip
+               "default_rate": default["rate"],
+               "default": [default["rate"], default["score"]],
+               "best": [best, rates[best]["score"]]}  # fmt: skip
         if options.schedules:
             row["schedules"] = {
                 f"{kind} {warmup}": score_at(best, schedule=[kind, warmup])["score"]

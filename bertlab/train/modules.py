@@ -59,14 +59,16 @@ from .objectives import OBJECTIVES, check_batch, collator_objective, find_object
 from .steps import TrainingModule, data_parallel_size, plain_options
 
 # %% ../../nbs/train/05_modules.ipynb #d488a5e9
-# AdamW's peak at width 768 if no learning_rate is given, the power of 768 / D, and the maximum; fine-tuning's
-# is that of 200 steps (benchmarks/learning_rates.py).
+# AdamW's peak at width 768 if no learning_rate is given, the power of 768 / D, and the maximum; an entry with
+# an optimizer's name is its own. Fine-tuning's are for 200 steps (benchmarks/learning_rates.py): above twice
+# these rates, the regression of pairs collapses.
 DEFAULT_LEARNING_RATES = {
     "new": (5e-4, 1, 3e-3),
     "new, muon": (1e-3, 1, 6e-3),
     "continued": (2e-4, 1, 1e-3),
     "adapter": (5e-4, 1, 2e-3),
-    "finetuning": (1.5e-4, 1.2, 4e-3),
+    "finetuning": (7.5e-5, 1.5, 4e-3),
+    "finetuning, lion": (3.5e-5, 1.5, 2e-3),
     "embeddings": (5e-5, 2, 1e-3),
 }
 WARMUP_SHARE = 0.06  # of the run, where no warmup is given (RoBERTa's: Liu et al. 2019, table 9)
@@ -89,11 +91,12 @@ def default_learning_rate(
 ) -> float:
     "Return the peak learning rate for a width; narrow models take more (Yang et al. 2021)."
     rates = DEFAULT_LEARNING_RATES
-    base, power, highest = rates.get(f"{start}, {optimizer_class}") or rates[start]
+    own = f"{start}, {optimizer_class}"
+    base, power, highest = rates[own if own in rates else start]
     if start == "finetuning":
         base *= min(4, max(1 / 4, 200 / total_steps))
     learning_rate = min(highest, base * (768 / hidden_size) ** power)
-    factor = optimizer_spec(optimizer_class).rate
+    factor = 1 if own in rates else optimizer_spec(optimizer_class).rate
     if factor is None:
         rank_zero_warn(
             f"learning_rate={learning_rate:.3g} is a rate of AdamW, and those of "

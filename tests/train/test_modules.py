@@ -856,17 +856,18 @@ def test_lightnings_checkpoints_in_shards_have_no_directories(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "hidden_size, total_steps, rate",
+    "hidden_size, total_steps, optimizer, rate",
     [
-        (768, 200, 1.5e-4),
-        (768, 400, 7.5e-5),
-        (768, math.inf, 3.75e-5),
-        (192, 100, 1.583e-3),
-        (192, 2, 3.167e-3),
+        (768, 200, "adamw", 7.5e-5),
+        (768, 400, "adamw", 3.75e-5),
+        (768, math.inf, "adamw", 1.875e-5),
+        (192, 100, "adamw", 1.2e-3),
+        (192, 2, "adamw", 2.4e-3),
+        (192, 200, "lion", 2.8e-4),
     ],
 )
-def test_fewer_steps_of_fine_tuning_take_a_higher_rate(hidden_size, total_steps, rate):
-    default = default_learning_rate(hidden_size, "finetuning", total_steps=total_steps)
+def test_fewer_steps_of_fine_tuning_take_a_higher_rate(hidden_size, total_steps, optimizer, rate):
+    default = default_learning_rate(hidden_size, "finetuning", optimizer, total_steps)
     assert default == pytest.approx(rate, rel=1e-3)
 
 
