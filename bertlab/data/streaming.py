@@ -18,7 +18,6 @@ from threading import Thread
 from typing import Any
 
 import numpy as np
-from packaging.version import Version
 from torch.utils.data import IterableDataset, get_worker_info
 
 from ..core.names import check_range
@@ -28,12 +27,14 @@ from .packing import PackedDataset
 from .tokens import BatchEncoder, TokenizedDocuments, read_ids, serialize_tokenizer
 
 # %% ../../nbs/data/14_streaming.ipynb #fe17e975
+_DATASETS = tuple(map(int, version("datasets").split(".")[:2]))
+
+
 def has_exact_state(source: Any) -> bool:
     "Tell whether a source's own state brings back the very next document."
     if not hasattr(source, "load_state_dict"):
         return False
-    is_hub = hasattr(source, "_ex_iterable")
-    if is_hub and Version(version("datasets")) < Version("4.8"):  # it resumes at another row
+    if hasattr(source, "_ex_iterable") and _DATASETS < (4, 8):  # it resumes at another row
         return False
     steps = [getattr(source, "_ex_iterable", None)]  # of `datasets`: the steps of its pipeline
     while steps:

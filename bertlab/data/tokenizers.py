@@ -543,7 +543,7 @@ def cut_long_texts(
     max_length: int,  # tokens that are used of each
 ) -> list[str]:
     "Cut off most of what truncation drops: the library reads all of it, in 200 times its memory."
-    shortened, is_left = [], tokenizer.truncation_side == "left"
+    shortened, is_left = [], getattr(tokenizer, "truncation_side", "") == "left"
     for text in texts:
         size = 1 << 17
         while size < len(text):

@@ -92,13 +92,10 @@ def load_task_model(
     options = {"attn_implementation": "auto", **(model_kwargs or {})}
     for name in options:
         check_choice("model_kwargs", name, MODEL_OPTIONS)
-    if (source is None) == (config_kwargs is None):
-        raise ValueError(
-            "give either pretrained_model_name_or_path or, for random weights, "
-            "model_config_kwargs, and not both"
-        )
     settings, task_cls = task.config_settings(), TASK_MODELS[task.architecture]
     if source is None:
+        if config_kwargs is None:
+            raise ValueError("give pretrained_model_name_or_path or model_config_kwargs")
         model = task_cls(BertLabConfig(**{**config_kwargs, **settings, **options}))
         return LoadedTaskModel(model, list(model.state_dict()))
     stored, head = read_config(source), task.architecture or "ForSpanClassification"

@@ -79,6 +79,11 @@ def on_host(values: Any) -> Any:
 
 def _check_options(options: Mapping[str, Any]) -> None:
     "Raise `ValueError` for arguments of `FinetuningModule` that do not fit together."
+    if options["pretrained_model_name_or_path"] and options["model_config_kwargs"]:
+        raise ValueError(
+            "give either pretrained_model_name_or_path or, for random weights, "
+            "model_config_kwargs, and not both"
+        )
     schedule, ratio, steps = (
         options[name] for name in ("scheduler_type", "warmup_ratio", "warmup_steps")
     )

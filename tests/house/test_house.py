@@ -111,7 +111,7 @@ def forbidden_imports(module: str, source: str, number_of: dict[str, int]) -> li
             problems.append(name)
         if (
             (top == "lightning" and chapter in WITHOUT_LIGHTNING)
-            or (top == "torch_xla" and not (inside and module == "train.xla"))
+            or (top == "torch_xla" and not (inside and module in {"core.devices", "train.xla"}))
             or (top in {"torch", "transformers", "datasets"} and module in LIGHT and not inside)
             or (top in {"torch", "transformers", "datasets"} and module == "core.plots")
             or top in NOT_FOR_USERS
