@@ -145,7 +145,7 @@ def write_files(folder: Path, quick: bool) -> None:
     from bertlab.data.corpus import embedded_corpus
     from bertlab.finetuning.builtin import load_builtin_dataset, stdlib_functions
 
-    size, count = (60_000, 200) if quick else (300_000, 1200)
+    size, count = (60_000, 280) if quick else (300_000, 1200)
     documents = embedded_corpus(validation_fraction=0).train_texts
     code = (function.code for function in stdlib_functions())
     (folder / "docs.txt").write_text(take(documents, size), encoding="utf-8")
