@@ -549,7 +549,7 @@ class PretrainingDataModule(L.LightningDataModule):
         self,
         padded_because: str | None,  # of a module: why it needs padded rows; None: it does not
     ) -> None:
-        "Pad for a model that needs it, in batches of one length. Raises `ValueError` for packing=True."
+        "Pad for a model that needs it, in batches of similar length. Raises `ValueError` for packing=True."
         if padded_because is None:
             return
         if self.requested_packing:

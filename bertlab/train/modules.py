@@ -60,8 +60,8 @@ from .steps import TrainingModule, data_parallel_size, plain_options
 
 # %% ../../nbs/train/05_modules.ipynb #d488a5e9
 # AdamW's peak at width 768 if no learning_rate is given, the power of 768 / D, and the maximum; an entry with
-# an optimizer's name is its own. Fine-tuning's are for 200 steps (benchmarks/learning_rates.py): above twice
-# these rates, the regression of pairs collapses.
+# an optimizer's name is its own. Fine-tuning's are for 200 steps (benchmarks/learning_rates.py): at 1.6 to 2
+# times these rates, the regression of pairs collapsed on two real models.
 DEFAULT_LEARNING_RATES = {
     "new": (5e-4, 1, 3e-3),
     "new, muon": (1e-3, 1, 6e-3),
