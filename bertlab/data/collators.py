@@ -55,6 +55,7 @@ class MaskedLanguageModelingCollator(Collator):
     "Hides tokens by address: (seed, epoch, row) alone, whatever the batch and the worker."
 
     objective = "mlm"
+    rule_class = MaskingConfig
 
     def __init__(
         self,
@@ -113,6 +114,7 @@ class MaskedDiffusionCollator(Collator):
     "Hides tokens as masked diffusion does: each document at a random time of its own."
 
     objective = "diffusion"
+    rule_class = DiffusionConfig
 
     def __init__(
         self,
@@ -223,7 +225,7 @@ def check_collator_options(
     collator: type[Collator],
     options: Mapping[str, Any],  # keyword arguments
 ) -> None:
-    "Raise `ValueError` for an option that neither the collator nor its base classes take."
+    "Raise `ValueError` for an option that the collator does not take, or a value it cannot have."
     accepted = [
         parameter.name
         for cls in collator.__mro__
@@ -235,3 +237,5 @@ def check_collator_options(
         if accepted and name not in accepted:
             hint = did_you_mean(name, accepted) or f"; it has {', '.join(dict.fromkeys(accepted))}"
             raise ValueError(f"collator_kwargs: {collator.__name__} has no option {name!r}{hint}")
+    if rule := getattr(collator, "rule_class", None):
+        rule(**{name: options[name] for name in signature(rule).parameters if name in options})

@@ -8,6 +8,7 @@ __all__ = ['Limit', 'normalize_weights', 'MixtureOptions', 'allocate_tokens', 'M
 # %% ../../nbs/data/13_mixing.ipynb #ee2ea880
 import math
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -103,6 +104,7 @@ class MixedDataset:
         self.tokens, self.seed, self.shuffle = tokens, seed, shuffle
         rows = [tokens[name] * counts[name]["rows"] / self.sizes[name] for name in self.names]
         self.rows = np.maximum(1, np.round(rows)).astype(np.int64)  # of each source, in an epoch
+        self.first_epoch, self.read = 0, np.zeros_like(self.rows)  # rows read before this mixture
         self._latest: tuple | None = None
 
     def __len__(self) -> int:
@@ -112,23 +114,42 @@ class MixedDataset:
         "For each row of an epoch: its source, and its number among the source's rows."
         if self._latest is None or self._latest[0] != epoch:
             sources = np.repeat(np.arange(len(self.rows)), self.rows)
-            numbers = np.concatenate([np.arange(count) for count in self.rows])
             rng = np.random.default_rng([self.seed, epoch if self.shuffle else 0])
-            order = rng.permutation(len(sources))
-            self._latest = epoch, sources[order], numbers[order]
+            sources = sources[rng.permutation(len(sources))]
+            numbers = np.empty_like(sources)
+            in_order = np.concatenate([np.arange(count) for count in self.rows])
+            numbers[np.argsort(sources, kind="stable")] = in_order
+            self._latest = epoch, sources, numbers
         return self._latest[1:]
 
     def locate(self, epoch: int, index: int) -> tuple[int, tuple[int, int]]:
         "Find the source of a row, and its epoch and index there."
         sources, numbers = self._order(epoch)
         source = int(sources[index])
-        read = epoch * int(self.rows[source]) + int(numbers[index])
-        return source, divmod(read, len(self.datasets[source]))
+        before = self.read + (epoch - self.first_epoch) * self.rows
+        return source, divmod(int(before[source] + numbers[index]), len(self.datasets[source]))
 
     def __getitem__(self, key: int | tuple[int, int]) -> dict:  # index, or (epoch, index)
         epoch, index = key if isinstance(key, tuple) else (0, key)
         source, address = self.locate(epoch, range(len(self))[index])
         return {**self.datasets[source][address], "epoch": epoch, "index": index}
+
+    def passes(
+        self,
+        epoch: int,
+        index: int,  # rows of the epoch that have been read
+    ) -> np.ndarray:  # of each source
+        "How often each source has been read, by this mixture and those before it."
+        partial = np.bincount(self._order(epoch)[0][:index], minlength=len(self.rows))
+        read = self.read + (epoch - self.first_epoch) * self.rows + partial
+        return read / list(map(len, self.datasets))
+
+    def starting_at(self, epoch: int, passes: np.ndarray) -> "MixedDataset":
+        "The same mixture in a later phase of a run: each source continues where it was left."
+        mixture = copy(self)
+        mixture.first_epoch, mixture._latest = epoch, None
+        mixture.read = np.round(passes * np.array(list(map(len, self.datasets)))).astype(np.int64)
+        return mixture
 
     def report(self) -> str:  # a line for each source
         "Say how much of an epoch each source is, and how often it is read."

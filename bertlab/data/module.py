@@ -4,17 +4,19 @@
 
 # %% auto #0
 __all__ = ['PARAMETERS', 'TOKENIZER_SAMPLE', 'build_packed_dataset', 'DataSource', 'split_options', 'as_list',
-           'PretrainingDataConfig', 'add_ends', 'build_train_dataset', 'hold_out_texts', 'build_stream',
-           'PretrainingDataModule']
+           'PretrainingDataConfig', 'phase_configs', 'longest_rows', 'phase_steps', 'describe_phases', 'next_rows',
+           'add_ends', 'build_train_dataset', 'hold_out_texts', 'build_stream', 'PretrainingDataModule']
 
 # %% ../../nbs/data/16_module.ipynb #42449f85
 import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from fractions import Fraction
 from functools import cached_property, partial
 from inspect import signature
-from itertools import compress, islice
+from itertools import compress, islice, pairwise
+from math import ceil, floor
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +25,14 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
+from ..core.durations import exact_steps, parse_duration
 from ..core.names import check_minimum, did_you_mean
 from .collators import COLLATORS, check_collator_options, get_collator_cls
 from .corpus import Corpus, HoldOutOptions, load_corpus, make_corpus
 from .diffusion import count_ends, encode_pairs
 from .documents import CONTENT_VERSION, Document, hash_files, stable_hash
-from .loaders import BlankRows, EpochBatches, RowsByLength, StreamLoader, eval_loader
+from .loaders import BlankRows, EpochBatches, PhasedBatches, RowsByLength
+from .loaders import StreamLoader, eval_loader
 from .mixing import MixedDataset, MixtureOptions, normalize_weights
 from .packing import PackedDataset, PackingOptions, special_token_ids
 from .readers import ReadOptions, resolve_column, suffix_of, text_of
@@ -232,6 +236,8 @@ class PretrainingDataConfig:
     max_ends: int = 0  # of diffusion: 1 to so many end tokens after each text; 0: none
     # Of diffusion: what is given and never hidden; text_column holds what is to be written.
     prompt_column: str | None = None
+    # Options that change during the run: {"60%": {"mlm_probability": 0.15}}, or {6000: ...}.
+    phases: dict[Any, dict[str, Any]] | None = None
 
     def __post_init__(self):
         check_minimum(self, max_sequence_length=8, seed=0, train_batch_size=1, num_workers=0,
@@ -256,6 +262,9 @@ class PretrainingDataConfig:
         self._check_writing()
         self._set_collator()
         self._check_sources()
+        phase_configs(self)
+        if len({parse_duration(begin, "phases").unit for begin in self.phases or ()}) == 1:
+            phase_steps(self, 10**9)
 
     def _set_collator(self) -> None:
         "Find the collator, and the objective that its batches train."
@@ -280,6 +289,8 @@ class PretrainingDataConfig:
             raise ValueError(
                 "mixture_weights is for several sources: give a list as train_dataset_name_or_path"
             )
+        if self.mixture.mixture_weights is not None:
+            normalize_weights(self.mixture.mixture_weights, _name_sources(self.sources()[0]))
         for name in (names or [None]) if self.streaming else ():
             if not isinstance(name, (str, os.PathLike)) or is_token_directory(name):
                 raise ValueError(
@@ -326,6 +337,108 @@ class PretrainingDataConfig:
         size = max(len(val_names), len(val_splits))
         pairs = zip(val_names * (size // len(val_names)), val_splits * (size // len(val_splits)))
         return train, [make(*pair) for pair in pairs]
+
+# %% ../../nbs/data/16_module.ipynb #a7b922fe
+def _with_changes(
+    config: PretrainingDataConfig, changes: Mapping[str, Any]
+) -> PretrainingDataConfig:
+    sizes = {n: v for n, v in changes.items() if n in ("max_sequence_length", "train_batch_size")}
+    mixture = {n: v for n, v in changes.items() if n in vars(config.mixture)}
+    collator = {n: v for n, v in changes.items() if n not in {*sizes, *mixture}}
+    if length := sizes.get("max_sequence_length"):
+        before = config.max_sequence_length
+        num_rows = config.train_batch_size * before / length
+        if "train_batch_size" not in sizes and num_rows % 1:
+            raise ValueError(
+                f"max_sequence_length={length} makes {num_rows:.3g} rows of "
+                f"{config.train_batch_size} rows of {before}: give train_batch_size, too"
+            )
+        sizes = {"train_batch_size": int(num_rows)} | sizes
+        sizes["val_batch_size"] = max(1, config.val_batch_size * before // length)
+    data_kwargs = {**(config.data_kwargs or {}), **mixture}
+    collator_kwargs = {**config.collator_kwargs, **collator}
+    kwargs = {"data_kwargs": data_kwargs, "collator_kwargs": collator_kwargs}
+    return replace(config, phases=None, **sizes, **kwargs)
+
+
+def phase_configs(
+    config: PretrainingDataConfig,
+) -> list[PretrainingDataConfig]:  # one for each phase
+    "Options of each phase: those of the phase before, with its changes. Raises `ValueError`."
+    configs = [config]
+    for begin, changes in (config.phases or {}).items():
+        try:
+            configs.append(_with_changes(configs[-1], changes))
+        except ValueError as error:
+            raise ValueError(f"phases, after {begin}: {error}") from None
+    return configs
+
+
+def longest_rows(
+    options: Mapping[str, Any],  # of `PretrainingDataConfig`, by name
+) -> int:
+    "The largest max_sequence_length of all phases."
+    lengths = [p.get("max_sequence_length", 0) for p in (options.get("phases") or {}).values()]
+    return max(options["max_sequence_length"], *lengths, 0)
+
+
+def phase_steps(
+    config: PretrainingDataConfig,
+    max_steps: int | None,  # of the run; None: unknown
+) -> list[int]:  # steps before each phase
+    "Where phases begin. Raises `ValueError` unless they begin one after the other."
+    begins = [parse_duration(begin, "phases") for begin in (0, *(config.phases or {}))]
+    units = {begin.unit for begin in begins}
+    if not units <= {"steps", "run"} or ("run" in units and max_steps is None):
+        raise ValueError(
+            f"phases={list(config.phases)} must begin after a number of steps (6000), or, in a run "
+            "with max_steps, after a share of it (60%)"
+        )
+    steps = [floor(exact_steps(begin, max_steps)) for begin in begins]
+    if any(step >= following for step, following in pairwise(steps)):
+        raise ValueError(
+            f"phases={list(config.phases)} must begin one after the other, and not with the run: "
+            f"in steps {steps[1:]}"
+        )
+    return steps
+
+
+def describe_phases(
+    config: PretrainingDataConfig,
+    steps: Sequence[int],  # of `phase_steps`
+) -> list[tuple[int, str, dict[str, float]]]:  # steps before it, a line, columns of the history
+    "Name the options that change, and their values in each phase."
+    names = dict.fromkeys(name for changes in config.phases.values() for name in changes)
+    if "max_sequence_length" in names:
+        names["train_batch_size"] = None
+    phases = []
+    for number, (step, phase) in enumerate(zip(steps, phase_configs(config)), 1):
+        parameters = signature(phase.collator_cls).parameters.values()
+        options = {p.name: p.default for p in parameters} | phase.collator_kwargs
+        options |= {**vars(phase.mixture), "max_sequence_length": phase.max_sequence_length,
+                    "train_batch_size": phase.train_batch_size}  # fmt: skip
+        values = {name: options.get(name) for name in names}
+        columns = {n: value for n, value in values.items() if isinstance(value, (int, float))}
+        if values.get("mixture_weights") is not None:
+            shares = normalize_weights(values["mixture_weights"], _name_sources(phase.sources()[0]))
+            columns |= {f"share_{n}": share for n, share in enumerate(shares.values())}
+        text = ", ".join(f"{name}={value}" for name, value in values.items())
+        line = f"phase {number} of {len(steps)}, from step {step + 1:,} on: {text}"
+        phases.append((step, line, {"phase": number, **columns}))
+    return phases
+
+
+def next_rows(
+    planned: PackedDataset | MixedDataset,  # of the phase that begins
+    before: PackedDataset | MixedDataset,  # of the phase that ends
+    position: Fraction,  # where that one ends, in its epochs
+) -> tuple[PackedDataset | MixedDataset, Fraction]:  # rows, and where they begin
+    "Let each source continue about where it was left."
+    epoch = floor(position)
+    passes = before.passes(epoch, floor((position - epoch) * len(before)))
+    if isinstance(planned, MixedDataset):
+        return planned.starting_at(epoch + 1, passes), Fraction(epoch + 1)
+    return planned, Fraction(passes.mean())
 
 # %% ../../nbs/data/16_module.ipynb #4f2ffab8
 def add_ends(
@@ -520,8 +633,13 @@ class PretrainingDataModule(L.LightningDataModule):
         if config.cache_dir is not None:
             check_not_inside(config.cache_dir, self.input_paths(), "cache_dir")
         self.collator = self.train_dataset = self.val_datasets = None  # made by `setup`
+        self.phase_rows: list[PackedDataset | MixedDataset] = []  # of each phase; a stream has none
         self.held_out: dict[bytes, str] = {}  # of a stream: texts by their hash
-        self.batches: EpochBatches | StreamLoader | None = None  # the latest training loader
+        # The latest training loader, and the phases that it goes through.
+        self.batches: EpochBatches | StreamLoader | PhasedBatches | None = None
+        self.phase_notes: list[tuple[int, str, dict[str, float]]] = []
+        if config.phases:
+            self.takes_other_micro_batches = False
 
     def input_paths(self) -> list[str]:
         "Files, directories and names on the hub that are read."
@@ -579,11 +697,14 @@ class PretrainingDataModule(L.LightningDataModule):
         if self.cache_dir is not None:
             check_writable(self.cache_dir, "cache_dir")
         self.tokenizer = resolve_tokenizer([self.tokenizer])
-        options = {"max_sequence_length": self.max_sequence_length, "seed": self.seed}
+        # Validation takes the last phase's, so that all losses of a run compare.
+        self.collator = self._make_collator(phase_configs(self.config)[-1])
+
+    def _make_collator(self, config: PretrainingDataConfig) -> Collator:
+        options = {"max_sequence_length": config.max_sequence_length, "seed": self.seed}
         options |= {"pad_to_multiple_of": 8} if self.groups_by_length else {}
-        self.collator = self.collator_cls.from_tokenizer(
-            self.tokenizer, **{**options, **self.collator_kwargs}
-        )
+        options |= config.collator_kwargs
+        return self.collator_cls.from_tokenizer(self.tokenizer, **options)
 
     def _tokenize(self) -> tuple[list[TokenizedDocuments], list[TokenizedDocuments]]:
         "Tokens to train on, source by source, and tokens to validate on, set by set."
@@ -612,11 +733,18 @@ class PretrainingDataModule(L.LightningDataModule):
         self.settle_packing(getattr(module, "padded_because", None))
         self._begin()
         train, validation = self._tokenize()
-        if train:
-            names = _name_sources(self.sources)
-            self.train_dataset = build_train_dataset(self.config, train, names, self.tokenizer)
+        configs, names = phase_configs(self.config), _name_sources(self.sources)
+        planned: dict[
+            str, PackedDataset | MixedDataset
+        ] = {}  # phases with the same rows share them
+        for config in configs if train else ():
+            key = f"{config.max_sequence_length} {config.mixture}"
+            if key not in planned:
+                planned[key] = build_train_dataset(config, train, names, self.tokenizer)
+            self.phase_rows.append(planned[key])
+        self.train_dataset = self.phase_rows[0] if train else None
         pack = partial(build_packed_dataset, tokenizer=self.tokenizer, shuffle=False,
-                       max_sequence_length=self.max_sequence_length, packing=self.packing,
+                       max_sequence_length=configs[-1].max_sequence_length, packing=self.packing,
                        seed=self.seed, **asdict(self.config.packing_options))  # fmt: skip
         self.val_datasets = [pack(part) for part in validation if len(part)]
         if not self.val_datasets and (fraction := self.sources[0].fraction):
@@ -636,29 +764,78 @@ class PretrainingDataModule(L.LightningDataModule):
             "world_size": share.get("num_replicas", trainer.world_size),
         }
 
-    def train_dataloader(self) -> EpochBatches | StreamLoader:
+    def train_dataloader(self) -> EpochBatches | StreamLoader | PhasedBatches:
         "A loader whose every iteration is the next epoch; a new one begins where its trainer is."
-        if self.streaming:
-            self.batches = self._stream_loader()
+        if self.config.phases:
+            self.batches = self._phased_batches()
+        elif self.streaming:
+            self.batches = self._stream_loader(self.config, self.collator)
         else:
-            rows, process = self.train_dataset, self.data_parallel_rank()
-            if self.groups_by_length and self.shuffle:
-                per_round = self.train_batch_size * process["world_size"]
-                rows = RowsByLength(rows, per_round, self.seed)
-            self.batches = EpochBatches(
-                BlankRows(rows), self.collator, self.train_batch_size, self.num_workers, **process,
-                fill=self.packing_pad_to_budget,
-            ).fit_to(self.trainer)  # fmt: skip
+            batches = self._epoch_batches(self.config, self.train_dataset, self.collator)
+            self.batches = batches.fit_to(self.trainer)
         return self.batches
 
-    def _stream_loader(self) -> StreamLoader:
+    def _epoch_batches(
+        self, config: PretrainingDataConfig, rows: PackedDataset | MixedDataset, collator: Collator
+    ) -> EpochBatches:
+        process = self.data_parallel_rank()
+        if self.groups_by_length and self.shuffle:
+            per_round = config.train_batch_size * process["world_size"]
+            rows = RowsByLength(rows, per_round, self.seed)
+        return EpochBatches(BlankRows(rows), collator, config.train_batch_size, self.num_workers,
+                            **process, fill=self.packing_pad_to_budget)  # fmt: skip
+
+    def _phased_batches(self) -> PhasedBatches:
+        trainer, window = self.trainer, getattr(self.trainer, "accumulate_grad_batches", 1)
+        callbacks = getattr(trainer, "callbacks", ())
+        if any(hasattr(c, "steers_accumulation") or hasattr(c, "scheduling") for c in callbacks):
+            raise ValueError(
+                "phases count steps of one size: leave them out, or the callback that changes "
+                "accumulate_grad_batches"
+            )
+        max_steps = getattr(trainer, "max_steps", -1)
+        steps = phase_steps(self.config, None if max_steps < 0 else max_steps)
+        self.phase_notes = describe_phases(self.config, steps)
+        starts, configs = [step * window for step in steps], phase_configs(self.config)
+        position, rows = Fraction(0), None
+        loaders: list[Any] = []
+        for n, config in enumerate(configs):
+            collator = self._make_collator(config)
+            if self.streaming:
+                names = "max_sequence_length", "train_batch_size", "mixture"
+                same = n and all(getattr(config, m) == getattr(configs[n - 1], m) for m in names)
+                stream = loaders[-1].stream if same else None
+                loaders.append(self._stream_loader(config, collator, stream))
+                continue
+            if n:
+                done = loaders[-1].delivered + starts[n] - starts[n - 1]
+                position = Fraction(done, len(loaders[-1]))
+            if n == 0:
+                rows = self.phase_rows[0]
+            elif self.phase_rows[n] is not self.phase_rows[n - 1]:
+                rows, position = next_rows(self.phase_rows[n], rows, position)
+            loader = self._epoch_batches(config, rows, collator)
+            loader.delivered = ceil(position * len(loader))
+            loaders.append(loader)
+        return PhasedBatches(loaders, starts)
+
+    def _stream_loader(
+        self,
+        config: PretrainingDataConfig,
+        collator: Collator,
+        stream: PackedStream | None = None,  # of the phase before, if its rows are the same
+    ) -> StreamLoader:
+        gather = self._gather_states if self.data_parallel_rank()["world_size"] > 1 else None
+        if stream is None:
+            stream = self._open_stream(config)
+        return StreamLoader(stream, collator, self.num_workers, gather)
+
+    def _open_stream(self, config: PretrainingDataConfig) -> PackedStream:
         if self.trainer is not None and self.trainer.max_steps < 0:
             raise ValueError("a stream has no length, so no epoch ends a run: give max_steps")
         process, workers = self.data_parallel_rank(), max(1, self.num_workers)
         held_out = frozenset(self.held_out)
-        stream = build_stream(
-            self.config, self.sources, self.tokenizer, held_out=held_out, **process
-        )
+        stream = build_stream(config, self.sources, self.tokenizer, held_out=held_out, **process)
         readers = process["world_size"] * workers
         if (part := stream.share(readers)) < readers and not process["rank"]:
             warnings.warn(
@@ -666,8 +843,7 @@ class PretrainingDataModule(L.LightningDataModule):
                 f"({process['world_size']} processes x {workers} workers): each reads 1/{part} of "
                 f"the text instead of 1/{readers}; num_shards={readers}, or a multiple, would do"
             )
-        gather = self._gather_states if process["world_size"] > 1 else None
-        return StreamLoader(stream, self.collator, self.num_workers, gather)
+        return stream
 
     def _gather_states(self, state: dict) -> list[dict]:
         "The states of all processes, which all must ask for."
@@ -686,7 +862,7 @@ class PretrainingDataModule(L.LightningDataModule):
 
     def teardown(self, stage: str | None = None) -> None:
         "Stop the workers, which would otherwise wait for another epoch."
-        if isinstance(self.batches, EpochBatches):
+        if self.batches:
             self.batches.close()
 
     @property
@@ -699,6 +875,7 @@ class PretrainingDataModule(L.LightningDataModule):
         groups = config.packing_options, config.mixture, config.stream, config.lengths
         facts = {name: value for options in groups for name, value in asdict(options).items()
                  if value is not None}  # fmt: skip
+        facts["phases"] = {str(begin): changes for begin, changes in (config.phases or {}).items()}
         if rows is not None:
             texts = [part.documents.fingerprint for part in getattr(rows, "datasets", [rows])]
             return facts | {"training text": texts, "rows": len(rows), "special ids": rows.special}
@@ -733,6 +910,7 @@ class PretrainingDataModule(L.LightningDataModule):
             lines += [f"{corpus.name}: {count:,} {note}" for note, count in corpus.notes.items()]
         if hasattr(self.train_dataset, "datasets"):
             lines.append(self.train_dataset.report())
+        lines += [f"phase after {begin}: {what}" for begin, what in (self.phases or {}).items()]
         return "\n".join(
             [*lines, *(_describe_rows(*part, self.tokenizer, num_rows) for part in parts)]
         )

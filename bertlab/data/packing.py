@@ -498,6 +498,10 @@ class PackedDataset:
         "A worker gets no plans: it makes them faster than it reads them."
         return {**self.__dict__, "_cache": {}}
 
+    def passes(self, epoch: int, index: int) -> np.ndarray:  # (1,)
+        "How often the documents have been read after so many rows of an epoch."
+        return np.array([epoch + index / len(self)])
+
     def describe(self) -> dict:  # plain numbers, fit for JSON
         "Count documents, windows, tokens and rows, with the efficiency of packing and of padding."
         counts = dict(zip(COUNTS, map(int, self.counts.sum(axis=0))))

@@ -286,6 +286,12 @@ class PackedStream(IterableDataset):
                 source.load_state_dict(exact)
         self.delivered, self.turn = total // self.world_size, state["turn"]
 
+    def follow(self, state: dict) -> None:
+        "Begin with the texts of the blocks that another stream of the same shards has stopped in."
+        if state["num_shards"] == self.num_shards:
+            begin = {"first_row": 0, "epoch_row": 0}
+            self.blocks = {int(shard): block | begin for shard, block in state["blocks"].items()}
+
     def __getstate__(self) -> dict:
         return {**self.__dict__, "encoder": None}
 

@@ -36,7 +36,8 @@ from ..core.durations import parse_amount
 from ..core.files import check_run_directory, prepare_run_directory
 from ..core.names import check_choice, check_range, did_you_mean, import_object, look_up
 from ..core.serialization import load_json, save_run_file, shareable_yaml
-from ..data.module import PretrainingDataConfig, PretrainingDataModule
+from ..data.module import PretrainingDataConfig, PretrainingDataModule, longest_rows
+from ..data.module import phase_steps
 from ..data.sources import check_not_inside
 from ..data.tokenizers import TOKENIZER_TRAINERS, load_tokenizer, num_token_ids
 from ..data.tokenizers import resolve_tokenizer, save_tokenizer, train_tokenizer
@@ -578,7 +579,7 @@ def resolve_config(
         model["scheduler_kwargs"] = budget | (model["scheduler_kwargs"] or CLOCK_RECIPE)
     if model[MODEL] is None:
         device_type = find_accelerator(config["trainer"]["accelerator"])
-        length = config["data"]["max_sequence_length"]
+        length = longest_rows(config["data"])
         run["shape"], model["model_config_kwargs"] = default_shape(
             run["shape"], model["model_config_kwargs"], device_type, length
         )
@@ -631,7 +632,7 @@ def check_options(config: Mapping[str, Any]) -> None:  # of `resolve_config`
     strategy = get_strategy(build_objects(trainer["strategy"]) or "auto")
     check_precision(strategy, trainer["precision"])
     if hasattr(strategy, "check"):  # whether the processes can share this run
-        length = config["data"]["max_sequence_length"]
+        length = longest_rows(config["data"])
         processes = num_processes(trainer)
         strategy.check(processes, shape, model["optimizer_class"], length)
 
@@ -688,6 +689,8 @@ def build_pretraining(
     check_options(resolved)
     with reporting_unknown_options():
         data = build_data(resolved)
+        if data.config.phases:
+            phase_steps(data.config, max(trainer["max_steps"], 0) or None)
         tokenizer = resolve_tokenizer(
             [resolved["data"][TOKENIZER], model[TOKENIZER]],
             model[MODEL],
@@ -700,9 +703,10 @@ def build_pretraining(
         if model[MODEL] is not None:
             check_model(module, trainer["max_steps"], run.ema_decay)
         positions = getattr(module.config, "max_position_embeddings", None)
-        if positions is not None and data.max_sequence_length > positions:
+        length = longest_rows(resolved["data"])
+        if positions is not None and length > positions:
             raise ValueError(
-                f"data.max_sequence_length={data.max_sequence_length} exceeds the model's "
+                f"data.max_sequence_length={length} exceeds the model's "
                 f"max_position_embeddings {positions}: lower it, or run bertlab lengthen first"
             )
         data.prepare_data()

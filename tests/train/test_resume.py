@@ -22,11 +22,14 @@ from bertlab.train.trainer import make_trainer, seed_everything
 
 STEPS, EVERY = 24, 4  # optimizer steps of a run, and between two checkpoints
 WORDS = [f"w{i}" for i in range(80)]
+PHASES = {8: {"mlm_probability": 0.15}, "80%": {"max_sequence_length": 64}}
 MODES = {
     "map-style, no workers": {"num_workers": 0},
     "map-style, two workers": {"num_workers": 2},
     "stream, no workers": {"num_workers": 0, "streaming": True},
     "stream, two workers": {"num_workers": 2, "streaming": True},
+    "phases, two workers": {"num_workers": 2, "phases": PHASES},
+    "phases of a stream": {"phases": PHASES, "streaming": True},
 }
 
 

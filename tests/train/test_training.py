@@ -47,13 +47,14 @@ def word_tokenizer(words):
 class Texts(PretrainingDataModule):
     "Packed rows of made-up sentences, without a corpus."
 
-    def __init__(self, batch_size=4, num_workers=0, num_texts=300, **collator_options):
+    def __init__(self, batch_size=4, num_workers=0, num_texts=300, phases=None, **collator_options):
         rng = np.random.default_rng(0)
         words = ["".join(rng.choice(list("abcdefgh"), rng.integers(2, 6))) for _ in range(150)]
         texts = [" ".join(rng.choice(words, rng.integers(2, 30))) for _ in range(num_texts)]
         super().__init__(
             None, word_tokenizer(words), max_sequence_length=32, num_workers=num_workers, num_shards=1,
-            train_batch_size=batch_size, val_batch_size=batch_size, collator_kwargs=collator_options)  # fmt: skip
+            train_batch_size=batch_size, val_batch_size=batch_size, phases=phases,
+            collator_kwargs=collator_options)  # fmt: skip
         self.set_datasets(texts, texts[:41])
         self.setup()
 
