@@ -54,6 +54,8 @@ def _average_seeds(directory: Path, output: Path, how: str) -> str:
     parts = build_finetuning({**config, "seed_everything": 0}, directory)
     check_same_finetuning(directory, parts)  # other held-out rows may have been trained on
     adapted, data, monitor = parts.module, parts.data, parts.trainer["callbacks"][0].monitor
+    if monitor is None:
+        raise ValueError(f"{directory} has no validation rows, on which an average is scored")
     plain = FinetuningModule(**{**parts.config["model"], "adapter": None, "freeze_layers": None})
     prepare(plain, data, monitor)
     weights = {}

@@ -34,6 +34,7 @@ class DemoConfig:
     data: str | None = None  # file, directory or hub dataset; default: Python's own documentation
     text_column: str = "text"  # column of the text, by name or number (CSV, JSONL, Parquet, hub)
     header: bool = True  # of CSV and TSV; false: columns have numbers instead of names
+    encoding: str = "utf-8"  # of text files and tables
     on_error: str = "raise"  # what a malformed row does; skip: it is left out, and counted
     level: str = "stdlib"  # of the embedded corpus: 'installed' reads the dependencies too
     max_documents: int | None = None  # stop reading after so many documents
@@ -123,7 +124,7 @@ _OPTIONS = {
     "max_sequence_length": "data.max_sequence_length", "batch_size": "data.train_batch_size",
     "steps": "trainer.max_steps", "precision": "trainer.precision", "vocab_size": "run.vocab_size",
 }  # fmt: skip
-_READING = ("level", "max_documents", "header", "on_error")
+_READING = ("level", "max_documents", "header", "encoding", "on_error")
 
 
 def pretraining_config(demo: DemoConfig, output: str | os.PathLike) -> dict[str, Any]:

@@ -115,15 +115,12 @@ def embed_encode(
     output: str = "vectors.npy",  # .npy, .parquet, or a directory to search in
     text_column: str = "text",  # column of the text in tables
     sample_by: str = "auto",  # a text file's documents: line, paragraph or document
-    split: str = "train",  # split of a hub dataset
-    file_format: str | None = None,  # of files: text, csv, json, parquet; null: their suffix
+    reader_kwargs: dict[str, Any] | None = None,  # how files are read: encoding, delimiter, header, on_error, ...; each is a flag, too
     width: int | None = None,  # only the first numbers of each vector (Matryoshka)
     max_sequence_length: int | None = None,  # tokens that are read of a text; null: the model's
     pooling: str | None = None,  # mean or cls; null: the model's
     part_size: int = 4096,  # texts after which the work may be stopped without a loss
     overwrite: bool = False,  # replace the file or index of --output
-    on_error: str = "raise",  # or skip: leave malformed rows out and count them
-    header: bool = True,  # of .csv and .tsv; false: columns have numbers instead of names
     prompt: str = "document",  # of the model, before each text: for a document, a query, or none
 ) -> str:  # the summary
     """Turn texts into vectors: .npy, .parquet, or an index to search in.
@@ -135,16 +132,7 @@ def embed_encode(
     check_output(output, overwrite)
     check_not_inside(output, source, "output")
     notes: Counter = Counter()
-    documents = source_documents(
-        source,
-        notes,
-        text_column=text_column,
-        sample_by=sample_by,
-        split=split,
-        file_format=file_format,
-        on_error=on_error,
-        header=header,
-    )
+    documents = source_documents(source, notes, text_column, sample_by, **(reader_kwargs or {}))
     loaded = load_bi_encoder(model, max_sequence_length, pooling)
     with tqdm(unit=" texts", disable=not sys.stderr.isatty()) as bar:
         update = lambda count: bar.update(count - bar.n)
@@ -193,8 +181,7 @@ def embed_search(
     as_json: bool = False,  # print JSON lines
     text_column: str = "text",  # column of the text in tables
     sample_by: str = "auto",  # a text file's documents: line, paragraph or document
-    on_error: str = "raise",  # or skip: leave malformed rows out and count them
-    header: bool = True,  # of .csv and .tsv; false: columns have numbers instead of names
+    reader_kwargs: dict[str, Any] | None = None,  # how files are read: encoding, delimiter, header, on_error, ...; each is a flag, too
 ) -> str:
     """Find the texts that are most like a query.
 
@@ -210,10 +197,8 @@ def embed_search(
         raise ValueError(f"there is no {path}; name an index, a file or a folder of texts")
     index = TextIndex.open(path) if (path / "store.json").is_file() else None
     if index is None:
-        options = {"on_error": on_error, "header": header, "notes": notes}
-        documents = source_documents(
-            [str(path)], text_column=text_column, sample_by=sample_by, **options
-        )
+        options = reader_kwargs or {}
+        documents = source_documents([str(path)], notes, text_column, sample_by, **options)
     loaded = load_bi_encoder(model)
     find_similarity(loaded)  # raises before anything is encoded
     if index is not None:
@@ -247,10 +232,11 @@ def embed_mine(
     relative_margin: float | None = None,  # by which a negative must score below the positive
     query_column: str | None = None,  # null: by its usual name
     positive_column: str | None = None,  # null: by its usual name
+    reader_kwargs: dict[str, Any] | None = None,  # how files are read: encoding, delimiter, header, on_error, ...; each is a flag, too
 ) -> str:
     "Find hard negatives for pairs, with sentence-transformers."
     check_output_file(output)
-    dataset = read_pairs(pairs, query_column, positive_column)
+    dataset = read_pairs(pairs, query_column, positive_column, **(reader_kwargs or {}))
     options = {"range_min": range_min, "range_max": range_max, "relative_margin": relative_margin}
     mined = mine_negatives(dataset, load_bi_encoder(model), num_negatives, **options)
     rows = zip(mined.queries, mined.positives, mined.negatives)
@@ -261,9 +247,11 @@ def embed_mine(
     return f"{len(mined):,} pairs with {num_negatives} negatives at most, written to {output}"
 
 
-def _evaluated_tasks(name: str, data: str | None, columns: tuple) -> list[RetrievalTask]:
+def _evaluated_tasks(
+    name: str, data: str | None, columns: tuple, reading: dict[str, Any]
+) -> list[RetrievalTask]:
     if data is not None:
-        pairs = read_pairs(data, *columns)
+        pairs = read_pairs(data, *columns, **reading)
         rows = list(zip(pairs.queries, pairs.positives))
         return [RetrievalTask.from_pairs("data", data, [], rows)]
     check_choice("task", name, ("all", *RETRIEVAL_TASKS))
@@ -279,6 +267,7 @@ def embed_evaluate(
     baselines: bool = True,  # BM25, TF-IDF and word vectors in the same table
     mteb: list[str] | None = None,  # names of mteb's tasks, run by mteb itself
     output: str | None = None,  # file for the numbers, .json
+    reader_kwargs: dict[str, Any] | None = None,  # how files are read: encoding, delimiter, header, on_error, ...; each is a flag, too
 ) -> str:  # the table
     """Measure retrieval beside BM25 and TF-IDF.
 
@@ -287,7 +276,7 @@ def embed_evaluate(
     if output is not None:
         output = str(Path(output).expanduser())
         check_output_file(output)
-    tasks = _evaluated_tasks(task, data, (query_column, positive_column))
+    tasks = _evaluated_tasks(task, data, (query_column, positive_column), reader_kwargs or {})
     loaded = load_bi_encoder(model)
     by_mteb = mteb_scores(model, mteb) if mteb else {}  # first, for it may be missing
     lines, numbers = [], {}

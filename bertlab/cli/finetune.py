@@ -121,8 +121,9 @@ def build_finetuning(
             model["model_config_kwargs"] = {"vocab_size": len(data.tokenizer), **ids, **settings}
         module = FinetuningModule(**model)
         monitor = prepare(module, data, run.monitor or run.glue and GLUE[run.glue][1])
-    names = [f"val_{name}" for name in ("loss", *module.task.metric_names)]
-    check_choice("run.monitor", monitor, names)
+    if monitor is not None:
+        names = [f"val_{name}" for name in ("loss", *module.task.metric_names)]
+        check_choice("run.monitor", monitor, names)
     data.seed = config["seed_everything"]
     callbacks = [BestCheckpoint(run.output, monitor)]
     callbacks += [] if run.patience is None else [Patience(monitor, run.patience)]
@@ -130,11 +131,13 @@ def build_finetuning(
     trainer = epoch_options(data, run.num_epochs, run.validations_per_epoch) | trainer
     trainer["callbacks"] = callbacks + trainer["callbacks"]
     describe = lambda: "\n".join(
-        [data.describe(num_rows=1), f"model    {module.describe()}", f"monitor  {monitor}"]
-    )
+        [data.describe(num_rows=1), f"model    {module.describe()}",
+         f"monitor  {monitor or 'none: no rows are validated on, and the last weights are kept'}"]
+    )  # fmt: skip
     return RunParts(
-        {**config, "model": model}, run.run_config(), module, data, None, trainer, describe
-    )
+        {**config, "model": model}, run.run_config(), module, data, None, trainer, describe,
+        validates=monitor is not None,
+    )  # fmt: skip
 
 # %% ../../nbs/cli/05_finetune.ipynb #55527584
 # Settings that a resume may change although seeds are finished: results do not depend on them.
@@ -224,14 +227,15 @@ def _save_best(parts: RunParts, output: Path, seed: int, metrics: Mapping[str, f
     # The model before its figures: a figure that fails must not cost the model.
     save_predictor(module.model, output, data.tokenizer)
     data.save_task(output)
-    split = "test" if any(name.startswith("test_") for name in metrics) else "validation"
     device = find_accelerator(parts.config["trainer"]["accelerator"])
     module.to(device if device in ("cuda", "mps") else "cpu")  # it has no trainer that would
-    evaluation = evaluate(module, data, split)
-    evaluation.write(output)
+    if metrics:
+        split = "test" if any(name.startswith("test_") for name in metrics) else "validation"
+        evaluation = evaluate(module, data, split)
+        evaluation.write(output)
+        print(f"{split} rows, best seed:\n{evaluation.table()}", flush=True)
     print(
-        f"{split} rows, best seed:\n{evaluation.table()}\nwritten  {output}: load it with "
-        f"transformers.pipeline, or: bertlab predict {output} FILE",
+        f"written  {output}: load it with transformers.pipeline, or: bertlab predict {output} FILE",
         flush=True,
     )
 
@@ -301,7 +305,7 @@ def _fit_seeds(
             gc.collect()  # trainer and module, which refer to each other, with the states
         seeds = tuple(s for s in run.seeds if s in metrics)
         results = SeedResults(seeds, tuple(metrics[s] for s in seeds))
-        best = max(seeds, key=lambda s: metric_rank(monitor, metrics[s]))
+        best = max(seeds, key=lambda s: metric_rank(monitor, metrics[s])) if monitor else seeds[0]
         summary = {
             "monitor": monitor, "seeds": seeds, "runs": results.runs, "mean": results.mean(),
             "deviation": results.deviation(), "best_seed": best, "baselines": baselines,
@@ -309,9 +313,10 @@ def _fit_seeds(
         write_json(output / "metrics.json", summary)
         if watch is not None and watch.pruned:
             break
-    print(results.table(baselines), flush=True)
-    hparams = parts.module.hparams
-    advice = compare_with_baselines(monitor, metrics[best], baselines, hparams, run.method)
+    if metrics[best]:
+        print(results.table(baselines), flush=True)
+    options = baselines, parts.module.hparams, run.method
+    advice = compare_with_baselines(monitor or parts.module.monitor, metrics[best], *options)
     if advice:
         print(advice, flush=True)
     _save_best(parts, output, best, metrics[best])
@@ -362,8 +367,8 @@ def predict(
     text_column: list[str] | None = None,  # by name or number; twice for pairs of texts
     output: str | None = None,  # file to write: .jsonl, .csv, .tsv, .conllu or .parquet
     format: str | None = None,  # of what is read: lines, csv, jsonl, ...; null: it is guessed
-    header: bool = True,  # of .csv and .tsv; false: columns have numbers instead of names
-    delimiter: str | None = None,  # of .csv and .tsv; null: as in training, or the usual one
+    # How files are read: header, delimiter (null: as in training), encoding, ...; each is a flag, too.
+    reader_kwargs: dict[str, Any] | None = None,
     all_probabilities: bool = False,  # of every label, or the best answers
     batch_size: int = 32,  # rows that are predicted at once
     num_best: int = 5,  # answers to show with all_probabilities
@@ -378,7 +383,7 @@ def predict(
     answers = {"num_best": num_best, "null_threshold": null_threshold}
     options = {k: v for k, v in answers.items() if k in predictor.task.prediction_options}
     rows, result = predict_file(
-        predictor, file, output, text_column, format, header, overwrite, delimiter,
+        predictor, file, output, text_column, format, overwrite, reader_kwargs,
         batch_size=batch_size, all_probabilities=all_probabilities, **options,
     )  # fmt: skip
     if output is None:

@@ -21,7 +21,7 @@ from .commands import COMMANDS
 from .parser import Command, Parsed, configuration, parse, read_options
 from ..core.files import RUN_FILE, check_model_source, check_output_file
 from ..core.files import check_run_directory
-from ..core.names import did_you_mean
+from ..core.names import check_choice, did_you_mean
 from ..core.serialization import dump_yaml, find_config, load_yaml
 from ..core.serialization import named_sources
 
@@ -190,7 +190,12 @@ def _import_part(file: str) -> Any:  # "cli/write.py"
 
 
 def _check_values(command: Command, config: Mapping[str, Any]) -> None:
-    "Check the sections whose class needs no torch."
+    "Check the sections whose class needs no torch, and the keys of dictionaries."
+    for name in {*command.keys.values()}:
+        section, _, key = name.rpartition(".")
+        values = (config[section] if section else config)[key] or {}
+        for key in values:
+            check_choice(name, key, [k for k, option in command.keys.items() if option == name])
     for section, source in command.sections.items():
         file, _, name = source.partition(":")
         if file.endswith(("config.py", "demo.py")):

@@ -145,6 +145,7 @@ _DICTIONARIES = {  # options that are sorted by the classes that have their keys
     "data.data_kwargs": "readers.py:ReadOptions corpus.py:HoldOutOptions packing.py:PackingOptions "
     "mixing.py:MixtureOptions streaming.py:StreamOptions tokens.py:LengthOptions",
     "data.reader_kwargs": "readers.py:ReadOptions",
+    "reader_kwargs": "readers.py:ReadOptions",
 }
 
 

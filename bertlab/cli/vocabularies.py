@@ -8,14 +8,17 @@ __all__ = ['read_text', 'train', 'compare', 'copy_sentence_transformers_files', 
 # %% ../../nbs/cli/08_vocabularies.ipynb #6d700afc
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+import sys
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ..core.files import atomic_directory, write_json
 from ..core.names import check_choice
 from ..data.corpus import embedded_corpus
-from ..data.sources import TextStream
+from ..data.readers import ReadOptions
+from ..data.sources import iter_documents
 from ..data.tokenizer_measures import compare_tokenizers, measures_table
 from ..data.tokenizers import TOKENIZER_TRAINERS, load_tokenizer, normalization_note
 from ..data.tokenizers import save_tokenizer, train_tokenizer
@@ -32,16 +35,21 @@ from ..core.files import find_model_directory
 def read_text(
     source: str | Sequence[str] | None,  # files, directories, datasets; None: embedded corpus
     text_column: str = "text",  # of tables and datasets, by name or number
+    reader_kwargs: Mapping[str, Any] | None = None,  # of `ReadOptions`, such as encoding
     held_out: bool = False,  # of the embedded corpus: the part for validation
 ) -> list[str]:
     "Read the text that a command works on. Raises `ValueError` where there is none."
     if source is None:
         corpus = embedded_corpus()
         return corpus.validation_texts if held_out else corpus.train_texts
-    texts = list(TextStream(source, text_column))
-    if not texts:
+    notes: Counter = Counter()
+    options = ReadOptions(text_column, **(reader_kwargs or {}))
+    texts = [document.text for document in iter_documents(source, options, notes)]
+    if not any(text.strip() for text in texts):
         raise ValueError(f"there is no text in {source}")
-    return texts
+    for note, count in notes.items():
+        print(f"{count:,} {note}", file=sys.stderr, flush=True)
+    return [text for text in texts if text.strip()]
 
 
 def train(
@@ -53,6 +61,7 @@ def train(
     limit_alphabet: int | None = None,  # characters; null: 1000, or more if needed; not of bpe
     model_max_length: int = 512,  # tokens: where a pipeline truncates
     text_column: str = "text",  # of tables and datasets
+    reader_kwargs: dict[str, Any] | None = None,  # how files are read: encoding, delimiter, header, on_error, ...; each is a flag, too
     # Of wordpiece in lowercase; null: true, unless 1% of the letters would lose a mark.
     strip_accents: bool | None = None,
 ) -> Path:  # the directory
@@ -60,7 +69,7 @@ def train(
     check_choice("kind", kind, TOKENIZER_TRAINERS)
 
     def texts() -> Iterator[str]:  # read when the other arguments have been looked at
-        yield from read_text(sources or None, text_column)
+        yield from read_text(sources or None, text_column, reader_kwargs)
 
     tokenizer = train_tokenizer(
         texts(),
@@ -85,11 +94,12 @@ def compare(
     text: str | list[str] | None = None,  # to measure on; null: held-out embedded corpus
     text_column: str = "text",  # of tables and datasets, by name or number
     output: str | None = None,  # a new file, such as measures.json
+    reader_kwargs: dict[str, Any] | None = None,  # how files are read: encoding, delimiter, header, on_error, ...; each is a flag, too
 ) -> dict[str, dict[str, float]]:
     "Measure tokenizers side by side: `bertlab tokenizer compare`. Prints a table."
     if not tokenizers:
         raise ValueError("tokenizers is missing: name one or several directories or hub names")
-    texts = read_text(text, text_column, held_out=True)
+    texts = read_text(text, text_column, reader_kwargs, held_out=True)
     loaded = {name: load_tokenizer(name) for name in tokenizers}
     more, notes = {}, []
     for name, tokenizer in loaded.items():
@@ -169,10 +179,11 @@ def extend(
     num_pieces: int = 1000,  # new entries, at most
     min_count: int = 5,  # occurrences that a new entry must have
     text_column: str = "text",  # of tables and datasets, by name or number
+    reader_kwargs: dict[str, Any] | None = None,  # how files are read: encoding, delimiter, header, on_error, ...; each is a flag, too
 ) -> Path:  # the directory
     "Add entries to a vocabulary for a text: `bertlab tokenizer extend`."
     tokenizer, model, source = _open(directory)
-    texts = read_text(text, text_column)
+    texts = read_text(text, text_column, reader_kwargs)
     if model is None:
         new = extend_tokenizer(tokenizer, texts, num_pieces, min_count=min_count).tokenizer
     else:
@@ -188,10 +199,12 @@ def trim(
     keep: list[str] | None = None,  # entries to keep in any case
     keep_characters: bool = True,  # keep single characters, with which other texts can be written
     text_column: str = "text",  # of tables and datasets, by name or number
+    reader_kwargs: dict[str, Any] | None = None,  # how files are read: encoding, delimiter, header, on_error, ...; each is a flag, too
 ) -> Path:  # the directory
     "Drop the entries that a text does not use: `bertlab tokenizer trim`."
     tokenizer, model, source = _open(directory)
-    texts, options = read_text(text, text_column), {"keep_characters": keep_characters}
+    texts = read_text(text, text_column, reader_kwargs)
+    options = {"keep_characters": keep_characters}
     if model is None:
         new = trim_tokenizer(tokenizer, texts, keep=keep or (), **options).tokenizer
     else:
@@ -206,12 +219,13 @@ def transplant(
     # What the model will read, to match its predictions to the frequencies there; null: none.
     text: str | list[str] | None = None,
     text_column: str = "text",  # of tables and datasets, by name or number
+    reader_kwargs: dict[str, Any] | None = None,  # how files are read: encoding, delimiter, header, on_error, ...; each is a flag, too
 ) -> Path:  # the directory
     "Give a model another tokenizer: `bertlab tokenizer transplant`."
     old, model, source = _open(directory)
     if model is None:
         raise ValueError(f"directory={directory} has a tokenizer without a model; name a model")
     new = load_tokenizer(tokenizer)
-    texts = None if text is None else read_text(text, text_column)
+    texts = None if text is None else read_text(text, text_column, reader_kwargs)
     result = transplant_vocabulary(model, old, new, texts)
     return _write(*result, source, output, f"{len(old):,} entries replaced by {len(new):,}")

@@ -278,12 +278,7 @@ def read_pairs(
     # A teacher's scores, or how similar a pair is; None: by its usual name, "": none.
     scores_column: str | int | None = None,
     vector_column: str | int | None = None,  # of the query, by a larger model
-    *,
-    split: str = "train",  # of a hub dataset; may be a slice such as train[:10%]
-    config_name: str | None = None,  # of a hub dataset that has several
-    file_format: str | None = None,  # csv, json, parquet; None: by the suffix
-    on_error: str = "raise",  # or "skip": leave malformed rows out and count them
-    header: bool = True,  # of .csv and .tsv; False: columns have numbers instead of names
+    **reading: Any,  # of `ReadOptions`: split, config_name, file_format, on_error, encoding, ...
 ) -> PairDataset:  # cleaned, see `clean_pairs`
     """Read pairs from CSV, JSON Lines, Parquet, a hub dataset, a DataFrame or a list of dicts.
 
@@ -292,9 +287,8 @@ def read_pairs(
     names = query_column, positive_column, negative_column, scores_column, None, vector_column
     find = cache(lambda columns: find_columns(columns, dict(zip(COLUMN_NAMES, names))))
     notes, pairs, labels = Counter(), [], []
-    handle_error = ErrorHandler(on_error, notes)
-    options = ReadOptions(file_format=file_format, header=header, on_error=on_error, split=split,
-                          config_name=config_name)  # fmt: skip
+    options = ReadOptions(**reading)
+    handle_error = ErrorHandler(options.on_error, notes)
     source = source.to_dict("records") if hasattr(source, "iterrows") else source
     if isinstance(source, (list, tuple)) and all(isinstance(row, Mapping) for row in source):
         rows = (("row", str(n), row) for n, row in enumerate(source))
@@ -471,6 +465,7 @@ class EmbeddingDataModule(L.LightningDataModule):
         file_format: str | None = None,  # csv, json, parquet; None: by the suffix
         on_error: str = "raise",  # or "skip": leave malformed rows out and count them
         header: bool = True,  # of .csv and .tsv; False: columns have numbers instead of names
+        reader_kwargs: dict[str, Any] | None = None,  # how files are read, such as encoding
         validation_fraction: float = 0.05,  # of the pairs, without a validation set; 0: none
         shuffle_train: bool = True,  # in each epoch
         seed: int = 0,  # of order and held-out pairs
@@ -487,6 +482,7 @@ class EmbeddingDataModule(L.LightningDataModule):
         self.splits, self.config_name = (train_split, val_split), dataset_config_name
         self.columns = query_column, positive_column, negative_column, scores_column, vector_column
         self.reading = {"file_format": file_format, "on_error": on_error, "header": header}
+        self.reading |= reader_kwargs or {}
         self.max_sequence_length, self.num_negatives = max_sequence_length, num_negatives
         self.batch_sizes = train_batch_size, val_batch_size
         self.num_workers, self.packing, self.seed = num_workers, packing, seed

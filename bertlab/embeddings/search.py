@@ -391,10 +391,13 @@ def join_headings(documents: Iterable[Document]) -> Iterator[Document]:
 def source_documents(
     source: str | Sequence[str],  # files, directories, hub names
     notes: Counter | None = None,  # receives what was left out
-    **reading: Any,  # of `ReadOptions`: text_column, sample_by, on_error, ...
+    text_column: str | int = "text",  # of tables and datasets
+    sample_by: str = "auto",  # a text file's documents: line, paragraph or document
+    **reading: Any,  # of `ReadOptions`: encoding, on_error, ...
 ) -> Callable[[], Iterable[Document]]:
     "Return a function that reads documents anew with each call. Raises `ValueError`."
-    options, notes = ReadOptions(**reading), Counter() if notes is None else notes
+    notes = Counter() if notes is None else notes
+    options = ReadOptions(text_column, sample_by=sample_by, **reading)
     source_parts(source, options, Counter(), can_slice=True)  # reports a wrong source now
     join = join_headings if options.sample_by in ("auto", "paragraph") else iter
     return lambda: join(iter_documents(source, options, notes))

@@ -222,7 +222,7 @@ class FinetuningDataModule(L.LightningDataModule):
         label_names: list[str] | dict[Any, str] | None = None,
         packing: bool = False,  # several texts a training row, for token_classification
         fixed_shapes: bool = False,  # pad to max_sequence_length, for compilers
-        validation_fraction: float = 0.1,  # of the training rows, without a split; 0: predict only
+        validation_fraction: float = 0.1,  # of the training rows, without a split; 0: none
         vocab_size: int = 4096,  # of a tokenizer that is trained here
         seed: int = 0,  # of order and held-out rows
     ):

@@ -137,6 +137,8 @@ def plain_label(label: Any) -> Any:
         label = sorted(label, key=str)
     if isinstance(label, (list, tuple)):
         return [plain_label(part) for part in label]
+    if hasattr(label, "as_integer_ratio") and not isinstance(label, int):
+        label = float(label)  # a decimal or a fraction, too
     return int(label) if isinstance(label, float) and label.is_integer() else label
 
 

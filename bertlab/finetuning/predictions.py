@@ -285,8 +285,7 @@ def evaluate(
 def read_input(
     source: str | os.PathLike,  # a file, or "-": standard input
     file_format: str | None = None,  # a key of LABELLED; None: by name and contents
-    header: bool = True,  # of .csv and .tsv; False: columns have numbers instead of names
-    delimiter: str | None = None,  # of .csv and .tsv; None: the usual one
+    **reading: Any,  # of `ReadOptions`: header, delimiter, encoding, ...
 ) -> Table:
     "Read a file into a table. Raises `ValueError`."
     if str(source) == "-":
@@ -294,12 +293,12 @@ def read_input(
             path, text = Path(folder) / "standard input", sys.stdin.buffer.read()
             path.write_bytes(text)
             guess = "jsonl" if text.lstrip().startswith(b"{") else None
-            return read_input(path, file_format or guess, header, delimiter)
+            return read_input(path, file_format or guess, **reading)
     path = Path(source).expanduser()
     if not path.is_file():
         raise ValueError(f"there is no file {source}")
     file_format = file_format or guess_format(path) or "lines"
-    return read_labelled([path], file_format, header=header, delimiter=delimiter)
+    return read_labelled([path], file_format, **reading)
 
 # %% ../../nbs/finetuning/12_predictions.ipynb #c5d20dc1
 def _as_json_lines(rows: Sequence[Mapping]) -> str:
@@ -375,14 +374,13 @@ def predict_file(
     output: str | os.PathLike | None = None,  # a file to write; None: only rows are returned
     text_column: Any = None,
     file_format: str | None = None,  # of what is read
-    header: bool = True,  # of .csv and .tsv; False: columns have numbers instead of names
     overwrite: bool = False,  # an output that exists
-    delimiter: str | None = None,  # of .csv and .tsv; None: as in training, or the usual one
+    reader_kwargs: Mapping[str, Any] | None = None,  # of `ReadOptions`, over those of training
     **options: Any,  # of `Predictor.predict`
 ) -> tuple[list[dict], Predictions]:  # rows with their predictions
     "Read, predict, write. Raises `ValueError` before the model runs, if that is possible."
     task, ending = predictor.task, output and check_output(output, source, overwrite)
-    table = read_input(source, file_format, header, delimiter or predictor.reader.get("delimiter"))
+    table = read_input(source, file_format, **{**predictor.reader, **(reader_kwargs or {})})
     is_conllu = table.file_format == "conllu"
     if ending == "conllu" and not (is_conllu and task.name == "token_classification"):
         raise ValueError(f"output {output}: only tags for the words of CoNLL-U are written so")

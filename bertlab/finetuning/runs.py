@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
+from lightning.pytorch.utilities import rank_zero_info
 from torch.utils.data import DataLoader
 
 from ..core.devices import find_accelerator
@@ -35,9 +36,9 @@ from ..train.stopping import LearningCheck, NonFiniteGuard
 from ..train.trainer import make_trainer, seed_everything
 
 # %% ../../nbs/finetuning/11_runs.ipynb #05c10d03
-def mode_of(monitor: str) -> str:
+def mode_of(monitor: str | None) -> str:
     "Return whether less or more of a metric is better."
-    return "min" if monitor.endswith("loss") else "max"
+    return "min" if monitor is None or monitor.endswith("loss") else "max"
 
 
 def metric_rank(monitor: str, metrics: Mapping[str, Any]) -> float:  # of which more is better
@@ -47,16 +48,16 @@ def metric_rank(monitor: str, metrics: Mapping[str, Any]) -> float:  # of which 
 
 
 class BestCheckpoint(ModelCheckpoint):
-    "Keep the weights of the best validation, as they were validated."
+    "Keep the weights of the best validation, as validated; without a metric, those of the last epoch."
 
-    def __init__(self, directory: str | os.PathLike, monitor: str, file_name: str = "best"):
+    def __init__(self, directory: str | os.PathLike, monitor: str | None, file_name: str = "best"):
         super().__init__(
             directory,
             file_name,
             monitor,
             mode=mode_of(monitor),
             save_weights_only=True,
-            save_on_train_epoch_end=False,
+            save_on_train_epoch_end=monitor is None,
             enable_version_counter=False,
         )
 
@@ -67,6 +68,10 @@ class BestCheckpoint(ModelCheckpoint):
     def on_validation_end(self, trainer, pl_module) -> None:
         with pl_module.evaluation_weights():  # averages, if the optimizer keeps some
             super().on_validation_end(trainer, pl_module)
+
+    def on_train_epoch_end(self, trainer, pl_module) -> None:
+        with pl_module.evaluation_weights():
+            super().on_train_epoch_end(trainer, pl_module)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         "Find the best weights again, also if the directory of the run was moved."
@@ -85,7 +90,9 @@ class BestCheckpoint(ModelCheckpoint):
 class Patience(EarlyStopping):
     "Stop after validations without a gain; a resumed run whose patience is spent takes no step."
 
-    def __init__(self, monitor: str, patience: int):
+    def __init__(self, monitor: str | None, patience: int):
+        if monitor is None:
+            raise ValueError(f"patience={patience} needs rows to validate on, and there are none")
         super().__init__(
             monitor,
             patience=patience,
@@ -135,7 +142,7 @@ def prepare(
     module: FinetuningModule,
     data: Any,  # a FinetuningDataModule
     monitor: str | None = None,  # None: the task's
-) -> str:  # the metric to monitor
+) -> str | None:  # the metric to monitor; None: no rows to validate on
     "Set the data up and let module and data agree. Raises `ValueError`."
     source = module.hparams.pretrained_model_name_or_path
     if source is not None:
@@ -144,19 +151,24 @@ def prepare(
         check_tokenizer_matches(source, data.tokenizer)
     data.prepare_data()
     data.setup()
-    if missing := {"train", "validation"} - data.datasets.keys():
-        raise ValueError(
-            f"there is no {min(missing)} split: name train_split and val_split, or hold a share "
-            f"out: validation_fraction={data.validation_fraction} must be above 0, such as 0.1"
-        )
+    if "train" not in data.datasets:
+        raise ValueError("there is no train split: name train_split, or set_datasets(train=...)")
     module.settle(data)
-    return monitor or module.monitor
+    if "validation" in data.datasets:
+        return monitor or module.monitor
+    if monitor is not None:
+        raise ValueError(
+            f"monitor={monitor!r} needs rows to validate on: name val_split, or hold a share out, as "
+            "validation_fraction=0.1"
+        )
+    rank_zero_info("no rows are validated on, and the last weights are kept")
+    return None
 
 
 def load_best(module: FinetuningModule, checkpoint: ModelCheckpoint) -> int:  # after which step
     "Load the best weights. Raises `ValueError` if none were saved."
     if not checkpoint.best_model_path:
-        raise ValueError("no validation came before the end of the run: there are no best weights")
+        raise ValueError("the run ended before its first validation: there are no best weights")
     best = read_checkpoint(checkpoint.best_model_path)
     module.load_state_dict(best["state_dict"])
     return best["global_step"]
@@ -219,12 +231,14 @@ def evaluate_run(
     module: FinetuningModule,
     data: Any,  # a FinetuningDataModule that was set up
     trainer_options: Mapping[str, Any],
-) -> dict[str, float]:  # val_... and, if a test split has labels, test_...
+) -> dict[str, float]:  # val_... and test_..., of the splits that have labels
     "Score the weights as they are."
     names = "precision", "accelerator", "devices", "strategy"
     options = {k: v for k, v in trainer_options.items() if k in names}
     evaluator = make_trainer(1, limit_val_batches=1.0, **options)
-    metrics = evaluator.validate(module, data, verbose=False)[0]
+    metrics: dict[str, float] = {}
+    if "validation" in data.rows:
+        metrics |= evaluator.validate(module, data, verbose=False)[0]
     if "test" in data.rows and data.task.label_column in data.rows["test"].columns:
         metrics |= evaluator.test(module, data, verbose=False)[0]
     return metrics
@@ -240,7 +254,7 @@ def epoch_options(
         "max_steps": num_epochs * len(data.train_dataloader()),
         "max_epochs": num_epochs,
         "check_val_every_n_epoch": 1,
-        "limit_val_batches": 1.0,
+        "limit_val_batches": float("validation" in data.datasets),
         "val_check_interval": 1.0 / validations_per_epoch,
     }
 
@@ -264,7 +278,8 @@ def _inputs_of(
 def fit_probe(
     module: FinetuningModule,  # after `prepare`
     data: Any,  # its FinetuningDataModule
-    penalties: Sequence[float] = (1e-2, 1e-1, 1.0),  # on squared weights; validation chooses
+    # On squared weights. Validation chooses; without, it is the one in the middle.
+    penalties: Sequence[float] = (1e-2, 1e-1, 1.0),
 ) -> None:
     """Train the last layer alone, to its optimum on the frozen encoder's vectors.
 
@@ -282,9 +297,12 @@ def fit_probe(
         torch.nn.init.zeros_(module.model.task_head.dense.bias)
         with torch.no_grad():
             module.model.task_head.dense.weight.copy_(0.05 * torch.eye(layer.in_features))
-    (train_ND, labels), validation = (
-        _inputs_of(layer, module, data, split) for split in ("train", "validation")
-    )
+    train_ND, labels = _inputs_of(layer, module, data, "train")
+    validation = train_ND, labels
+    if "validation" in data.datasets:
+        validation = _inputs_of(layer, module, data, "validation")
+    else:
+        penalties = [penalties[len(penalties) // 2]]
     mean_D, scale_D = train_ND.mean(0), train_ND.std(0).clamp_min(1e-6)
     candidates = []
     for penalty in penalties:
@@ -327,8 +345,8 @@ def finetune(
 ) -> FinetuningResult:
     """Train, stop early, load the best weights and score them.
 
-    Raises `ValueError` for data without labels to learn or validate by, and for a checkpoint of
-    another run.
+    Without rows to validate on, the last weights count as the best. Raises `ValueError` for data
+    without labels to learn by, and for a checkpoint of another run.
     """
     check_choice("method", method, ("finetune", "probe"))
     monitor, data.seed = prepare(module, data, monitor), seed

@@ -150,9 +150,10 @@ class Task:
         label = plain_label(row.get(column))
         for value in flatten([label]):
             is_blank = isinstance(value, str) and not value.strip()
-            if value is None or is_blank or value != value:  # only NaN differs from itself
+            is_label = isinstance(value, (str, int, float))
+            if value is None or is_blank or is_label and value != value:  # NaN
                 raise ValueError(f"the column {column!r} has no label: it holds {label!r:.60}")
-            if isinstance(value, Mapping):
+            if not is_label:
                 raise ValueError(
                     f"the column {column!r} holds {value!r:.60}: a label is a name, a number, a list "
                     "of names, or a mapping of names to 0 or 1"

@@ -211,6 +211,33 @@ def test_malformed_rows_are_skipped_and_counted(folder, capsys, tmp_path):
     assert hit["text"] == "gamma"
 
 
+def test_files_of_another_encoding_are_read(folder, capsys, tmp_path):
+    "By every command: their words are those of the same file in UTF-8."
+    rows = ["query;positive", *(f"süß {n};Käse {n}" for n in range(40))]
+    for name, encoding in (("u.csv", "utf-8"), ("l.csv", "cp1252")):
+        (tmp_path / name).write_bytes("\n".join(rows).encode(encoding))
+    search = "search", folder / "run", tmp_path / "l.csv", "Käse 7", "--text_column", "positive"
+    assert "cp1252" in refuse(capsys, *search)
+    latin = "--encoding", "cp1252"
+    [hit] = hits_of(succeed(capsys, *search, *latin, "--top_k", "1", "--as_json"))
+    assert "Käse" in hit["text"]
+    for command, options in (
+        ("encode", ["--text_column", "positive", "--output"]),
+        ("evaluate", ["--baselines", "false", "--output"]),
+    ):
+        outputs = []
+        for name, more in (("u.csv", ()), ("l.csv", latin)):
+            source = [tmp_path / name] if command == "encode" else ["--data", tmp_path / name]
+            output = tmp_path / f"{name}{'.npy' if command == 'encode' else '.json'}"
+            succeed(capsys, command, folder / "run", *source, *options, output, *more)
+            outputs.append(output.read_bytes())
+        assert outputs[0] == outputs[1]
+    data = tmp_path / "l.csv", "--data.max_sequence_length", "16", "--trainer.max_steps", "1"
+    words = finetune_words(folder, tmp_path / "new", "--data.dataset_name_or_path", *data)
+    assert "cp1252" in refuse(capsys, *words)
+    assert "40 pairs" in succeed(capsys, *words, *latin, "--data.validation_fraction", "0")
+
+
 def change_model(folder, tmp_path, **options):
     "A copy of the model with other options of sentence-transformers."
     shutil.copytree(folder / "run", tmp_path / "model")

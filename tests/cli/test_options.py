@@ -210,6 +210,14 @@ def test_a_key_needs_no_name_of_its_dictionary():
     assert data["reader_kwargs"] == {"delimiter": ";"}
 
 
+def test_every_command_that_reads_files_takes_an_encoding():
+    models = "card", "push", "export", "average", "lengthen", "fill-mask", "write"
+    for name, command in COMMANDS.items():
+        names = {option.rpartition(".")[2] for option in command.options} | command.keys.keys()
+        reads = command.sources or command.local or any("dataset_name" in key for key in names)
+        assert not reads or name in models or "encoding" in names, name
+
+
 def test_list_flags_repeat():
     sentences = ["[MASK] is a cat.", "Note: the [MASK].", "2020"]
     words = [word for sentence in sentences for word in ("--run.preview_sentences", sentence)]

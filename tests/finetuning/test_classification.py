@@ -1,6 +1,10 @@
 "Texts: scores are scikit-learn's and scipy's, labels have names, and a bag of words is an opponent."
 
+from decimal import Decimal
+from fractions import Fraction
+
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from hypothesis import given, settings
@@ -121,6 +125,7 @@ def test_ids_are_sorted_labels(labels, names, ids):
     ([["a"], []], MultiLabelClassification, [["a"], []]), ([{"b", "a"}, {"b"}], MultiLabelClassification, [["a", "b"], ["b"]]),
     ([["spam", "ad"], "spam"], MultiLabelClassification, [["spam", "ad"], ["spam"]]), ([["ad"], "ad"], MultiLabelClassification, [["ad"], ["ad"]]),
     ([{"ad": 1, "new": 0}, {"ad": 1, "new": True}], MultiLabelClassification, [["ad"], ["ad", "new"]]),
+    ([Decimal("0.5"), Fraction(1)], Regression, [0.5, 1.0]), ([Decimal("2.0"), 1], Classification, ["2", "1"]),
     (np.array([[1, 0], [0, 1]]), MultiLabelClassification, [["LABEL_0"], ["LABEL_1"]]),
 ])  # fmt: skip
 def test_labels_of_any_class_say_what_they_are_for(labels, kind, named):
@@ -133,7 +138,9 @@ def test_labels_of_any_class_say_what_they_are_for(labels, kind, named):
     assert [task.name_label(label) for label in labels] == named
 
 
-@pytest.mark.parametrize("label", [{"name": "a"}, None, " ", float("nan"), [None]])
+@pytest.mark.parametrize("label", [
+    {"name": "a"}, None, " ", float("nan"), [None], pd.NA, Decimal("nan"), b"a", 3j, [object()],
+])  # fmt: skip
 def test_what_is_no_label_is_refused(label):
     with pytest.raises(ValueError, match="'label'"):
         Classification().read({"text": "a", "label": label}, {"text": "text", "label": "label"})

@@ -275,11 +275,47 @@ def test_a_model_below_a_baseline_is_told():
     assert "probe" not in told(0.5)
 
 
-def test_training_without_rows_to_validate_on_names_the_fraction(tmp_path):
-    rows = "\n".join(f"text {n},{'ab'[n % 2]}" for n in range(20))
-    (tmp_path / "a.csv").write_text(f"text,label\n{rows}\n")
-    data = FinetuningDataModule(
-        "classification", tokenizer(), tmp_path / "a.csv", validation_fraction=0
-    )
-    with pytest.raises(ValueError, match="no validation split.*validation_fraction=0 must be"):
-        prepare(module_for(), data)
+class LastWeights(Callback):
+    "Copy the weights after the last step."
+
+    def on_train_end(self, trainer, pl_module):
+        self.weights = {k: v.clone() for k, v in pl_module.state_dict().items()}
+
+
+def without_validation(train=None, **options):
+    data = FinetuningDataModule("classification", tokenizer(), max_sequence_length=32,
+                                validation_fraction=0, train_batch_size=8, **options)  # fmt: skip
+    data.set_datasets(train or three_kinds(45, 0))
+    return data
+
+
+def test_without_validation_the_last_weights_are_kept(tmp_path):
+    "And all rows are trained on, also by a run that was stopped."
+    last, data = LastWeights(), without_validation()
+    result = finetune(module_for(), data, tmp_path, callbacks=[last], num_epochs=2, **PLAIN)
+    assert len(data.datasets["train"]) == 45 and "validation" not in data.datasets
+    assert result.best_step == 12 and result.metrics == {} and not result.record.validation
+    state = result.module.state_dict()
+    assert all(torch.equal(state[name], weight) for name, weight in last.weights.items())
+    series = TrainingCheckpoint(tmp_path / "checkpoints")
+    with pytest.raises(TrainingInterrupted):
+        finetune(module_for(), without_validation(), tmp_path / "stopped", num_epochs=2,
+                 callbacks=[StopAfter(series, 8), series], **PLAIN)  # fmt: skip
+    resumed = finetune(module_for(), without_validation(), tmp_path / "stopped", num_epochs=2,
+                       checkpoint=latest_checkpoint(series.directory), **PLAIN)  # fmt: skip
+    again = resumed.module.state_dict()
+    assert all(torch.equal(again[name], weight) for name, weight in last.weights.items())
+
+
+def test_a_probe_needs_no_validation(tmp_path):
+    data = without_validation(three_kinds(48, 0))
+    data.set_datasets(three_kinds(48, 0), test=three_kinds(24, 1))
+    result = finetune(module_for(), data, tmp_path, method="probe", accelerator="cpu")
+    assert [*result.metrics][0].startswith("test_") and result.metrics["test_accuracy"] > 0.9
+
+
+@pytest.mark.parametrize("options", [{"monitor": "val_loss"}, {"patience": 2}])
+def test_what_needs_validation_is_refused_without(tmp_path, options):
+    [(name, value)] = options.items()
+    with pytest.raises(ValueError, match=f"{name}='?{value}'? needs rows to validate on"):
+        finetune(module_for(), without_validation(), tmp_path, **options, **PLAIN)
