@@ -16,6 +16,7 @@ import signal
 import sys
 import threading
 from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from ..data.tokens import check_writable
 from ..model.adapters import save_adapter
 from ..model.huggingface import has_adapter, merged_copy, save_model
 from ..model.loading import numpy_allowed, read_torch_file
+from ..optim.budgets import cpu_process_group
 from .history import paused
 from .parallel import full_state_dict
 from .resume import check_optimizer_states, check_same_run, run_fingerprint
@@ -62,6 +64,15 @@ def set_rng_state(states: dict[str, Any]) -> None:
         torch.mps.set_rng_state(states["mps"])
 
 # %% ../../nbs/train/10_checkpoints.ipynb #aa57d358
+def _of_all_processes(trainer: L.Trainer, state: dict[str, Any]) -> list[dict[str, Any]]:
+    "Gather the generators of every process."
+    states = [state]
+    if trainer.world_size > 1:
+        states = [None] * trainer.world_size
+        torch.distributed.all_gather_object(states, state)
+    return states
+
+
 class RNGState(Callback):
     "Keep the generators of every process in the checkpoint."
 
@@ -69,11 +80,7 @@ class RNGState(Callback):
         self._restored = None
 
     def on_save_checkpoint(self, trainer, pl_module, checkpoint: dict[str, Any]) -> None:
-        states = [rng_state()]
-        if trainer.world_size > 1:
-            states = [None] * trainer.world_size
-            torch.distributed.all_gather_object(states, rng_state())
-        checkpoint["rng_state"] = states
+        checkpoint["rng_state"] = _of_all_processes(trainer, rng_state())
 
     def on_load_checkpoint(self, trainer, pl_module, checkpoint: dict[str, Any]) -> None:
         states = checkpoint.get("rng_state", [])
@@ -224,9 +231,12 @@ class TrainingCheckpoint(Checkpoint):
     def on_save_checkpoint(self, trainer, pl_module, checkpoint: dict[str, Any]) -> None:
         checkpoint["fingerprint"] = run_fingerprint(pl_module, trainer.datamodule, trainer)
         checkpoint["max_steps"] = trainer.max_steps
-        if self._is_waiting and self._after_step and self._is_within_step(trainer):
-            checkpoint["loops"]["fit_loop"] = self._after_step["fit_loop"]
-            checkpoint["rng_state"] = self._after_step["rng_state"]
+        if self._is_waiting and self._after_step:  # processes may be at different micro-batches
+            state = {"rng_state": rng_state()}
+            if self._is_within_step(trainer):
+                state = self._after_step
+                checkpoint["loops"]["fit_loop"] = state["fit_loop"]
+            checkpoint["rng_state"] = _of_all_processes(trainer, state["rng_state"])
 
     def on_load_checkpoint(self, trainer, pl_module, checkpoint: dict[str, Any]) -> None:
         if trainer.state.fn == "fit":
@@ -246,6 +256,8 @@ class TrainingCheckpoint(Checkpoint):
             self._accumulated = None
         self._saved, self._after_step = trainer.global_step, None
         self._remember(trainer)
+        if trainer.world_size > 1:
+            cpu_process_group()  # all processes are here now, and may not be when it is needed
         self._listen()
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
@@ -270,9 +282,9 @@ class TrainingCheckpoint(Checkpoint):
 
     def _remember(self, trainer) -> None:
         "Keep position and generators for a stop among the micro-batches of the next step."
-        if trainer.accumulate_grad_batches > 1 and trainer.world_size == 1:
+        if trainer.accumulate_grad_batches > 1:
             fit_loop = trainer.fit_loop.state_dict()
-            self._after_step = {"fit_loop": fit_loop, "rng_state": [rng_state()]}
+            self._after_step = {"fit_loop": fit_loop, "rng_state": rng_state()}
 
     def best_model(self) -> Path | None:  # None: no model was written
         "Return the directory of the best model so far, or of the newest."
@@ -377,6 +389,16 @@ class TrainingCheckpoint(Checkpoint):
             self._is_waiting = True
             raise TrainingInterrupted(self._saved)
 
+    @staticmethod
+    def _all_wait() -> bool:
+        "Return whether all processes are here within a few seconds, because they wait for data, too."
+        try:
+            limit = timedelta(seconds=DATA_SECONDS)
+            torch.distributed.monitored_barrier(cpu_process_group(), limit)
+        except RuntimeError:
+            return False
+        return True
+
     def _release(self) -> None:
         if self._handlers:
             signal.setitimer(signal.ITIMER_REAL, 0)
@@ -395,7 +417,7 @@ class TrainingCheckpoint(Checkpoint):
         for worker in multiprocessing.active_children():
             if worker.daemon:  # a loader's, for which torch would wait 5 seconds each
                 worker.terminate()
-        # Other processes cannot be asked; their last checkpoint has to do.
-        if trainer.world_size == 1:
+        # Where others compute, they cannot be asked, and the last checkpoint has to do.
+        if trainer.world_size == 1 or self._all_wait():
             self.save(trainer, pl_module)
         exception.args = max(self._saved, 0), self.directory, self.best_model()

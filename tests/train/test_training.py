@@ -446,3 +446,25 @@ def test_training_step_returns_the_mean_loss_without_a_trainer():
     loss, parts = module.training_step(batch, 0), module.label_loss(batch)
     torch.testing.assert_close(loss, parts.loss_sum / parts.num_labels)
     assert module(**batch).loss_sum is not None
+
+
+def stalled_run(folder):
+    "What each of two processes does: both wait for the sixth batch, within a step, and are stopped."
+    from bertlab.train import checkpoints
+
+    checkpoints.DATA_SECONDS = 1
+    options = {"devices": 2, "strategy": "ddp", "accumulate_grad_batches": 2}
+    data = Texts(batch_size=2)
+    data.collator, data.prepare_data = Stuck(data.collator, 6), lambda: None
+    train(data, 12, [TrainingCheckpoint(f"{folder}/stalled")], **options)
+    whole, record = train(Texts(batch_size=2), 12, **options)
+    series = [TrainingCheckpoint(f"{folder}/stalled")]
+    resumed, again = train(Texts(batch_size=2), 12, series, f"{folder}/stalled", seed=7, **options)
+    assert equal(whole, resumed)
+    np.testing.assert_array_equal(again.column("train_loss"), record.column("train_loss"))
+
+
+def test_processes_that_wait_for_data_are_saved_and_end(tmp_path):
+    run_on_ranks(stalled_run, str(tmp_path))
+    names = {path.name for path in (tmp_path / "stalled").iterdir()}
+    assert "step-00000002.ckpt" in names
