@@ -115,7 +115,8 @@ def embed_encode(
     output: str = "vectors.npy",  # .npy, .parquet, or a directory to search in
     text_column: str = "text",  # column of the text in tables
     sample_by: str = "auto",  # a text file's documents: line, paragraph or document
-    reader_kwargs: dict[str, Any] | None = None,  # how files are read: encoding, delimiter, header, on_error, ...; each is a flag, too
+    reader_kwargs: dict[str, Any]
+    | None = None,  # how files are read: encoding, delimiter, header, on_error, ...; each is a flag, too
     width: int | None = None,  # only the first numbers of each vector (Matryoshka)
     max_sequence_length: int | None = None,  # tokens that are read of a text; null: the model's
     pooling: str | None = None,  # mean or cls; null: the model's
@@ -181,7 +182,8 @@ def embed_search(
     as_json: bool = False,  # print JSON lines
     text_column: str = "text",  # column of the text in tables
     sample_by: str = "auto",  # a text file's documents: line, paragraph or document
-    reader_kwargs: dict[str, Any] | None = None,  # how files are read: encoding, delimiter, header, on_error, ...; each is a flag, too
+    reader_kwargs: dict[str, Any]
+    | None = None,  # how files are read: encoding, delimiter, header, on_error, ...; each is a flag, too
 ) -> str:
     """Find the texts that are most like a query.
 
@@ -232,7 +234,8 @@ def embed_mine(
     relative_margin: float | None = None,  # by which a negative must score below the positive
     query_column: str | None = None,  # null: by its usual name
     positive_column: str | None = None,  # null: by its usual name
-    reader_kwargs: dict[str, Any] | None = None,  # how files are read: encoding, delimiter, header, on_error, ...; each is a flag, too
+    reader_kwargs: dict[str, Any]
+    | None = None,  # how files are read: encoding, delimiter, header, on_error, ...; each is a flag, too
 ) -> str:
     "Find hard negatives for pairs, with sentence-transformers."
     check_output_file(output)
@@ -267,7 +270,8 @@ def embed_evaluate(
     baselines: bool = True,  # BM25, TF-IDF and word vectors in the same table
     mteb: list[str] | None = None,  # names of mteb's tasks, run by mteb itself
     output: str | None = None,  # file for the numbers, .json
-    reader_kwargs: dict[str, Any] | None = None,  # how files are read: encoding, delimiter, header, on_error, ...; each is a flag, too
+    reader_kwargs: dict[str, Any]
+    | None = None,  # how files are read: encoding, delimiter, header, on_error, ...; each is a flag, too
 ) -> str:  # the table
     """Measure retrieval beside BM25 and TF-IDF.
 

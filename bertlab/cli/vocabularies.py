@@ -61,7 +61,8 @@ def train(
     limit_alphabet: int | None = None,  # characters; null: 1000, or more if needed; not of bpe
     model_max_length: int = 512,  # tokens: where a pipeline truncates
     text_column: str = "text",  # of tables and datasets
-    reader_kwargs: dict[str, Any] | None = None,  # how files are read: encoding, delimiter, header, on_error, ...; each is a flag, too
+    reader_kwargs: dict[str, Any]
+    | None = None,  # how files are read: encoding, delimiter, header, on_error, ...; each is a flag, too
     # Of wordpiece in lowercase; null: true, unless 1% of the letters would lose a mark.
     strip_accents: bool | None = None,
 ) -> Path:  # the directory
@@ -94,7 +95,8 @@ def compare(
     text: str | list[str] | None = None,  # to measure on; null: held-out embedded corpus
     text_column: str = "text",  # of tables and datasets, by name or number
     output: str | None = None,  # a new file, such as measures.json
-    reader_kwargs: dict[str, Any] | None = None,  # how files are read: encoding, delimiter, header, on_error, ...; each is a flag, too
+    reader_kwargs: dict[str, Any]
+    | None = None,  # how files are read: encoding, delimiter, header, on_error, ...; each is a flag, too
 ) -> dict[str, dict[str, float]]:
     "Measure tokenizers side by side: `bertlab tokenizer compare`. Prints a table."
     if not tokenizers:
@@ -179,7 +181,8 @@ def extend(
     num_pieces: int = 1000,  # new entries, at most
     min_count: int = 5,  # occurrences that a new entry must have
     text_column: str = "text",  # of tables and datasets, by name or number
-    reader_kwargs: dict[str, Any] | None = None,  # how files are read: encoding, delimiter, header, on_error, ...; each is a flag, too
+    reader_kwargs: dict[str, Any]
+    | None = None,  # how files are read: encoding, delimiter, header, on_error, ...; each is a flag, too
 ) -> Path:  # the directory
     "Add entries to a vocabulary for a text: `bertlab tokenizer extend`."
     tokenizer, model, source = _open(directory)
@@ -199,7 +202,8 @@ def trim(
     keep: list[str] | None = None,  # entries to keep in any case
     keep_characters: bool = True,  # keep single characters, with which other texts can be written
     text_column: str = "text",  # of tables and datasets, by name or number
-    reader_kwargs: dict[str, Any] | None = None,  # how files are read: encoding, delimiter, header, on_error, ...; each is a flag, too
+    reader_kwargs: dict[str, Any]
+    | None = None,  # how files are read: encoding, delimiter, header, on_error, ...; each is a flag, too
 ) -> Path:  # the directory
     "Drop the entries that a text does not use: `bertlab tokenizer trim`."
     tokenizer, model, source = _open(directory)
@@ -219,7 +223,8 @@ def transplant(
     # What the model will read, to match its predictions to the frequencies there; null: none.
     text: str | list[str] | None = None,
     text_column: str = "text",  # of tables and datasets, by name or number
-    reader_kwargs: dict[str, Any] | None = None,  # how files are read: encoding, delimiter, header, on_error, ...; each is a flag, too
+    reader_kwargs: dict[str, Any]
+    | None = None,  # how files are read: encoding, delimiter, header, on_error, ...; each is a flag, too
 ) -> Path:  # the directory
     "Give a model another tokenizer: `bertlab tokenizer transplant`."
     old, model, source = _open(directory)
