@@ -213,6 +213,8 @@ def call(
 ) -> Any:  # what its function returns
     "Call a command by its words, as from the command line. Raises `ValueError`."
     command, parsed = COMMANDS[name], parse_command(name, words)
+    for note in () if _process_number() else parsed.notes:
+        print(f"bertlab {name}: {note}", file=sys.stderr, flush=True)
     if parsed.prints_config:
         return dump_yaml(configuration(command, words)).rstrip()
     _check_paths(command, parsed.config)

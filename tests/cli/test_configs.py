@@ -7,6 +7,8 @@ import pytest
 import yaml
 from test_training import word_tokenizer
 
+from bertlab.cli.commands import COMMANDS
+from bertlab.cli.parser import parse
 from bertlab.model.huggingface import saved_as, save_model
 from bertlab.core.files import find_model_directory
 from bertlab.train.run import complete_config, default_shape, resolve_config
@@ -187,3 +189,248 @@ def test_domain_adaptation_goes_on_from_a_directory_that_stands_for_a_hub_name(t
     assert before["hidden_size"] == after["hidden_size"] == 16 and after["architectures"] == [
         "ModernBertForMaskedLM"
     ]
+
+
+# Files for BertBlocks: of our writing, in the shape of those of its repository.
+
+TOKENIZER = "${data.init_args.pretrained_tokenizer_name_or_path}"
+MODEL = {
+    "pretrained_tokenizer_name_or_path": TOKENIZER,
+    "learning_rate": 1e-3,
+    "scheduler_warmup_steps": 2,
+    "compile_model": False,
+    "objective": "${data.init_args.objective}",
+    "model_config_kwargs": {
+        "num_blocks": 1, "hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2,
+        "norm_kind": "both", "actv_fn": "leakyrelu", "block_pos_enc_kind": "rope",
+        "max_sequence_length": "${data.init_args.max_sequence_length}",
+    },
+}  # fmt: skip
+DATA = {
+    "pretrained_tokenizer_name_or_path": "tokenizer",
+    "train_dataset_name_or_path": "t.txt",
+    "objective": "mlm",
+    "max_sequence_length": 32,
+    "train_batch_size": 8,
+}
+TRAINER = {"max_epochs": 2, "accelerator": "cpu", "default_root_dir": "runs/${seed_everything}"}
+
+
+def bertblocks(model=MODEL, data=DATA, trainer=TRAINER, kind="Pretraining", **sections) -> dict:
+    path = f"bertblocks.training.modules.BertBlocks{kind}"
+    content = {"seed_everything": 7, "trainer": trainer, "ckpt_path": None, **sections}
+    for section, name, options in (("model", "Module", model), ("data", "DataModule", data)):
+        if options is not None:
+            content[section] = {"class_path": path + name, "init_args": options}
+    return json.loads(json.dumps(content))
+
+
+def parsed(tmp_path, *contents, command="pretrain", words=()):
+    files = []
+    for number, content in enumerate(contents):
+        path = tmp_path / f"theirs-{number}.yaml"
+        path.write_text(yaml.safe_dump(content))
+        files += ["--config", str(path)]
+    return parse(COMMANDS[command], [*files, *words])
+
+
+def test_a_file_for_bertblocks_trains_for_its_epochs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    word_tokenizer(WORDS).save_pretrained("tokenizer")
+    write_texts(tmp_path / "t.txt")
+    Path("theirs.yaml").write_text(yaml.safe_dump(bertblocks()))
+    metrics = pretrain(["--config", "theirs.yaml", "--run.report", "true"])
+    history = [row.split(",") for row in Path("runs/7/history.csv").read_text().splitlines()[1:]]
+    rates = [float(row[2]) for row in history if row[2]]
+    assert metrics["steps"] == len(rates) > 4 and metrics["steps"] % 2 == 0
+    # Linear from 0.1 of the peak, which is reached after two steps, and constant.
+    assert rates[:3] == pytest.approx([0.55e-3, 1e-3, 1e-3]) and rates[-1] == pytest.approx(1e-3)
+    config = json.loads((find_model_directory("runs/7") / "config.json").read_text())
+    assert config["norm_position"] == "pre_and_post" and config["norm"] == "rms"
+    assert config["mlp"] == "plain" and config["hidden_dropout"] == 0.1
+    assert config["hidden_activation"] == "torch.nn.LeakyReLU"
+    assert config["max_position_embeddings"] == 32 and config["global_rope_theta"] == 10_000
+
+
+@pytest.mark.parametrize("theirs, ours", [
+    ({"block_pos_enc_kind": "learned"}, {"embedding_positions": "learned", "attention_positions": "none"}),
+    ({"pos_emb_kind": "sinusoidal"}, {"embedding_positions": "sinusoidal", "attention_positions": "none"}),
+    ({"emb_pos_enc_kind": "learned", "block_pos_enc_kind": None},
+     {"embedding_positions": "learned", "attention_positions": "none"}),
+    ({"block_pos_enc_kind": "rope", "block_pos_enc_kwargs": {"base_global": 9e4, "rope_dim": 4}},
+     {"global_rope_theta": 9e4, "local_rope_theta": 1e4, "partial_rotary_factor": 0.5}),
+    ({"pos_emb_kind": "rope", "pos_emb_kwargs": {"rope_theta": 8e4, "local_attn_rope_theta": 9e3}},
+     {"global_rope_theta": 8e4, "local_rope_theta": 9e3}),
+    ({"local_attention": [16, 16], "global_attention_every_n_layers": 3},
+     {"local_attention": 32, "global_attention_every_n_layers": 3}),
+    ({"local_attention": [-1, -1], "global_attention_every_n_layers": 0},
+     {"global_attention_every_n_layers": 1}),
+    ({"norm_fn": "dynamictanh", "norm_kind": "post"}, {"norm": "dynamic_tanh", "embedding_norm": True}),
+    ({"norm_fn": "group", "norm_params": {"group_size": 4}}, {"norm": "group", "norm_groups": 4}),
+    ({"norm_kind": "pre", "residual_first_layer": True}, {"embedding_norm": True}),
+    ({"norm_kind": "pre"}, {"embedding_norm": False, "norm_bias": False}),
+    ({"mlp_type": "glu", "mlp_in_bias": False, "mlp_out_bias": False}, {"mlp": "glu", "mlp_bias": False}),
+    ({"attention_gate": "elementwise", "num_kv_heads": 1}, {"output_gate": "element", "num_key_value_heads": 1}),
+    ({"add_token_type_emb": True, "type_vocab_size": 2}, {"type_vocab_size": 2}),
+    ({"initializer_kind": "kaiming_normal"}, {"initialization": "kaiming"}),
+    ({"actv_fn": "selu", "attn_dropout_prob": 0.2}, {"hidden_activation": "torch.nn.SELU", "attention_dropout": 0.2}),
+])  # fmt: skip
+def test_bertblocks_names_describe_the_same_model(theirs, ours, tmp_path):
+    settings = {**MODEL["model_config_kwargs"], **theirs}
+    config = parsed(tmp_path, bertblocks({**MODEL, "model_config_kwargs": settings})).config
+    shape = config["model"]["model_config_kwargs"]
+    assert ours.items() <= shape.items()
+    keywords = PretrainingModule({"vocab_size": 60, **shape}).config
+    assert keywords.num_hidden_layers == 1 and keywords.num_params() > 0
+
+
+def test_bertblocks_keywords_build_our_config():
+    theirs = BertLabConfig(hidden_size=16, num_attention_heads=2, num_blocks=2, norm_kind="both",
+                           mlp_type="mlp", block_pos_enc_kind="alibi", attn_dropout_prob=0.2)  # fmt: skip
+    ours = BertLabConfig(hidden_size=16, num_attention_heads=2, num_hidden_layers=2, mlp="plain",
+                         norm_position="pre_and_post", attention_positions="alibi",
+                         attention_dropout=0.2)  # fmt: skip
+    assert theirs.to_dict() == ours.to_dict()
+    with pytest.warns(UserWarning, match="norm_scaling"):
+        BertLabConfig(num_blocks=2, norm_scaling=True)
+
+
+def test_names_of_bertblocks_first_versions_are_read(tmp_path):
+    model = {
+        "pretrained_tokenizer_name_or_path": "tokenizer",
+        "warmup_steps": 9,
+        "warmup_decay": 0.2,
+    }
+    data = {"dataset_name_or_path": "t.txt", "data_split": "train", "mlm_probability": 0.2,
+            "pretokenized": False, "pretrained_tokenizer_name_or_path": "tokenizer"}  # fmt: skip
+    result = parsed(tmp_path, bertblocks(model, data))
+    config = result.config
+    assert config["model"]["scheduler_warmup_steps"] == 9
+    assert config["model"]["scheduler_warmup_decay"] == 0.2
+    assert config["data"]["train_dataset_name_or_path"] == "t.txt"
+    assert config["data"]["train_split"] == "train"
+    assert config["data"]["collator_kwargs"] == {"mlm_probability": 0.2}
+    # What a file leaves out is as in BertBlocks and Lightning, and not as here.
+    assert config["model"]["learning_rate"] == 1e-5 and config["data"]["packing"] is False
+    assert config["data"]["max_sequence_length"] == 512 and config["run"]["recipe"] == "reference"
+    assert config["trainer"]["gradient_clip_val"] is None and config["trainer"]["max_epochs"] == 2
+    assert config["model"]["model_config_kwargs"]["num_hidden_layers"] == 12
+
+
+UNSUPPORTED = {
+    "model": {
+        "learning_rate_decay": 0.99,
+        "objective": "multitask_mlm",
+        "optimizer_kwargs": {"lr": 0.1, "weight_decay": 0.1},
+        "model_kwargs": {"masking_strategy": "window", "bow_loss_weight": 1.0, "isotropy_loss_weight": 1.0},
+        "model_config_kwargs": {
+            "vocab_size": 60, "pad_token_id": 1, "mask_token_id": 3, "model_type": "bert",
+            "unpad_align_to": 64, "add_timestep_emb": True, "norm_scaling": True, "norm_qk": True,
+            "initializer_gain": 2.0, "head_type": "glu", "attention_gate": "headwise",
+            "include_final_norm": False, "emb_pos_enc_kwargs": {"base": 1}, "num_classes": 7,
+            "problem_type": "multi_label_classification", "mlp_type": "linear", "mlp_out_bias": False,
+            "initializer_kind": "fan_in", "norm_params": {"alpha": 0.8}, "local_attention": [8, 4],
+            "global_attention_every_n_layers": 0, "block_pos_enc_kind": "learned_alibi",
+        },
+    },
+    "data": {
+        "split_char": ".", "split_len": 9, "pretokenized": True, "packing_buffer_size": 99,
+        "packing_lookahead": 9, "held_out_val_size": 9, "val_streaming": True,
+        "val_data_kwargs": {"name": "x"}, "collator_kwargs": {"mask_token_id": 3},
+    },
+    "trainer": {"enable_checkpointing": False},
+}  # fmt: skip
+
+
+def test_each_setting_without_a_counterpart_has_one_line(tmp_path):
+    content = bertblocks(UNSUPPORTED["model"], UNSUPPORTED["data"], UNSUPPORTED["trainer"])
+    notes = parsed(tmp_path, content).notes
+    given = [name for section in UNSUPPORTED.values() for name, value in section.items()
+             if not name.endswith("_kwargs") or name == "val_data_kwargs"]  # fmt: skip
+    nested = [f"{option}.{name}" for section in UNSUPPORTED.values()
+              for option, values in section.items() if isinstance(values, dict) and option != "val_data_kwargs"
+              for name in values]  # fmt: skip
+    for name in given + nested:
+        lines = [note for note in notes if f".{name}=" in note]
+        assert len(lines) == 1 and "\n" not in lines[0], (name, lines)
+    assert all(" is not given: " in note or "theirs-0.yaml: " in note for note in notes)
+
+
+def test_rates_of_a_schedule_become_factors_of_the_peak(tmp_path):
+    model = {**MODEL, "scheduler_training_kind": "exponential", "scheduler_training_steps": 100,
+             "scheduler_training_decay": 0.99, "scheduler_cooldown_kind": "cosine",
+             "scheduler_cooldown_steps": 9, "scheduler_cooldown_decay": 1e-4}  # fmt: skip
+    result = parsed(tmp_path, bertblocks(model))
+    assert result.config["model"]["scheduler_training_decay"] == pytest.approx(0.99**100)
+    assert result.config["model"]["scheduler_cooldown_decay"] == pytest.approx(0.1)  # of 1e-3
+    assert sum("_decay=" in note for note in result.notes) == 2
+
+
+def test_files_for_bertblocks_may_refer_to_each_other(tmp_path):
+    trainer = {
+        "max_steps": 50,
+        "callbacks": [
+            {"class_path": "bertblocks.training.callbacks.HuggingFaceModelCheckpoint",
+             "init_args": {"every_n_train_steps": 10, "save_top_k": 3, "save_last": True}},
+            {"class_path": "lightning.pytorch.callbacks.LearningRateMonitor"},
+        ],
+        "logger": {"class_path": "bertblocks.training.loggers.WandbLogger", "init_args": {"project": "p"}},
+    }  # fmt: skip
+    data = {**DATA, "data_kwargs": {"name": "sample", "revision": "v1", "max_documents": 9}}
+    result = parsed(
+        tmp_path,
+        {"trainer": trainer},
+        bertblocks(None, data, {}),
+        bertblocks(data=None, trainer={}),
+        words=["--model.learning_rate", "0.002"],
+    )
+    config = result.config
+    assert config["trainer"]["max_steps"] == 50 and config["model"]["learning_rate"] == 0.002
+    assert config["model"]["pretrained_tokenizer_name_or_path"] == "tokenizer"
+    assert config["run"]["checkpoint_every_steps"] == 10 and config["run"]["keep_last"] == 3
+    assert [c["class_path"] for c in config["trainer"]["callbacks"]] == [
+        "lightning.pytorch.callbacks.LearningRateMonitor"
+    ]
+    assert config["trainer"]["logger"]["class_path"] == "lightning.pytorch.loggers.WandbLogger"
+    assert config["data"]["data_kwargs"] == {
+        "config_name": "sample", "load_dataset_kwargs": {"revision": "v1"}, "max_documents": 9,
+    }  # fmt: skip
+
+
+def test_a_fine_tuning_file_for_bertblocks_is_read(tmp_path):
+    model = {"task": "${data.init_args.task}", "pretrained_model_name_or_path": "model",
+             "warmup_ratio": 0.1, "scheduler_type": "linear"}  # fmt: skip
+    data = {"task": "token_classification", "dataset_name_or_path": "rows.csv",
+            "pretrained_tokenizer_name_or_path": "model", "label_column": "tags"}  # fmt: skip
+    trainer = {"max_epochs": 4, "val_check_interval": 0.5, "max_steps": None}
+    result = parsed(tmp_path, bertblocks(model, data, trainer, "Finetuning"), command="finetune")
+    config = result.config
+    assert config["model"]["task"] == "token_classification" and config["run"]["num_epochs"] == 4
+    assert config["run"]["seeds"] == [7] and config["data"]["label_column"] == "tags"
+    assert config["model"]["learning_rate"] == 1e-5 and config["model"]["warmup_ratio"] == 0.1
+    assert [n for n in result.notes if "val_check_interval=0.5" in n]
+
+
+@pytest.mark.parametrize("content, command, words", [
+    (bertblocks(kind="Finetuning"), "pretrain", ["BertBlocksFinetuningModule", "bertlab finetune"]),
+    (bertblocks(), "finetune", ["BertBlocksPretrainingModule", "bertlab pretrain"]),
+    (bertblocks({**MODEL, "learning_rat": 1}), "pretrain", ["model.learning_rat"]),
+    (bertblocks(data={**DATA, "shufle": True}), "pretrain", ["data.shufle"]),
+    (bertblocks(trainer={"max_epoch": 1}), "pretrain", ["trainer.max_epoch"]),
+    (bertblocks(data=None), "pretrain", ["${data.init_args.", "another --config"]),
+    (bertblocks(optimizer={"class_path": "torch.optim.SGD"}), "pretrain", ["optimizer"]),
+    ({"model": {"class_path": "other.Module"}}, "pretrain", ["other.Module"]),
+])  # fmt: skip
+def test_a_wrong_file_for_bertblocks_is_refused(content, command, words, tmp_path):
+    with pytest.raises(ValueError) as error:
+        parsed(tmp_path, content, command=command)
+    assert all(word in str(error.value) for word in [*words, "theirs-0.yaml"])
+
+
+@pytest.mark.parametrize("setting", [{"num_block": 2}, {"norm_fn": "batch"}, {"actv_fn": "mish"}])
+def test_an_unknown_name_of_a_model_is_refused(setting, tmp_path):
+    settings = {**MODEL["model_config_kwargs"], **setting}
+    config = parsed(tmp_path, bertblocks({**MODEL, "model_config_kwargs": settings})).config
+    with pytest.raises(ValueError) as error:
+        PretrainingModule({"vocab_size": 60, **config["model"]["model_config_kwargs"]})
+    assert str([*setting.values()][0]) in str(error.value) or "num_block" in str(error.value)
