@@ -7,7 +7,7 @@
 #   make demo PYTHON=/path/to/python3.12         chooses the Python of a new .venv
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-xla test-versions constraints bench docs sync check clean
+.PHONY: help demo test test-all test-xla test-colab test-versions constraints bench docs sync check clean
 SHELL := /bin/sh
 
 BIN := .venv/bin
@@ -30,10 +30,14 @@ test: .venv/.dev ## Run the tests, the notebooks among them; about ten minutes o
 
 test-all: .venv/.dev ## Run every test, the slow ones too (random kills, browser, wheel, site): what a change must pass
 	@sh scripts/chromium.sh
+	@$(MAKE) -s .venv-colab/.colab || echo "Without Colab's versions, the tests in its environment will be skipped"
 	@$(BIN)/python -m pytest $(TEST_ARGS)
 
 test-xla: .venv-xla/.xla ## Run the tests of XLA on its CPU device, in an environment of their own
 	@PJRT_DEVICE=CPU .venv-xla/bin/python -m pytest -n 0 tests/xla $(TEST_ARGS)
+
+test-colab: .venv/.dev .venv-colab/.colab ## Run the index, walkthroughs and course with Colab's versions and kernel; needs uv
+	@$(BIN)/python -m pytest -n 0 tests/house/test_colab.py $(TEST_ARGS)
 
 test-versions: ## Run the core of the suite with the lowest versions (VERSIONS=newest: with today's); needs uv
 	@uv venv --quiet --allow-existing --python $(VERSIONS_PYTHON) .venv-$(VERSIONS)
@@ -71,3 +75,6 @@ clean: ## Remove what was built; .venv and demo runs stay
 
 .venv-xla/.xla: pyproject.toml constraints.txt scripts/xla.sh
 	@PYTHON="$(PYTHON)" sh scripts/xla.sh
+
+.venv-colab/.colab: scripts/colab.txt scripts/colab.sh
+	@sh scripts/colab.sh

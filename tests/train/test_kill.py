@@ -81,7 +81,7 @@ def die_while_saving_a_model(nth):
 def run(folder, text, options, kill=None, at=None):
     "Train to the end or to death, from the newest checkpoint that is there."
     torch.set_num_threads(1)
-    multiprocessing.set_start_method("fork", force=True)  # of the workers; here it was inherited
+    multiprocessing.set_start_method(None, force=True)  # the usual one, for the workers
     if kill in globals():
         globals()[kill](at)
     folder.mkdir(exist_ok=True)

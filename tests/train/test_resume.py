@@ -55,7 +55,7 @@ class BatchLog(Callback):
 def run(folder, log, options, die_at=None, checkpoint=True, trainer_options=None):
     "Train a tiny model on the text in the folder, from its checkpoint if there is one."
     torch.set_num_threads(1)
-    multiprocessing.set_start_method("fork", force=True)  # of the workers; here it was inherited
+    multiprocessing.set_start_method(None, force=True)  # the usual one, for the workers
     seed_everything(0)
     directory = Path(folder, "checkpoints")
     data = PretrainingDataModule(

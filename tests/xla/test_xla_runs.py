@@ -14,6 +14,7 @@ from host_device import stand_in
 from bertlab.cli.demo import DemoConfig, run_demo
 from bertlab.core import devices
 from bertlab.core.devices import check_device
+from bertlab.core.serialization import find_config, load_yaml
 from bertlab.train.history import History
 from called import pretrain, validate
 from bertlab.model.config import modernbert_tiny
@@ -99,6 +100,25 @@ def test_the_demo_runs_on_the_tpu_that_auto_finds(tmp_path, monkeypatch):
     run_demo(demo, tmp_path / "demo")
     assert xla_counts().compilations > before.compilations
     assert xla_counts().fallbacks == before.fallbacks
+
+
+def test_the_tpu_configuration_trains_without_the_host(words, tmp_path):
+    "Optimizer, precision, collator and schedule are the file's; text and shape are small."
+    small, config = load_yaml(words[1]), load_yaml(find_config("colab-tpu"))
+    changes = {
+        "model": {**small["model"], "scheduler_warmup_steps": 2, "scheduler_cooldown_steps": 10},
+        "data": {**small["data"], "num_workers": 0, "cache_dir": None, "data_kwargs": None,
+                 "train_split": None, "val_split": None, "pretrained_tokenizer_name_or_path": None},
+        "trainer": {**small["trainer"], "max_steps": 20, "accelerator": "tpu", "precision": "auto"},
+        "run": {"vocab_size": 60, "batch_tokens": 128, "progress": "none", "output": str(tmp_path / "tpu")},
+    }  # fmt: skip
+    del changes["model"]["learning_rate"]
+    path = tmp_path / "small-tpu.yaml"
+    path.write_text(yaml.safe_dump({name: config[name] | changes[name] for name in changes}))
+    pretrain(["--config", str(path)])
+    counts = Watched.latest
+    assert len(counts) == 20 and counts[-1].fallbacks == {}
+    assert counts[-1].compilations == counts[11].compilations
 
 
 FRUIT, TOOLS = ("apple", "pear", "plum"), ("saw", "drill", "file")

@@ -1,0 +1,133 @@
+"""A rehearsal in Colab's environment: its versions, its kernel and `%pip`, and what a reader runs there.
+
+`sh scripts/colab.sh` makes .venv-colab from the versions of scripts/colab.txt. A session is an empty environment
+on top of it, which shows what a set-up cell adds.
+"""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+from importlib.metadata import distributions
+from pathlib import Path
+
+import nbformat
+import pytest
+import sync
+from conftest import ROOT
+from jupyter_client.kernelspec import KernelSpecManager
+from jupyter_client.manager import AsyncKernelManager
+from nbclient import NotebookClient
+from test_notebooks import LONGEST, TIMEOUT, name_of, shortened, with_solutions
+
+COLAB = ROOT / ".venv-colab"
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        not (COLAB / ".colab").is_file(), reason="needs .venv-colab: sh scripts/colab.sh"
+    ),
+]
+NOTEBOOKS = [
+    path
+    for path in sync.notebooks(ROOT)
+    if path.parent.name in ("nbs", "walkthroughs", "course")
+    and (path.parent.name != "nbs" or path.stem == "index")
+]
+# What the tests set and a reader does not have.
+OF_TESTS = {"IN_TEST", "MPLBACKEND", "PYTHONPATH", "TOKENIZERS_PARALLELISM", "VIRTUAL_ENV"}
+
+
+class Session:
+    "A session of Colab: a kernel in an empty environment on top of `.venv-colab`."
+
+    def __init__(self, folder: Path):
+        self.folder, self.project = folder, folder / "project"
+        shutil.copytree(ROOT / "bertlab", self.project / "bertlab")
+        for name in ("pyproject.toml", "README.md", "LICENSE"):
+            shutil.copy(ROOT / name, self.project)
+        venv = folder / "venv"
+        subprocess.run([COLAB / "bin/python", "-m", "venv", "--without-pip", venv], check=True)
+        (self.preinstalled,) = COLAB.glob("lib/python3.*/site-packages")
+        (self.installed,) = venv.glob("lib/python3.*/site-packages")
+        (self.installed / "colab.pth").write_text(f"{self.preinstalled}\n")
+        kernel = folder / "kernels/colab"
+        kernel.mkdir(parents=True)
+        argv = [
+            str(venv / "bin/python"),
+            "-Xfrozen_modules=off",
+            "-m",
+            "ipykernel_launcher",
+            "-f",
+            "{connection_file}",
+        ]
+        spec = {"argv": argv, "display_name": "Colab", "language": "python"}
+        (kernel / "kernel.json").write_text(json.dumps(spec))
+
+    def added(self) -> set[str]:
+        "Return the names of the packages that the session has beyond Colab's or instead of them."
+        return {dist.name.lower() for dist in distributions(path=[str(self.installed)])}
+
+    def run(self, cells: list[dict], timeout: float) -> list[dict]:
+        "Execute code cells in a new kernel. Raises nbclient's `CellExecutionError`."
+        specs = KernelSpecManager(kernel_dirs=[str(self.folder / "kernels")])
+        manager = AsyncKernelManager(kernel_name="colab", kernel_spec_manager=specs)
+        notebook = nbformat.from_dict(
+            {"cells": cells, "metadata": {}, "nbformat": 4, "nbformat_minor": 5}
+        )
+        environment = {name: value for name, value in os.environ.items() if name not in OF_TESTS}
+        environment |= {"PIP_DISABLE_PIP_VERSION_CHECK": "1", "COLAB_RELEASE_TAG": "rehearsal"}
+        client = NotebookClient(notebook, km=manager, timeout=timeout)
+        return client.execute(cwd=str(self.folder), env=environment).cells
+
+
+def cells_of(page: Path, project: Path, change=lambda notebook: notebook) -> list[dict]:
+    "Return what a reader runs: the set-up cell, from this project, and all but the slow cells."
+    notebook, _ = with_solutions(json.loads(page.read_text(encoding="utf-8")))
+    cells = []
+    for cell in change(notebook)["cells"]:
+        source = sync.source_of(cell)
+        if sync.is_setup(source):
+            repository = r'(?<=%pip install ")([\w-]+(?:\[[a-z,]+\])?)[^"]*'
+            source = re.sub(repository, rf"\1 @ {project.as_uri()}", source)
+        elif re.search(r"^#\| (slow|gpu|tpu|eval: false)", source, re.MULTILINE):
+            continue
+        cells.append({**cell, "source": source})
+    return cells
+
+
+@pytest.fixture(scope="module")
+def session(tmp_path_factory) -> Session:
+    return Session(tmp_path_factory.mktemp("colab"))
+
+
+def test_the_setup_cell_replaces_nothing_in_colab(session):
+    (setup,) = [
+        cell
+        for cell in cells_of(ROOT / "nbs/index.ipynb", session.project)
+        if sync.is_setup(sync.source_of(cell))
+    ]
+    pandas = {**setup, "source": "import pandas, pyarrow", "id": "pandas"}  # as Colab's kernel does
+    cells = session.run([pandas, setup], TIMEOUT)
+    assert {"bertlab-encoders", "lightning"} <= session.added()
+    preinstalled = {dist.name.lower() for dist in distributions(path=[str(session.preinstalled)])}
+    assert not session.added() & preinstalled
+    outputs = [output for cell in cells for output in cell.get("outputs", [])]
+    printed = "".join(output.get("text", "") for output in outputs)
+    assert not re.search(r"ERROR|Attempting uninstall|Restart the session", printed), printed
+    errors = [output["text"] for output in outputs if output.get("name") == "stderr"]
+    assert [text for text in errors if not sync.NOISE.search(text)] == []
+
+
+@pytest.mark.timeout(TIMEOUT + 60)
+@pytest.mark.parametrize("page", NOTEBOOKS, ids=name_of)
+def test_a_page_runs_in_colab(page, session):
+    session.run(cells_of(page, session.project, shortened), TIMEOUT)
+
+
+@pytest.mark.timeout(LONGEST + 60)
+@pytest.mark.parametrize(
+    "page", [page for page in NOTEBOOKS if page.parent.name == "walkthroughs"], ids=name_of
+)
+def test_a_walkthrough_runs_at_full_length_in_colab(page, session):
+    session.run(cells_of(page, session.project), LONGEST)
