@@ -100,6 +100,8 @@ def use(function):
 def make_tokenizer(family: str):
     kind = "unigram" if family in UNIGRAM else "bpe" if family in BYTES else "wordpiece"
     tokenizer = train_tokenizer(TEXTS, 300, kind=kind, model_max_length=64)
+    if family == "fnet":  # whose tokenizers know no mask
+        tokenizer.model_input_names = ["input_ids", "token_type_ids"]
     if family in ("roberta", "longformer"):  # two ends between the texts of a pair
         ids = [(token, tokenizer.convert_tokens_to_ids(token)) for token in ("[CLS]", "[SEP]")]
         tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
@@ -128,8 +130,8 @@ def make_directory(family: str, tokenizer, directory: Path) -> None:
 
 
 def encoded(tokenizer):
-    return {k: v for k, v in tokenizer(TEXTS[:4], return_tensors="pt", padding=True).items()
-            if k in ("input_ids", "attention_mask")}  # fmt: skip
+    options = {"return_attention_mask": True, "return_token_type_ids": False}
+    return tokenizer(TEXTS[:4], return_tensors="pt", padding=True, **options)
 
 
 def largest_difference(got, want, mask=None) -> None:
@@ -252,8 +254,8 @@ def reads_padding(directory: Path) -> bool:
     "Return whether the vectors of a text change with the padding behind it."
     model = load_model(directory, "Model").model
     batch = encoded(make_or_load(directory))
-    row = int(batch["attention_mask"].sum(1).argmin())
-    length = int(batch["attention_mask"][row].sum())
+    lengths = batch["attention_mask"].sum(1)
+    row, length = int(lengths.argmin()), int(lengths.min())
     alone = {name: values[row : row + 1, :length] for name, values in batch.items()}
     with torch.no_grad():
         padded, plain = (model(**b).last_hidden_state for b in (batch, alone))

@@ -429,7 +429,11 @@ def save_tokenizer(
     path = Path(directory, "tokenizer_config.json")
     config = load_json(path)
     if config.get("tokenizer_class") == "TokenizersBackend":
-        write_json(path, {**config, "tokenizer_class": "PreTrainedTokenizerFast"})
+        config["tokenizer_class"] = "PreTrainedTokenizerFast"
+    if isinstance(config.get("extra_special_tokens"), list):  # 4 wants a dict under this name
+        config["additional_special_tokens"] = config.pop("extra_special_tokens")
+    names = list(tokenizer.model_input_names)  # some classes give segments in 4 and none in 5
+    write_json(path, {**config, "model_input_names": names})
 
 
 def load_tokenizer(

@@ -245,7 +245,7 @@ def generate_with_steps(
     for batch in _batches(attempts, batch_size):
         rows, numbers = [a.row for a in batch], [a.index for a in batch]
         padded = tokenizer.pad({"input_ids": [row.ids for row in rows]}, padding_side="right",
-                               return_tensors="pt").to(device)  # fmt: skip
+                               return_attention_mask=True, return_tensors="pt").to(device)  # fmt: skip
         ids_BL, mask_BL = padded["input_ids"], padded["attention_mask"]
         config, steps = replace(sampling, num_steps=batch[0].num_steps), []
         for step in iterate_unmasking(model, ids_BL, vocabulary, config, mask_BL, end, numbers):

@@ -39,7 +39,7 @@ from ..data.sources import offline_if_unreachable
 from ..data.tokenizers import TOKENIZER_FILES, num_token_ids, save_tokenizer
 from .config import SPECIAL_TOKEN_IDS, BertLabConfig
 from .encoder import BertLabModel, BertLabPreTrainedModel
-from .families import FAMILIES, key_table, second_names, their_names
+from .families import FAMILIES, key_table, read_rope, second_names, their_names
 from .families import to_bertlab_config, to_family_config
 from .heads import BertLabForCausalLM, BertLabForEnhancedMaskedLM
 from .heads import BertLabForMaskedDiffusion, BertLabForMaskedLM
@@ -438,6 +438,7 @@ def to_huggingface(
 ) -> PreTrainedModel:  # of transformers, on the CPU, same dtype, in evaluation mode
     "Copy a model into transformers' own class. Raises `ValueError` for what has no place there."
     family, head, config = _choose_family(model, family, tokenizer)
+
     model = merged_copy(model) if has_adapter(model) else model
     state_dict = dict(model.state_dict())
     if positions_differ(model.config, tokenizer):
@@ -577,6 +578,11 @@ def save_model(
             raise
         _warn_once(saved_as(model))
         written = merged_copy(model)
+    if written.config.model_type == "modernbert":  # what transformers 4 calls rope_parameters
+        rope = read_rope(written.config)
+        written.config.global_attn_every_n_layers = rope["global_attention_every_n_layers"]
+        written.config.global_rope_theta = rope["global_rope_theta"]
+        written.config.local_rope_theta = rope["local_rope_theta"]
     if tokenizer is not None:
         tokenizer = sync_special_tokens(written.config, tokenizer, max_input_length(written))
     recover_directory(directory)

@@ -37,7 +37,8 @@ def encode_masked(
 ) -> dict[str, Tensor]:  # of the tokenizer, (B, L)
     "Tokenize and pad. Raises `ValueError` for a text without a mask, and instead of truncating."
     # On the right, because a BERT of transformers counts positions from the start of the row.
-    encoded = tokenizer(list(texts), return_tensors="pt", padding=True, padding_side="right")
+    options = {"padding": True, "padding_side": "right", "return_attention_mask": True}
+    encoded = tokenizer(list(texts), return_tensors="pt", **options)
     lengths_B = encoded["attention_mask"].sum(1).tolist()
     gaps_B = (encoded["input_ids"] == tokenizer.mask_token_id).sum(1).tolist()
     for i, (length, num_gaps) in enumerate(zip(lengths_B, gaps_B)):

@@ -358,6 +358,7 @@ class OnnxModel:
             padding_side="right",
             truncation=self.max_length is not None,
             max_length=self.max_length,
+            return_attention_mask=True,
             return_tensors="np",
         )
         return self.run(encoded["input_ids"], encoded["attention_mask"])
@@ -422,7 +423,7 @@ def example_batches(
         encoded = tokenizer(
             list(texts[start : start + batch_size]), truncation=True, max_length=max_length,
             padding=True, padding_side="right", return_special_tokens_mask=True,
-            return_tensors="np",
+            return_attention_mask=True, return_tensors="np",
         )  # fmt: skip
         labels_BL, ordinary_BL = encoded["input_ids"], encoded["special_tokens_mask"] == 0
         scores_BL = ordinary_BL * rng.random(labels_BL.shape)  # 0 where nothing may be masked
