@@ -36,9 +36,10 @@ from ..model.adapters import save_adapter
 from ..model.config import BertLabConfig
 from ..model.encoder import BertLabModel
 from ..model.huggingface import check_source, describe_rows, has_adapter
-from ..model.huggingface import load_model, saved_as
+from ..model.huggingface import load_model, merged_copy, saved_as
 from ..model.losses import LossSums
 from bertlab.train.modules import (
+    HuggingFaceCheckpointIO,
     check_tokenizer_matches,
     check_recomputing,
     compile_model,
@@ -50,7 +51,7 @@ from ..train.modules import optimizer_options
 from ..train.initialization import config_from_tokenizer
 from ..train.modules import apply_activation_checkpointing
 from ..train.run import RunParts, reporting_unknown_options, trainer_options
-from ..train.steps import TrainingModule, plain_options
+from ..train.steps import TrainingModule, fill_defaults, plain_options
 
 # %% ../../nbs/embeddings/06_module.ipynb #84e4246a
 def retrieval_scores(
@@ -173,14 +174,14 @@ class EmbeddingModule(TrainingModule):
         contrastive_weight: float = 1.0,  # 0: learn from the teacher alone
         # The schedule's peak; None: by width, optimizer, adapter, and where weights come from.
         learning_rate: float | None = None,
-        weight_decay: float = 0.01,  # on matrices alone
+        weight_decay: float | None = 0.01,  # on matrices alone
         layer_decay: float = 1.0,  # factor of the learning rate from each layer to the next lower one
         compile_model: bool | str | dict[str, Any] | None = False,  # None: on a GPU; or a mode
         optimizer_class: Any = "adamw",  # by name; your class, or my_file.MyClass
         optimizer_quantized: bool = False,  # moments of 8 bits
         optimizer_kwargs: dict[str, Any] | None = None,  # options of the optimizer, such as betas
         # How the rate begins: constant, linear, cosine or exponential.
-        scheduler_warmup_kind: str = "linear",
+        scheduler_warmup_kind: str | None = "linear",
         scheduler_warmup_steps: int | None = None,  # None: 6 % of the run
         scheduler_warmup_decay: float = 0.0,  # factor of the peak where the warmup begins
         # How the rate goes on: constant, linear, cosine or exponential.
@@ -202,8 +203,10 @@ class EmbeddingModule(TrainingModule):
     ):
         super().__init__()
         self.save_hyperparameters(ignore=["pretrained_tokenizer_name_or_path"])
+        names = "weight_decay", "optimizer_class", "scheduler_warmup_kind"
+        fill_defaults(self.hparams, EmbeddingModule, *names)
         # Lightning drops what cannot be pickled, such as a notebook's class.
-        objects = optimizer_class, optimizer_kwargs, schedule, scheduler_kwargs
+        objects = self.hparams.optimizer_class, optimizer_kwargs, schedule, scheduler_kwargs
         self._objects = dict(zip(_OBJECTS, objects))
         self.hparams.update(self._objects)  # a subclass may pass other objects
         self.has_default_rate = learning_rate is None
@@ -391,8 +394,17 @@ class EmbeddingModule(TrainingModule):
         self.hparams.update({**self._objects, **self.hparams})
         return build_optimizer(self, self._optimizer_settings(), self.total_steps())
 
+    def save_directory(self, directory: Path, weights: dict[str, Tensor]) -> None:
+        "Write the bi-encoder, without adapters."
+        model = self.model
+        weights = {name.removeprefix("encoder."): weight for name, weight in weights.items()}
+        encoder = merged_copy(model.encoder, weights)
+        parts = model.tokenizer, model.pooling, model.normalize, model.max_sequence_length
+        BiEncoder(encoder, *parts, model.st_config).save(directory)
+
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         "Store what is needed to load a checkpoint without the pretrained model."
+        HuggingFaceCheckpointIO.install(self)
         model = self.model
         config = model.encoder.config.to_diff_dict()
         options = {
@@ -433,7 +445,9 @@ class EmbeddingModule(TrainingModule):
         )
 
     def forward(self, **batch: Tensor) -> Tensor:  # (N, D)
-        "Return the vectors of a batch's texts."
+        "Return the vectors of a batch's texts, such as `module(input_ids=...)`; labels are not read."
+        self.build_model()
+        batch.setdefault("attention_mask", torch.ones_like(batch["input_ids"]))
         return self.model(batch)
 
     def label_loss(self, batch: dict[str, Tensor]) -> LossSums:

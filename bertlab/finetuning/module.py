@@ -10,6 +10,7 @@ import math
 import os
 from collections.abc import Callable, Mapping
 from inspect import signature
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,19 +21,20 @@ from torch import Tensor
 
 from ..core.names import check_choice, check_range
 from .models import finetuning_groups, load_task_model
-from .models import reinit_top_layers, settle_class_weights
+from .models import reinit_top_layers, save_predictor, settle_class_weights
 from .task import LabelNames, Task, get_task, task_name
 from ..model.adapters import add_adapter, freeze_weights
-from ..model.huggingface import check_tokenizer, describe_rows, saved_as
+from ..model.huggingface import check_tokenizer, describe_rows, merged_copy, save_model
+from ..model.huggingface import saved_as
 from ..model.losses import LossSums
 from ..optim.optimizers import get_optimizer
 from ..optim.schedulers import ScheduledLR, custom_scheduler
 from ..train.modules import apply_activation_checkpointing, check_recomputing
 from ..train.initialization import check_tokenizer_matches
-from ..train.modules import compile_model
+from ..train.modules import HuggingFaceCheckpointIO, compile_model
 from ..train.modules import default_learning_rate
 from ..train.modules import optimizer_options, resolve_compile
-from ..train.steps import TrainingModule, plain_options
+from ..train.steps import TrainingModule, fill_defaults, plain_options
 
 # %% ../../nbs/finetuning/10_module.ipynb #d4f90392
 SCHEDULES = "linear", "constant", "cosine", "polynomial"
@@ -125,16 +127,18 @@ class FinetuningModule(TrainingModule):
         # Peak of the schedule; None: by width, steps, optimizer and adapter, with linear
         # warmup and decay unless scheduler options are given.
         learning_rate: float | None = None,
-        weight_decay: float = 0.01,  # on matrices alone
+        weight_decay: float | None = 0.01,  # on matrices alone
         compile_model: bool | str | dict[str, Any] | None = False,  # None: on a GPU; or a mode
-        optimizer_class: str | Callable = "adamw",  # or a class of your own, or its dotted name
+        optimizer_class: str
+        | Callable
+        | None = "adamw",  # or a class of your own, or its dotted name
         optimizer_kwargs: dict[str, Any] | None = None,  # options of the optimizer, such as betas
         optimizer_quantized: bool = False,  # moments of 8 bits
         # linear, cosine, polynomial, constant (None, too); or your own: f(step), a class, its name
         scheduler_type: str | Callable | None = None,
         scheduler_kwargs: dict[str, Any] | None = None,  # num_cycles; lr_end, power
-        warmup_steps: int = 0,  # optimizer steps until the peak
-        warmup_ratio: float = 0.0,  # the same as a share of the run; one of them
+        warmup_steps: int | None = 0,  # optimizer steps until the peak
+        warmup_ratio: float | None = 0.0,  # the same as a share of the run; one of them
         gradient_checkpointing: bool | str | dict[str, Any] = False,  # True, a mode, or options
         *,
         problem_type: str | None = None,  # of a classification; None: the data's
@@ -150,7 +154,15 @@ class FinetuningModule(TrainingModule):
     ):
         super().__init__()
         self.save_hyperparameters()
-        objects = task, optimizer_class, optimizer_kwargs, scheduler_type, scheduler_kwargs
+        names = "weight_decay", "optimizer_class", "warmup_steps", "warmup_ratio"
+        fill_defaults(self.hparams, FinetuningModule, *names)
+        objects = (
+            task,
+            self.hparams.optimizer_class,
+            optimizer_kwargs,
+            scheduler_type,
+            scheduler_kwargs,
+        )
         self._objects = dict(zip(_OBJECTS, objects))
         self.hparams.update(self._objects)  # a subclass may pass other objects
         self.has_default_rate = learning_rate is None
@@ -304,8 +316,18 @@ class FinetuningModule(TrainingModule):
         schedule = finetuning_schedule(optimizer, h.scheduler_type, *lengths)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
+    def save_directory(self, directory: Path, weights: dict[str, Tensor]) -> None:
+        "Write the model for transformers and `bertlab predict`, without adapters."
+        model = merged_copy(self.model, weights)
+        if self.data is None:
+            save_model(model, None, directory)
+        else:
+            save_predictor(model, directory, self.data.tokenizer)
+            self.data.save_task(directory)
+
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         "Make a checkpoint loadable without its first weights and its data."
+        HuggingFaceCheckpointIO.install(self)
         config, labels = self.config.to_diff_dict(), self.task.labels
         checkpoint["model_config"] = config
         options = {
@@ -322,18 +344,31 @@ class FinetuningModule(TrainingModule):
 
     # --- loss and scores --------------------------------------------------------------------------
 
-    def forward(self, **batch: Tensor) -> Any:  # the model's output
-        "Run the model on the inputs of a batch."
-        inputs = {name: batch[name] for name in self.task.inputs if name in batch}
+    def forward(
+        self, **batch: Tensor
+    ) -> Any:  # the model's output, with a loss if there are labels
+        "Run the model on a batch, such as `module(input_ids=..., labels=...)`."
+        self.configure_model()
+        batch.setdefault("attention_mask", torch.ones_like(batch["input_ids"]))
+        inputs = self._inputs(batch)
         if self.is_padded:  # transformers' own classes count positions in their own ways
             accepted = signature(self.model.forward).parameters
             inputs = {k: v for k, v in inputs.items() if k in accepted and k != "position_ids"}
-        return self.model(**inputs)
+        output = self.model(**inputs)
+        if batch.keys() & {"labels", "start_positions"}:
+            output["loss"] = torch.div(*self._loss(output, batch))
+        return output
+
+    def _inputs(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {name: batch[name] for name in self.task.inputs if name in batch}
+
+    def _loss(self, output: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        weights = {} if self.class_weights_C is None else {"class_weights": self.class_weights_C}
+        return self.task.loss(output, batch, **weights)
 
     def label_loss(self, batch: dict[str, Tensor]) -> LossSums:
         "Sum the loss over the labels of a batch."
-        weights = {} if self.class_weights_C is None else {"class_weights": self.class_weights_C}
-        sums = self.task.loss(self(**batch), batch, **weights)
+        sums = self._loss(self(**self._inputs(batch)), batch)
         nothing = torch.zeros_like(sums[0])
         return LossSums(*sums, nothing, nothing)
 
@@ -348,7 +383,7 @@ class FinetuningModule(TrainingModule):
 
     def update_metrics(self, batch: dict[str, Tensor], dataloader_idx: int = 0) -> None:
         "Add a batch to the sums, and its predictions to the metric."
-        output = self(**batch)
+        output = self(**self._inputs(batch))
         sums = self.task.loss(output, batch)  # without class weights, or runs could not be compared
         self._loss_sums += torch.stack([part.float() for part in sums])
         if self.metric is not None:
@@ -374,10 +409,12 @@ class FinetuningModule(TrainingModule):
 
     # --- predictions, which need no labels --------------------------------------------------------
 
-    def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Tensor]:
+    def predict_step(
+        self, batch: dict[str, Tensor], batch_idx: int, dataloader_idx: int = 0
+    ) -> dict[str, Tensor]:
         "Return the outputs of each real row, with what it takes to decode them."
-        output, batch = on_host(self(**batch)), on_host(batch)
-        real_B = batch["attention_mask"].any(1)
+        output, batch = on_host(self(**self._inputs(batch))), on_host(batch)
+        real_B = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).any(1)
         inputs = "attention_mask", "labels", "offsets", "example_index"
         values = {name: output[name] for name in self.task.outputs}
         values |= {name: batch[name] for name in inputs if name in batch}

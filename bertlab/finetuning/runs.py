@@ -32,7 +32,8 @@ from .models import save_predictor
 from .module import FinetuningModule
 from ..train.resume import read_checkpoint
 from ..train.history import History
-from ..train.stopping import LearningCheck, NonFiniteGuard
+from ..train.stopping import LearningCheck
+from ..train.steps import without_directories
 from ..train.trainer import make_trainer, seed_everything
 
 # %% ../../nbs/finetuning/11_runs.ipynb #05c10d03
@@ -66,7 +67,8 @@ class BestCheckpoint(ModelCheckpoint):
             check_monitor(trainer.ckpt_path, checkpoint, self.monitor)
 
     def on_validation_end(self, trainer, pl_module) -> None:
-        with pl_module.evaluation_weights():  # averages, if the optimizer keeps some
+        # Averages, if the optimizer keeps some; the model is written once, at the end.
+        with pl_module.evaluation_weights(), without_directories(pl_module):
             super().on_validation_end(trainer, pl_module)
 
     def on_train_epoch_end(self, trainer, pl_module) -> None:
@@ -360,8 +362,6 @@ def finetune(
     all_callbacks = [history, best, LearningCheck(), *(c for c in callbacks if c is not history)]
     if patience is not None:
         all_callbacks.append(Patience(monitor, patience))
-    if not any(isinstance(callback, NonFiniteGuard) for callback in callbacks):
-        all_callbacks.append(NonFiniteGuard())
     seed_everything(seed)
     options = epoch_options(data, num_epochs, validations_per_epoch) | trainer_options
     trainer = make_trainer(callbacks=all_callbacks, **options)

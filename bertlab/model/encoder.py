@@ -330,6 +330,10 @@ class BertLabPreTrainedModel(PreTrainedModel):
     _supports_sdpa = _supports_flex_attn = True  # transformers' default is SDPA
     _can_set_attn_implementation = classmethod(lambda cls: True)  # it would guess from the source
 
+    def num_flops_per_token(self, seq_len: float, label_rate: float = 0.3) -> float:
+        "Predict the operations of training on one token of a text of this length, as OLMo-core does."
+        return self.config.flops_per_token(seq_len, label_rate)
+
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         "Initialize one module; transformers calls this for each, children before their parents."

@@ -244,7 +244,7 @@ def custom_scheduler(
 
 def get_scheduler(
     optimizer: Optimizer,  # each parameter group's own rate is its peak
-    warmup_kind: str = "linear",  # constant, linear, cosine, exponential
+    warmup_kind: str | None = "linear",  # constant, linear, cosine, exponential; None: the default
     warmup_steps: int | float | str = 0,  # length: 100 updates, "6%" or "3M tokens"
     warmup_decay: float = 0.0,  # factor just before the first update
     training_kind: str = "constant",  # constant, linear, cosine, exponential
@@ -260,11 +260,11 @@ def get_scheduler(
 ) -> LRScheduler:  # step it once after each update
     "Build warmup, training and cooldown for an optimizer, or a schedule of the user's own."
     phases = dict(locals())
-    phases = {field.name: phases[field.name] for field in fields(Schedule) if field.name in phases}
+    defaults = {field.name: field.default for field in fields(Schedule)}
+    phases = {name: phases[name] for name in defaults.keys() & phases if phases[name] is not None}
     if schedule is None:
         check_options(Schedule, options, "scheduler_kwargs")
         return ScheduledLR(optimizer, Schedule(**phases, **options))
-    defaults = {field.name: field.default for field in fields(Schedule)}
     changed = {name: value for name, value in phases.items() if value != defaults[name]}
     changed.pop("total_steps", None)
     return custom_scheduler(optimizer, schedule, total_steps, changed | options)

@@ -45,9 +45,10 @@ class PretrainingConfig:
     load_key_mapping: dict[str, str] | None = None  # our names: those in the checkpoint
     model_kwargs: dict[str, Any] | None = None  # attn_implementation and the like
     loss_kwargs: dict[str, Any] | None = None  # z_weight, label_smoothing, chunk_size
+    label_ignore_index: int = -100  # what a collator of your own writes where nothing is predicted
     schedule: Any = None  # your own for the phases: f(step), a class, its name; time_budget
     parameter_overrides: dict[str, dict[str, Any]] | None = None  # glob: lr, weight_decay
-    save_directories: bool = True  # one for transformers beside each of ModelCheckpoint's
+    save_directories: bool = True  # one for transformers beside each of Lightning's checkpoints
     adapter: str | dict[str, Any] | None = None  # lora, dora, ...; or {type: lora, r: 16, ...}
     freeze: int | str | list[str] | None = None  # blocks from below, embeddings, or patterns
     reference_model_name_or_path: str | None = None  # a frozen model to stay close to, or a teacher

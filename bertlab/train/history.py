@@ -97,6 +97,9 @@ class History(Clock):
         self.path: Path | None = None  # CSV file of the rows; None: they are in the checkpoints
         self.first_step_at: float | None = None  # time.perf_counter() after this session's first
         self._pending: list[dict[str, Any]] = []
+        self._trainer: Any = None  # during `fit`
+        self._seen: dict[str, Any] = {}  # metrics at the last look
+        self._is_open = False  # whether more may be logged for the last row
         self._written: tuple[int, list[str]] = 0, []  # rows in the file, and its columns
 
     def totals(self) -> tuple[int, float]:
@@ -144,6 +147,39 @@ class History(Clock):
     def on_train_start(self, trainer, pl_module) -> None:
         self._recorded_step = trainer.global_step
         self._since = None  # an error may have left it running
+        self._trainer, self._is_open = trainer, False
+        self._new_metrics()
+
+    def _new_metrics(self) -> dict[str, Any]:
+        "Return what was logged since the last look, by whom it may be."
+        metrics, logged = self._trainer.callback_metrics, self._trainer.lightning_module.logged
+        is_new = lambda name: logged.get(
+            name.partition("/dataloader_idx")[0], metrics[name] is not self._seen.get(name)
+        )
+        values = {name: value for name, value in metrics.items() if is_new(name)}
+        self._seen = dict(metrics)
+        logged.update(dict.fromkeys(logged, False))
+        return values
+
+    def _add_late_metrics(self) -> None:
+        "Add to the last row what later callbacks and the end of an epoch have logged."
+        if not self._is_open or not (values := self._new_metrics()):
+            return
+        if self._pending:
+            self._pending[-1] |= values
+            return
+        self.rows[-1] |= {k: float(v) for k, v in values.items() if v == v}
+        if self._written[0] == len(self.rows):
+            self._written = 0, []  # the file has the row without them
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx) -> None:
+        self._add_late_metrics()
+        self._is_open = False
+        self.start()
+
+    def on_validation_start(self, trainer, pl_module) -> None:
+        self._add_late_metrics()
+        self.stop()
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
         if trainer.global_step == self._recorded_step:
@@ -151,11 +187,10 @@ class History(Clock):
         self._tokens = self._tokens + pl_module.step_tokens
         self.first_step_at = self.first_step_at or time.perf_counter()
         self._recorded_step = trainer.global_step
-        row = {name: value for name, value in trainer.callback_metrics.items()
-               if not name.startswith(("val_", "test_")) and name not in pl_module.unlogged}  # fmt: skip
         counts = {"step": self._recorded_step, "tokens": self._tokens, "seconds": self.elapsed()}
         _, columns = current_phase(trainer)
-        self._pending.append(counts | row | columns)
+        self._pending.append(counts | self._new_metrics() | columns)
+        self._is_open = True
         if len(self._pending) >= self.fetch_every:
             self.fetch()
 
@@ -171,15 +206,22 @@ class History(Clock):
     def on_validation_end(self, trainer, pl_module) -> None:
         super().on_validation_end(trainer, pl_module)
         if trainer.state.fn == "fit" and not trainer.sanity_checking:
-            metrics = {k: v.item() for k, v in trainer.callback_metrics.items() if "val_" in k}
+            metrics = {name: float(value) for name, value in self._new_metrics().items()}
             metrics = {k: v for k, v in metrics.items() if math.isfinite(v)}
             self.validation.append({"step": trainer.global_step, **metrics})
 
     def on_train_end(self, trainer, pl_module) -> None:
+        self._add_late_metrics()
         self.fetch()
         self.stop()
 
+    def teardown(self, trainer, pl_module, stage: str) -> None:
+        self._trainer, self._is_open, self._seen = None, False, {}
+
+    on_exception = teardown
+
     def state_dict(self) -> dict[str, Any]:
+        self._add_late_metrics()
         self.fetch()
         rows: Any = self.rows
         if self.path is not None:

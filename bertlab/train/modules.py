@@ -4,9 +4,10 @@
 
 # %% auto #0
 __all__ = ['DEFAULT_LEARNING_RATES', 'WARMUP_SHARE', 'OPEN_WARMUP_STEPS', 'MUON_RECIPE', 'COOLDOWN_SHARE', 'CLOCK_RECIPE',
-           'default_learning_rate', 'optimizer_options', 'clock_budget', 'build_param_groups', 'pretraining_recipe',
-           'describe_recipe', 'build_optimizer', 'compile_model', 'resolve_compile', 'check_recomputing',
-           'apply_activation_checkpointing', 'check_parts', 'HuggingFaceCheckpointIO', 'PretrainingModule']
+           'STATE_FILE', 'default_learning_rate', 'optimizer_options', 'clock_budget', 'build_param_groups',
+           'pretraining_recipe', 'describe_recipe', 'build_optimizer', 'compile_model', 'resolve_compile',
+           'check_recomputing', 'apply_activation_checkpointing', 'check_parts', 'HuggingFaceCheckpointIO',
+           'PretrainingModule']
 
 # %% ../../nbs/train/05_modules.ipynb #4f3f6a4e
 import math
@@ -21,15 +22,15 @@ from typing import Any
 import numpy as np
 import torch
 from lightning.fabric.plugins import CheckpointIO
-from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from ..core.durations import parse_duration
+from ..core.files import write_json
 from ..core.names import resolve
-from ..data.rows import NON_MODEL_KEYS
+from ..data.rows import IGNORE_INDEX, NON_MODEL_KEYS
 from ..data.tokenizers import check_same_vocabulary, load_tokenizer
 from ..model.activation_checkpointing import checkpoint_activations, parse_checkpointing
 from ..model.adapters import add_adapter, freeze_weights, make_peft_config
@@ -325,33 +326,74 @@ def _build_config(settings: dict[str, Any]) -> PretrainedConfig:
     return config if why_padded(config, "ForMaskedLM") else to_bertlab_config(config)
 
 # %% ../../nbs/train/05_modules.ipynb #a90a63a0
-class HuggingFaceCheckpointIO(CheckpointIO):
-    "Write a directory for transformers beside each checkpoint, and remove both together."
+STATE_FILE = "trainer_state.json"  # of a model directory, with transformers' names
 
-    def __init__(self, inner: CheckpointIO, module: "PretrainingModule"):
+
+class HuggingFaceCheckpointIO(CheckpointIO):
+    """Write a directory for transformers beside each checkpoint, and remove both together.
+
+    `NAME.ckpt` gets the directory `NAME`; a checkpoint without this ending gets `NAME-model`.
+    """
+
+    def __init__(self, inner: CheckpointIO, module: TrainingModule):
         self.inner, self.module = inner, module
 
+    @classmethod
+    def install(cls, module: TrainingModule) -> None:  # in its `on_save_checkpoint`
+        "Let the checkpoint that is being saved pass through here."
+        strategy = module.trainer.strategy
+        if getattr(strategy, "_save_distributed_checkpoint", False):  # it uses no checkpoint_io
+            if module.save_directories:
+                rank_zero_warn(
+                    "checkpoints in shards have no directories for transformers beside them: use "
+                    "TrainingCheckpoint(..., models=DIRECTORY), or strategy='fsdp'"
+                )
+        elif not isinstance(strategy.checkpoint_io, cls):
+            strategy.checkpoint_io = cls(strategy.checkpoint_io, module)
+        else:
+            strategy.checkpoint_io.module = module
+
+    @staticmethod
+    def directory_of(path: str | os.PathLike) -> Path:
+        "Return where the model of a checkpoint is."
+        name = os.fspath(path)
+        return Path(name.removesuffix(".ckpt") if name.endswith(".ckpt") else f"{name}-model")
+
     def save_checkpoint(self, checkpoint: dict[str, Any], path, storage_options=None) -> None:
-        self.inner.save_checkpoint(checkpoint, path, storage_options)
+        if "global_step" not in checkpoint:  # weights that a process hands to the one that began it
+            self.inner.save_checkpoint(checkpoint, path, storage_options)
+            return
+        state_dict, directory = checkpoint["state_dict"], self.directory_of(path)
+        to_save = {**checkpoint, "state_dict": self.module.state_dict_to_save(state_dict)}
+        self.inner.save_checkpoint(to_save, path, storage_options)
+        if not self.module.save_directories or "://" in os.fspath(path):
+            return
+        is_free = not directory.exists() or directory.is_dir() and not any(directory.iterdir())
+        if not is_free and not (directory / STATE_FILE).is_file():
+            rank_zero_warn(
+                f"{path} has no model directory beside it: {directory} is there, and was not "
+                "written with a checkpoint; choose another name, or set save_directories=False"
+            )
+            return
+        directory.mkdir(parents=True, exist_ok=True)
+        write_json(directory / STATE_FILE, {"global_step": checkpoint["global_step"]})
         # The weights in the checkpoint are the model's own, so that averages are written if there
         # are any. A subclass may have parts beside its model.
         with self.module.evaluation_weights():
             weights = {
                 name.removeprefix("model."): weight.clone()
-                for name, weight in checkpoint["state_dict"].items()
+                for name, weight in state_dict.items()
                 if name.startswith("model.")
             }
-            model = merged_copy(self.module.model, weights)
-            save_model(model, self.module.tokenizer, Path(path).with_suffix(""))
+            self.module.save_directory(directory, weights)
 
     def load_checkpoint(self, path, *args: Any, **kwargs: Any) -> dict[str, Any]:
         return self.inner.load_checkpoint(path, *args, **kwargs)
 
     def remove_checkpoint(self, path) -> None:
         self.inner.remove_checkpoint(path)
-        directory = Path(path).with_suffix("")
-        if Path(path).suffix and (directory / "config.json").is_file():  # ours
-            shutil.rmtree(directory, ignore_errors=True)
+        if (self.directory_of(path) / STATE_FILE).is_file():  # ours
+            shutil.rmtree(self.directory_of(path), ignore_errors=True)
 
     def teardown(self) -> None:
         self.inner.teardown()
@@ -389,6 +431,7 @@ class PretrainingModule(TrainingModule):
                 source, self.tokenizer, self.tokenizer if is_of_source else None
             )
             self._load(config)
+        self.save_directories = config.save_directories
         self.has_default_rate = config.learning_rate is None
         if self.has_default_rate:
             start = "adapter" if config.adapter else "new" if source is None else "continued"
@@ -431,6 +474,9 @@ class PretrainingModule(TrainingModule):
             objective = self.options.objective
             check_batch(batch, OBJECTIVES[objective], objective)
             self._checked = True
+        ignored, labels = self.options.label_ignore_index, batch.get("labels")
+        if ignored != IGNORE_INDEX and labels is not None:  # for all who read the batch
+            batch["labels"] = labels.masked_fill(labels == ignored, IGNORE_INDEX)
         return {name: value for name, value in batch.items() if name not in NON_MODEL_KEYS}
 
     def current_rule(self) -> LossConfig:
@@ -438,8 +484,14 @@ class PretrainingModule(TrainingModule):
         return self.loss_config if self.training else replace(self.loss_config, label_smoothing=0.0)
 
     def forward(self, **batch: Tensor) -> Any:  # the model's output
-        "Run the model on a batch."
+        "Run the model on a batch, such as `module(input_ids=..., labels=...)`."
+        if self.model is None:
+            self.model = self.build_fresh()
         return predict_tokens(self.model, self.model_inputs(batch), self.current_rule())
+
+    def save_directory(self, directory: Path, weights: dict[str, Tensor]) -> None:
+        "Write the model for transformers, without adapters."
+        save_model(merged_copy(self.model, weights), self.tokenizer, directory)
 
     def label_loss(self, batch: dict[str, Tensor]) -> LossSums:
         "Sums over the labels of a batch, each (B, L) or as its collator says."
@@ -449,8 +501,8 @@ class PretrainingModule(TrainingModule):
 
     def num_flops_per_token(
         self,
-        mean_context: float,  # tokens that a token may attend to: sum(n * n) / sum(n)
-        label_rate: float,  # share of the tokens that are predicted
+        seq_len: float,  # tokens that a token may attend to; of packed texts sum(n * n) / sum(n)
+        label_rate: float = 0.3,  # share of the tokens that are predicted
     ) -> float:  # floating-point operations per real token, forward and backward
         """The cost of a token, its real context and the sparse head counted (see `training_flops_per_token`).
 
@@ -458,13 +510,13 @@ class PretrainingModule(TrainingModule):
         """
         if self.padded_because is not None:
             return 6.0 * self.num_params()
-        parts = training_flops_per_token(self.config, mean_context, label_rate, self._shares)
+        parts = training_flops_per_token(self.config, seq_len, label_rate, self._shares)
         if issubclass(OBJECTIVES[self.options.objective], BertLabForEnhancedMaskedLM):
             # One block more rebuilds each token, and sees half of all.
             matrices = matmul_parameters(self.config)
             parts["rebuilding"] = (
                 6.0 * (matrices["attention"] + matrices["MLP"])
-                + 6.0 * self.config.hidden_size * mean_context
+                + 6.0 * self.config.hidden_size * seq_len
             )
         return sum(parts.values())
 
@@ -476,7 +528,7 @@ class PretrainingModule(TrainingModule):
     # --- what Lightning asks for ----------------------------------------------------------------
 
     def setup(self, stage: str) -> None:
-        "Check the data module; write directories beside Lightning's checkpoints."
+        "Raise `ValueError` for a data module, or an adapter, that does not fit."
         options, datamodule = self.options, self.trainer.datamodule
         objective = getattr(datamodule, "objective", None)  # None: your own collator
         if objective not in (None, options.objective, collator_objective(options.objective)):
@@ -495,21 +547,6 @@ class PretrainingModule(TrainingModule):
                 f"adapter={options.adapter!r} trains beside a model whose weights are random: name "
                 "pretrained_model_name_or_path"
             )
-        if options.save_directories:
-            self._write_directories()
-
-    def _write_directories(self) -> None:
-        "Let each of ModelCheckpoint's files have a directory for transformers beside it."
-        trainer, strategy = self.trainer, self.trainer.strategy
-        if not any(isinstance(c, ModelCheckpoint) for c in trainer.checkpoint_callbacks):
-            return
-        if getattr(strategy, "_save_distributed_checkpoint", False):  # it uses no checkpoint_io
-            rank_zero_warn(
-                "ModelCheckpoint's files in shards have no directories for transformers beside "
-                "them: use TrainingCheckpoint(..., models=DIRECTORY), or strategy='fsdp'"
-            )
-        elif not isinstance(strategy.checkpoint_io, HuggingFaceCheckpointIO):
-            strategy.checkpoint_io = HuggingFaceCheckpointIO(strategy.checkpoint_io, self)
 
     def build_fresh(self) -> PreTrainedModel:
         "A model of this objective and shape; under torch's `meta` device without its numbers."
@@ -548,7 +585,11 @@ class PretrainingModule(TrainingModule):
         return build_optimizer(self.model, options, self.total_steps())
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        "A checkpoint is plain data, and needs neither its first weights nor a user's own objects."
+        """Make a checkpoint plain data that needs neither its first weights nor a user's objects.
+
+        The model is written beside it, see `HuggingFaceCheckpointIO`.
+        """
+        HuggingFaceCheckpointIO.install(self)
         checkpoint["model_config"] = self.config.to_diff_dict()
         plain = {**checkpoint.get("hyper_parameters", {}), "pretrained_model_name_or_path": None,
                  "load_key_mapping": None, "model_kwargs": None,

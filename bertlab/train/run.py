@@ -64,7 +64,7 @@ from .parallel import get_strategy, num_processes, split_batch_tokens
 from .parallel import started_by_first
 from .reports import RunReport, is_finished
 from .steps import check_scaler
-from .stopping import LearningCheck, NonFiniteGuard, SpikeGuard, StepGuard, TimeLimit
+from .stopping import LearningCheck, SpikeGuard, StepGuard, TimeLimit
 from .trainer import make_trainer
 
 # %% ../../nbs/train/21_run.ipynb #b56fd6a4
@@ -107,11 +107,6 @@ def _run_limits(
     return callbacks
 
 
-def _run_guards(run: RunConfig) -> list[Callback]:
-    "Build the callbacks that skip harmful steps."
-    return [NonFiniteGuard()] * run.skip_nonfinite + [SpikeGuard()] * run.skip_spikes
-
-
 def _run_monitors(run: RunConfig, module: L.LightningModule) -> list[Callback]:
     "Build the callbacks that observe a run without changing it."
     output, every, callbacks = Path(run.output), run.measure_every_steps, []
@@ -152,7 +147,7 @@ def run_callbacks(
     callbacks = [
         history,
         *get_progress(run.progress, history),
-        *_run_guards(run),
+        *[SpikeGuard()] * run.skip_spikes,
         *_run_limits(run, clock_budget(parts.module.hparams)),
         *[LearningCheck()] * (not parts.validate_first),  # what is continued may have learned it
         *_run_monitors(run, parts.module),
@@ -317,7 +312,11 @@ class Run:
         callbacks = run_callbacks(self.parts, self.history, text)
         # A resume writes nothing before its checkpoint is loaded.
         options["callbacks"] = [*callbacks, LambdaCallback(on_train_start=self._write_options)]
-        return make_trainer(**options, collective_timeout=run.collective_timeout)
+        return make_trainer(
+            **options,
+            collective_timeout=run.collective_timeout,
+            skip_nonfinite=run.skip_nonfinite,
+        )
 
     def _check_parts(self) -> None:
         "Raise `ValueError` for parts that would fail once files are written."

@@ -6,13 +6,15 @@
 __all__ = ['LOSS_SCALE', 'full_tensor', 'total_grad_norm', 'device_scalar', 'data_parallel_size', 'any_rank', 'num_devices',
            'scale_gradients', 'can_flag', 'skip_step', 'optimizer_averages', 'check_scaler', 'gathered_labels',
            'label_bytes', 'validation_sums', 'validation_metrics', 'check_weights', 'import_path', 'plain_options',
-           'TrainingModule']
+           'fill_defaults', 'without_directories', 'TrainingModule']
 
 # %% ../../nbs/train/02_steps.ipynb #f4407764
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from contextlib import ExitStack, contextmanager
+from inspect import signature
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -286,6 +288,26 @@ def plain_options(
     return os.fspath(options) if isinstance(options, os.PathLike) else options
 
 
+def fill_defaults(
+    options: MutableMapping[str, Any],  # of an object
+    cls: type,  # its class
+    *names: str,
+) -> None:
+    "Let None stand for the default of a class's parameter, as in BertBlocks."
+    parameters = signature(cls.__init__).parameters
+    options.update({name: parameters[name].default for name in names if options[name] is None})
+
+
+@contextmanager
+def without_directories(module: L.LightningModule) -> Iterator[None]:
+    "Write checkpoints without model directories, for the time of a `with`."
+    before, module.save_directories = getattr(module, "save_directories", False), False
+    try:
+        yield
+    finally:
+        module.save_directories = before
+
+
 class TrainingModule(L.LightningModule):
     """Loss, gradient, guards, logging, clipping and scoring of every module.
 
@@ -295,13 +317,14 @@ class TrainingModule(L.LightningModule):
 
     reports_z_loss = False  # whether `train_z_loss` is logged
     has_default_rate = False  # whether the learning rate follows from the model
+    save_directories = True  # whether each checkpoint comes with a model directory
 
     def __init__(self):
         super().__init__()
         self.model: torch.nn.Module | None = None  # built by `configure_model`
         self.skipped: Tensor | None = None  # whether the last step was skipped; None: no guard
         self.step_tokens: Tensor | None = None  # real tokens of the last step, over all processes
-        self.unlogged: set[str] = set()  # metrics that the last step does not have
+        self.logged: dict[str, bool] = {}  # name: whether it was logged since `History` looked
         self._divisor: Tensor | float = 1.0  # labels of the last micro-batch
         self._window: Tensor | None = None  # sums of the micro-batches since the last step
         self._norm: Tensor | None = None  # of the whole gradient, for the clip
@@ -320,6 +343,21 @@ class TrainingModule(L.LightningModule):
         "Run the model on a batch."
         return self.model(**batch)
 
+    def save_directory(self, directory: Path, weights: dict[str, Tensor]) -> None:
+        "Write `self.model` with these weights, for transformers."
+        raise NotImplementedError(f"{type(self).__name__} must define save_directory")
+
+    def state_dict_to_save(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        "Return the weights that a checkpoint gets; a subclass may rename or leave out some."
+        return state_dict
+
+    def state_dict_to_load(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        "Return the weights to load from those of a checkpoint, the reverse of `state_dict_to_save`."
+        return state_dict
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        return super().load_state_dict(self.state_dict_to_load(dict(state_dict)), *args, **kwargs)
+
     @property
     def hparams_initial(self) -> dict[str, Any]:
         "Return the options that loggers get, without what looks like a secret."
@@ -328,6 +366,12 @@ class TrainingModule(L.LightningModule):
     def auxiliary_losses(self) -> dict[str, tuple[float, Tensor]]:  # weight, sum over the labels
         "Return further losses of the batch that `label_loss` has just seen, by name."
         return {}
+
+    def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+        "As in Lightning; `History` records what was logged since its last look."
+        if kwargs.get("on_step") is not False:  # else its value is known at the end of the epoch
+            self.logged |= dict.fromkeys((name, f"{name}_step", f"{name}_epoch"), True)
+        super().log(name, value, *args, **kwargs)
 
     def total_steps(self) -> int | float:
         "Return the optimizer steps of the whole run; infinite without a known end."
@@ -400,8 +444,8 @@ class TrainingModule(L.LightningModule):
             values["skipped"] = self.skipped.float()
         # Without a label there is no loss: on a CPU nothing is logged, elsewhere NaN.
         is_empty = allows_dynamic_shapes(empty) and bool(empty)
-        self.unlogged = {name for name in values if is_empty and name.startswith("train_")}
-        self.log_dict({name: value for name, value in values.items() if name not in self.unlogged})
+        unlogged = {name for name in values if is_empty and name.startswith("train_")}
+        self.log_dict({name: value for name, value in values.items() if name not in unlogged})
 
     def apply_guards(
         self,
@@ -534,7 +578,9 @@ class TrainingModule(L.LightningModule):
         self._take_averages()
         check_weights(self)
 
-    def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
+    def predict_step(
+        self, batch: dict[str, Tensor], batch_idx: int, dataloader_idx: int = 0
+    ) -> Any:
         return self(**batch)
 
     def on_predict_epoch_end(self) -> None:

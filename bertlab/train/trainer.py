@@ -11,7 +11,7 @@ from typing import Any
 
 import lightning as L
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
-from lightning.pytorch.callbacks import Callback, Checkpoint, ProgressBar
+from lightning.pytorch.callbacks import Callback, Checkpoint, LearningRateMonitor, ProgressBar
 from lightning.pytorch.plugins import HalfPrecision, Precision
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
@@ -25,6 +25,7 @@ from ..core.serialization import one_line
 from ..data.loaders import end_with_parent
 from .parallel import check_precision, num_processes, get_strategy, is_lone_task
 from .parallel import started_by_first
+from .stopping import NonFiniteGuard
 from .xla import xla_trainer_options
 
 # %% ../../nbs/train/19_trainer.ipynb #26b96363
@@ -55,8 +56,27 @@ def _contains(type_: type, parts: Sequence[Any]) -> bool:
     return any(isinstance(part, type_) for part in parts)
 
 
-def _choose_precision(device_type: str, strategy: Any) -> str:
+def _all_callbacks(
+    callbacks: Sequence[Callback], logger: Any, skip_nonfinite: bool, validates: bool
+) -> list[Callback]:
+    "Add bertlab's callbacks. Raises `ValueError` for one that could only fail."
+    if _contains(LearningRateMonitor, callbacks) and not logger:
+        raise ValueError(
+            "callbacks has LearningRateMonitor, which writes to loggers, and there is none: set "
+            "run.loggers to [csv], or pass logger=build_loggers(['csv'], DIRECTORY)"
+        )
+    guards = [NonFiniteGuard()] * (skip_nonfinite and not _contains(NonFiniteGuard, callbacks))
+    return [*callbacks, *guards, *[NoFitValidation()] * (not validates), RNGState()]
+
+
+def _choose_precision(
+    precision: str | None, device_type: str, strategy: Any, plugins: Sequence[Any]
+) -> str | None:  # None: a plugin of the user's decides
     "Choose what is fast on the device; sharded strategies have no loss scaling for float16."
+    if precision not in (None, "auto"):
+        return precision
+    if _contains(Precision, plugins):
+        return None
     precision = default_precision(device_type)[0]
     if precision != "16-mixed" or not isinstance(strategy, ModelParallelStrategy):
         return precision
@@ -108,6 +128,7 @@ def make_trainer(
     plugins: Any = None,  # of Lightning; they replace ours of the same type
     # How long processes wait for each other, in seconds or as 2h; None: as torch does.
     collective_timeout: int | float | str | None = None,
+    skip_nonfinite: bool = True,  # steps whose loss or gradient is NaN; ten in a row end the run
     **kwargs: Any,  # of Lightning's Trainer; they win
 ) -> L.Trainer:
     """Build a Trainer for this device whose runs can be stopped and resumed exactly.
@@ -129,12 +150,8 @@ def make_trainer(
         strategy = "ddp"
     strategy_name, strategy = strategy, get_strategy(strategy, collective_timeout)
     check_precision(strategy, precision)
-    if precision in (None, "auto"):  # a precision plugin of the user's wins
-        precision = None
-        if not _contains(Precision, plugins):
-            precision = _choose_precision(device_type, strategy)
-    without_validation = not val_check_steps and "limit_val_batches" not in kwargs
-    added = [*[NoFitValidation()] * without_validation, RNGState()]
+    precision = _choose_precision(precision, device_type, strategy, plugins)
+    validates = bool(val_check_steps) or "limit_val_batches" in kwargs
     settings = dict(
         max_steps=max_steps, max_epochs=-1, precision=precision, accelerator=accelerator,
         devices=devices, strategy=strategy, gradient_clip_val=gradient_clip_val,
@@ -143,7 +160,8 @@ def make_trainer(
         limit_val_batches=1.0 if val_check_steps else 0, check_val_every_n_epoch=None,
         enable_progress_bar=_contains(ProgressBar, callbacks), enable_model_summary=False,
         enable_checkpointing=_contains(Checkpoint, callbacks), use_distributed_sampler=False,
-        callbacks=[*callbacks, *added], plugins=[AtomicCheckpointIO()],
+        callbacks=_all_callbacks(callbacks, kwargs.get("logger"), skip_nonfinite, validates),
+        plugins=[AtomicCheckpointIO()],
     )  # fmt: skip
     if device_type == "tpu":
         settings |= xla_trainer_options(

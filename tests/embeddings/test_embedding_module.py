@@ -13,6 +13,7 @@ from embedding_cases import (
     fit,
     small_config,
     small_data,
+    small_config,
     small_module,
     small_tokenizer,
     weights_of,
@@ -335,6 +336,16 @@ def test_rows_fit_an_encoder_of_few_positions(built_first):
         fit(short, long, 1)
 
 
+def test_a_new_module_is_called_with_ids_alone():
+    first, ids = small_module().model.eval(), torch.tensor([[2, 5, 6, 3], [2, 7, 8, 3]])
+    module = EmbeddingModule(None, first.tokenizer, small_config(), weight_decay=None,
+                             optimizer_class=None, scheduler_warmup_kind=None).eval()  # fmt: skip
+    vectors_ND = module(input_ids=ids, labels=torch.arange(2))
+    rows = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    torch.testing.assert_close(vectors_ND, module.model(rows))
+    assert (module.hparams.optimizer_class, module.hparams.weight_decay) == ("adamw", 0.01)
+
+
 @pytest.mark.parametrize("length, expected", [(24, 24), (10, 16)])  # pairs are cut at 16
 def test_short_pairs_do_not_shorten_the_model(tmp_path, length, expected):
     first = small_module().model
@@ -343,6 +354,9 @@ def test_short_pairs_do_not_shorten_the_model(tmp_path, length, expected):
     module = EmbeddingModule(str(tmp_path / "first"))
     fit(module, small_data(), 1).save_checkpoint(tmp_path / "x.ckpt")
     saved = BiEncoder.load(module.save(tmp_path / "trained"))
+    beside = BiEncoder.load(tmp_path / "x")
+    np.testing.assert_array_equal(saved.encode(["alpha beta"]), beside.encode(["alpha beta"]))
+    assert beside.max_sequence_length == expected
     alone = EmbeddingModule.load_from_checkpoint(
         tmp_path / "x.ckpt", pretrained_tokenizer_name_or_path=small_tokenizer()
     )

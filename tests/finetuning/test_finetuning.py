@@ -9,6 +9,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
 from ranks import run_on_ranks
+from transformers import AutoModelForSequenceClassification
 
 from bertlab.model.config import modernbert_tiny
 from bertlab.data.tokenizers import train_tokenizer
@@ -404,6 +405,36 @@ def test_a_checkpoint_loads_without_data_or_first_weights(tmp_path):
         loaded.config.id2label == {0: "fruit", 1: "tool"}
         and loaded.task.labels.names == module.task.labels.names
     )
+    batch = next(iter(data.val_dataloader()))
+    inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
+    theirs = AutoModelForSequenceClassification.from_pretrained(tmp_path / "run").eval()
+    output = module.eval()(**inputs, labels=batch["labels"])
+    torch.testing.assert_close(theirs(**inputs).logits, output.logits, atol=1e-5, rtol=1e-4)
+    assert output.loss > 0 and theirs.config.id2label == {0: "fruit", 1: "tool"}
+
+
+@pytest.mark.parametrize("task, targets", [
+    ("classification", {"labels": torch.tensor([0, 1])}),
+    ("token_classification", {"labels": torch.tensor([[0, 1, -100], [1, 1, 0]])}),
+    ("question_answering", {"start_positions": torch.tensor([1, 0]), "end_positions": torch.tensor([2, 0])}),
+])  # fmt: skip
+def test_a_new_module_is_called_as_models_of_transformers_are(task, targets):
+    shape = {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    labels = {} if task == "question_answering" else {"num_labels": 2}
+    module = FinetuningModule(task, model_config_kwargs=shape, weight_decay=None,
+                              optimizer_class=None, warmup_steps=None, **labels)  # fmt: skip
+    ids = torch.tensor([[5, 6, 7], [8, 9, 10]])
+    output, names = module.eval()(input_ids=ids, **targets), module.task.outputs
+    model = module.model(input_ids=ids)
+    assert all(torch.equal(output[name], model[name]) for name in names)
+    if task == "token_classification":
+        expected = torch.nn.functional.cross_entropy(model.logits.mT, targets["labels"])
+        assert output.loss.item() == pytest.approx(expected.item())
+    loader = torch.utils.data.DataLoader([{"input_ids": row} for row in ids], 2)
+    trainer = make_trainer(1, "32-true", "cpu")
+    for predicted in (trainer.predict(module, loader), trainer.predict(module, [loader] * 2)[1]):
+        torch.testing.assert_close(predicted[0][names[0]], model[names[0]])
+    assert module.hparams.weight_decay == 0.01 and module.hparams.optimizer_class == "adamw"
 
 
 class SaveAt(Callback):

@@ -79,6 +79,7 @@ class Numbered:
 def fit(steps, loader, callbacks=(), make_optimizer=None, ckpt_path=None, val=None, **options):
     "Train the line; return module, history and trainer."
     module, history = Line(make_optimizer), History()
+    options = {"skip_nonfinite": False, **options}  # the guards are those of `callbacks`
     trainer = make_trainer(steps, "32-true", "cpu", callbacks=[history, *callbacks], **options)
     ckpt_path = ckpt_path and (latest_checkpoint(ckpt_path) or ckpt_path)
     trainer.fit(module, loader, val, ckpt_path=ckpt_path)
@@ -107,6 +108,16 @@ def test_bad_batches_leave_no_trace_in_the_run(name, guard):
     assert not np.isfinite(record.column("train_loss")[[0, 5, 6, 11]]).any()
     unguarded, _, _ = fit(20, Numbered(range(20), bad), (), OPTIMIZERS[name])
     assert not any(p.isfinite().all() for p in unguarded.parameters()), "the control must fail"
+
+
+def test_a_trainer_skips_nan_steps_unless_told_not_to():
+    bad = {3: NAN}
+    without, _, _ = fit(9, Numbered(i for i in range(10) if i not in bad))
+    guarded, record, trainer = fit(10, Numbered(range(10), bad), skip_nonfinite=True)
+    assert same_weights(without, guarded) and record.column("skipped_nonfinite")[-1] == 1
+    mine = NonFiniteGuard(3)
+    _, _, trainer = fit(10, Numbered(range(10), bad), [mine], skip_nonfinite=True)
+    assert [c for c in trainer.callbacks if isinstance(c, NonFiniteGuard)] == [mine]
 
 
 @pytest.mark.parametrize("build", [

@@ -485,6 +485,9 @@ def test_flops_count_real_context_and_the_sparse_head():
     module = module_of()
     one, far = module.num_flops_per_token(8, 0.15), module.num_flops_per_token(16, 0.15)
     dense = module.num_flops_per_token(8, 1.0)
+    module.configure_model()
+    assert module.num_flops_per_token(seq_len=8) == module.model.num_flops_per_token(8)
+    assert one < module.num_flops_per_token(8) < dense, "0.3 of the tokens, if nothing is said"
     hidden, vocab, layers = 16, len(TOKENIZER), 2
     # The window of 64 on each side is wider than both contexts, so every layer sees all of it.
     assert far - one == pytest.approx(12 * hidden * 8 * layers)
@@ -852,7 +855,77 @@ def test_lightnings_checkpoints_in_shards_have_no_directories(tmp_path):
     module, callbacks = module_of(), [ModelCheckpoint(tmp_path)]
     module.trainer = make_trainer(1, "32-true", "cpu", strategy="fsdp-shards", callbacks=callbacks)
     with pytest.warns(UserWarning, match="in shards .*models=DIRECTORY"):
-        module.setup("fit")
+        module.on_save_checkpoint({})
+
+
+class Renaming(PretrainingModule):
+    "Leaves the head's bias out of checkpoints, and renames the rest."
+
+    def state_dict_to_save(self, state_dict):
+        return {f"my_{name}": w for name, w in state_dict.items() if name != "model.head.bias"}
+
+    def state_dict_to_load(self, state_dict):
+        own = {name.removeprefix("my_"): weight for name, weight in state_dict.items()}
+        return {**self.state_dict(), **own}
+
+
+def test_every_saved_checkpoint_brings_a_model_directory(tmp_path):
+    torch.manual_seed(0)
+    module = Renaming(SHAPE, None, TOKENIZER, learning_rate=3e-3)
+    trainer, _ = fit(module, data_of(), 2)
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    (mine / "config.json").write_text("{}")
+    for name in ("x.ckpt", "no_ending", "loss=2.31", "x.ckpt"):
+        trainer.save_checkpoint(tmp_path / name)
+    with pytest.warns(UserWarning, match="mine.* is there"):
+        trainer.save_checkpoint(tmp_path / "mine.ckpt")
+    module.save_directories = False
+    trainer.save_checkpoint(tmp_path / "without.ckpt")
+    directories = {path.name for path in tmp_path.iterdir() if path.is_dir()}
+    assert directories == {"x", "no_ending-model", "loss=2.31-model", "mine"}
+    assert [path.name for path in mine.iterdir()] == ["config.json"]
+    inputs = {"input_ids": TOKENIZER(TEXTS[0], return_tensors="pt")["input_ids"]}
+    ours = module.eval()(**inputs).logits
+    theirs = transformers.AutoModelForMaskedLM.from_pretrained(tmp_path / "x").eval()
+    torch.testing.assert_close(theirs(**inputs).logits, ours, atol=1e-5, rtol=1e-4)
+    saved = torch.load(tmp_path / "x.ckpt", weights_only=True)["state_dict"]
+    assert all(name.startswith("my_model.") for name in saved) and len(saved) > 5
+    loaded = Renaming.load_from_checkpoint(tmp_path / "x.ckpt").state_dict()
+    assert all(torch.equal(loaded[name.removeprefix("my_")], saved[name]) for name in saved)
+    trainer.strategy.remove_checkpoint(tmp_path / "x.ckpt")
+    trainer.strategy.remove_checkpoint(tmp_path / "mine.ckpt")
+    assert mine.is_dir() and not (tmp_path / "x").exists()
+
+
+def test_a_module_is_called_and_predicts_before_any_training():
+    ids = torch.tensor(TOKENIZER(TEXTS[:2], padding=True)["input_ids"])
+    module = module_of().eval()
+    output = module(input_ids=ids, labels=ids)
+    model = module.model(input_ids=ids, labels=ids)
+    assert output.loss == model.loss and torch.equal(output.logits, model.logits)
+    loader = torch.utils.data.DataLoader([{"input_ids": row} for row in ids], 1)
+    for loaders, num_sets in ((loader, 1), ([loader, loader], 2)):
+        predicted = make_trainer(1, "32-true", "cpu").predict(module, loaders)
+        sets = [predicted] if num_sets == 1 else predicted
+        assert [len(outputs) for outputs in sets] == [2] * num_sets
+        torch.testing.assert_close(torch.cat([x.logits for x in sets[-1]]), output.logits)
+
+
+@pytest.mark.parametrize("index", [-1, 0])
+def test_labels_of_another_index_count_nowhere(index):
+    data, losses = data_of(), []
+    data.setup()
+    batch = next(iter(data.train_dataloader()))
+    marked = {**batch, "labels": batch["labels"].masked_fill(batch["labels"] == -100, index)}
+    for rows, options in ((batch, {}), (marked, {"label_ignore_index": index})):
+        module, history = module_of(**options), History()
+        losses.append([module.eval()(**rows).loss.item()])
+        trainer = make_trainer(2, "32-true", "cpu", callbacks=[history], val_check_steps=2)
+        loader = torch.utils.data.DataLoader([rows] * 2, batch_size=None)
+        trainer.fit(module, loader, loader)
+        losses[-1] += [history.rows[0]["train_loss"], history.validation[0]["val_loss"]]
+    assert losses[0] == losses[1]
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 "What a run says about its speed and its memory is counted right, and costs it no bit."
 
 import csv
+import math
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,6 +15,7 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from test_training import CONFIG, Texts, equal, train
 
 from bertlab.train.checkpoints import TrainingCheckpoint
+from bertlab.train.resume import latest_checkpoint
 from bertlab.train.history import Clock, History, ProgressBar, paused
 from bertlab.model.config import BertLabConfig
 from bertlab.train.modules import PretrainingModule
@@ -262,18 +264,49 @@ def test_the_sanity_check_is_no_validation_of_the_run():
 class LogsMore(PretrainingModule):
     def training_step(self, batch, batch_idx):
         self.log("mine", float(batch_idx))
+        if batch_idx % 2 == 0:
+            self.log("rare", float(batch_idx))
+        self.log("mean", float(batch_idx), on_step=False, on_epoch=True)
         return super().training_step(batch, batch_idx)
+
+    def on_train_batch_end(self, *_):
+        self.log("at_end", float(self.trainer.global_step))
+
+    def on_validation_epoch_end(self):
+        super().on_validation_epoch_end()
+        self.log("my_score", self.trainer.global_step + 0.5)
+
+
+class LogsToo(Callback):
+    def on_train_batch_end(self, trainer, *_):
+        self.log("of_callback", float(trainer.global_step))
 
 
 def test_every_logged_number_is_a_column_of_the_history(tmp_path):
-    history = History()
-    trainer = make_trainer(3, "32-true", "cpu", callbacks=[history], val_check_steps=3)
-    trainer.fit(LogsMore(CONFIG), Texts())
-    assert history.column("mine").tolist() == [0, 1, 2] and "val_loss" in history.validation[0]
-    history.write_csv(tmp_path / "history.csv")
-    with open(tmp_path / "history.csv", newline="") as file:
+    path, no = tmp_path / "checkpoints", math.nan
+    expected = {
+        "mine": [0, 1, 2, 3, 4, 5], "rare": [0, no, 2, no, 4, no],
+        "at_end": [1, 2, 3, 4, 5, 6], "of_callback": [1, 2, 3, 4, 5, 6],
+        "mean": [no, no, no, 1.5, no, 4.5],  # of each session's batches
+    }  # fmt: skip
+    for steps, resumed in ((4, None), (6, path)):
+        history = History()
+        history.path = tmp_path / "history.csv"
+        callbacks = [history, LogsToo(), Throughput(2), TrainingCheckpoint(path, 2)]
+        trainer = make_trainer(steps, "32-true", "cpu", callbacks=callbacks, val_check_steps=2)
+        resumed = resumed and latest_checkpoint(resumed)
+        trainer.fit(LogsMore(CONFIG), Texts(), ckpt_path=resumed)
+        history.save()
+    with open(history.path, newline="") as file:
         rows = list(csv.DictReader(file))
-    assert list(rows[0])[:6] == list(History.COLUMNS) and float(rows[2]["mine"]) == 2
+    for name, values in expected.items():
+        np.testing.assert_array_equal(history.column(name), values)
+        written = [float(row[name] or math.nan) for row in rows]
+        np.testing.assert_array_equal(written, values)
+    assert np.isfinite(history.column("tokens_per_second")).tolist() == [False, True] * 3
+    assert list(rows[0])[:6] == list(History.COLUMNS)
+    assert [row["my_score"] for row in history.validation] == [2.5, 4.5, 6.5]
+    assert all("val_loss" in row for row in history.validation)
     with pytest.raises(ValueError, match="'loss'.*train_loss"):
         history.column("loss")
 
