@@ -4,6 +4,7 @@ A module that needs an extra which is not installed is left to the test that ask
 """
 
 import contextlib
+import functools
 import gc
 import importlib
 import pkgutil
@@ -12,11 +13,13 @@ import sklearn.feature_extraction.text
 import sklearn.linear_model  # noqa: F401
 
 import bertlab
-from bertlab.data.corpus import embedded_corpus
+from bertlab.data import corpus
 
-for found in pkgutil.walk_packages(bertlab.__path__, "bertlab."):
-    if not found.name.endswith("__main__"):  # which is the program itself
+# Splitting the corpus anew would take most pages half a second.
+corpus.embedded_corpus = functools.cache(corpus.embedded_corpus)
+corpus.embedded_corpus()
+for module in pkgutil.walk_packages(bertlab.__path__, "bertlab."):
+    if not module.name.endswith("__main__"):  # which is the program itself
         with contextlib.suppress(ImportError):
-            importlib.import_module(found.name)
-embedded_corpus(max_documents=2)
+            importlib.import_module(module.name)
 gc.freeze()  # a collection in a fork would look at all of this, and copy its pages
