@@ -4,21 +4,24 @@
 
 # %% auto #0
 __all__ = ['COLLATORS', 'MaskedLanguageModelingCollator', 'MaskedDiffusionCollator', 'EnhancedMaskedLanguageModelingCollator',
-           'get_collator_cls', 'check_collator_options']
+           'FunctionCollator', 'get_collator_cls', 'check_collator_options']
 
 # %% ../../nbs/data/10_collators.ipynb #2a7cdf6e
-from collections.abc import Mapping, Sequence
+import random
+from collections.abc import Callable, Mapping, Sequence
+from functools import update_wrapper
 from inspect import signature
 from typing import Any
 
 import numpy as np
 import torch
+from lightning.pytorch.utilities.seed import isolate_rng
 
-from ..core.names import did_you_mean, resolve
+from ..core.names import check_options, did_you_mean, resolve
 from .diffusion import DiffusionConfig, noise_batch
 from .masking import MaskingConfig, continuation_mask, maskable_tokens, row_rng_keys
 from .masking import mask_tokens, place_labels
-from .rows import IGNORE_INDEX, Collator, row_addresses
+from .rows import IGNORE_INDEX, PADDING, Collator, row_addresses
 from .supervised import QuestionAnsweringCollator, SequenceClassificationCollator
 from .supervised import SpanClassificationCollator, TokenClassificationCollator
 
@@ -207,25 +210,69 @@ COLLATORS = {
 }
 
 
+class FunctionCollator:
+    """Calls a function as torch's loaders do: with a list of rows, each a dict of tensors.
+
+    A row has input_ids, attention_mask and, if it is packed, position_ids. The global random
+    numbers of torch, NumPy and Python depend on the seed and the first row's epoch and index.
+    """
+
+    objective = None
+
+    def __init__(self, function: Callable, seed: int = 0, **options: Any):  # of the function
+        self.function, self.seed, self.options = function, seed, options
+        update_wrapper(self, function)  # its name identifies a run
+
+    def from_tokenizer(
+        self,
+        tokenizer: Any,  # not used: a function has its own, if it needs one
+        max_sequence_length: int | None = None,  # not used either
+        pad_to_multiple_of: int | None = None,
+        **options: Any,  # seed, and those of the function
+    ) -> "FunctionCollator":
+        "Take the options, as a class of `Collator` does."
+        return FunctionCollator(self.function, **options)
+
+    def __call__(self, rows: Sequence[Mapping[str, Any]]) -> Any:
+        "Make a batch."
+        tensors = [{n: torch.as_tensor(row[n]) for n in PADDING if n in row} for row in rows]
+        addresses = (
+            [row.get("epoch", 0) for row in rows[:1]],
+            [row.get("index", 0) for row in rows[:1]],
+        )
+        with isolate_rng(include_cuda=False):
+            seed = int(row_rng_keys(self.seed, *addresses)[0] >> np.uint64(32))
+            torch.manual_seed(seed)
+            np.random.seed(seed)
+            random.seed(seed)
+            batch = self.function(tensors, **self.options)
+        return dict(batch) if isinstance(batch, Mapping) else batch
+
+
 def get_collator_cls(
-    objective: str | type[Collator],  # a key of COLLATORS, a dotted name, or the class itself
+    objective: str | type[Collator] | Callable,  # a key of COLLATORS, a dotted name, or the object
     argument: str = "objective",  # for messages
-) -> type[Collator]:
+) -> type[Collator] | FunctionCollator:
     "Find a collator by the name of its objective, or a user's own. Raises `ValueError`."
     collator = resolve(objective, COLLATORS, argument, (Collator,))
-    if not isinstance(collator, type) or not hasattr(collator, "from_tokenizer"):
+    if isinstance(collator, type) and hasattr(collator, "from_tokenizer"):
+        return collator
+    if isinstance(collator, type) or isinstance(getattr(collator, "__self__", collator), Collator):
         raise ValueError(
-            f"{argument}={objective!r:.80} is not a class derived from bertlab.Collator: pass the "
-            "class, and its options as collator_kwargs"
+            f"{argument}={objective!r:.80} is not a class derived from bertlab.Collator, nor a "
+            "function of rows: pass the class, and its options as collator_kwargs"
         )
-    return collator
+    return collator if isinstance(collator, FunctionCollator) else FunctionCollator(collator)
 
 
 def check_collator_options(
-    collator: type[Collator],
+    collator: type[Collator] | FunctionCollator,
     options: Mapping[str, Any],  # keyword arguments
 ) -> None:
     "Raise `ValueError` for an option that the collator does not take, or a value it cannot have."
+    if isinstance(collator, FunctionCollator):
+        check_options(collator.function, options, "collator_kwargs")
+        return
     accepted = [
         parameter.name
         for cls in collator.__mro__

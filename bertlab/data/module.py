@@ -187,13 +187,24 @@ def split_options(
     options: Mapping[str, Any],  # of data_kwargs
     *groups: type,  # dataclasses of options
 ) -> list[Any]:  # an instance of each class
-    "Sort options by the class that has them. Raises `ValueError` for one that none has."
+    """Sort options by the class that has them; those of `datasets.load_dataset` are passed on.
+
+    Raises `ValueError` for one that none has.
+    """
     names = {group: [field.name for field in fields(group)] for group in groups}
     accepted = [name for group in groups for name in names[group] if name not in PARAMETERS]
-    for name in options:
-        if name not in accepted:
+    others = {name: value for name, value in options.items() if name not in accepted}
+    if others:
+        from datasets import load_dataset  # here, because importing it takes most of a second
+
+        passed_on = signature(load_dataset).parameters.keys() - {"path", "split", "streaming"}
+        for name in others.keys() - passed_on:
             hint = did_you_mean(name, accepted) or f"; it has {', '.join(accepted)}"
             raise ValueError(f"data_kwargs has no option {name!r}{hint}")
+        loading = {**options.get("load_dataset_kwargs", {}), **others}
+        options = {**options, "load_dataset_kwargs": loading}
+        if "name" in loading:
+            options["config_name"] = loading.pop("name")
     return [group(**{n: options[n] for n in names[group] if n in options}) for group in groups]
 
 
@@ -228,10 +239,12 @@ class PretrainingDataConfig:
     # Fill an epoch's last batch with blank rows; None: if it has more than 1% of the rows.
     packing_pad_to_budget: bool | None = None
     cache_dir: str | os.PathLike | None = None  # for tokens; None: keep them in memory
-    # How text is read, cut and mixed: max_documents, overflow, stride, mixture_weights, ...
+    # How text is read, cut and mixed: max_documents, overflow, stride, mixture_weights, ...; and
+    # options of datasets.load_dataset: name, revision, data_dir, data_files, ...
     data_kwargs: dict[str, Any] | None = None
     seed: int = 0  # of order and masks
-    collator: Any = None  # your own: a class, or my_file.MyCollator; None: the objective's
+    # Your own: a class, a function of rows with tensors, or my_file.its_name; None: the objective's.
+    collator: Any = None
     header: bool = True  # of .csv and .tsv; False: columns have numbers instead of names
     max_ends: int = 0  # of diffusion: 1 to so many end tokens after each text; 0: none
     # Of diffusion: what is given and never hidden; text_column holds what is to be written.

@@ -226,10 +226,12 @@ def dataset_rows(
 # %% ../../nbs/data/03_sources.ipynb #c6e927ca
 def is_local(
     source: str,  # path, or name of a hub dataset
+    options: ReadOptions = ReadOptions(),  # those for `load_dataset` make a directory a dataset
 ) -> bool:  # False: for `datasets`
     "Return whether our readers read it. Raises `SourceNotFound` for a path that does not exist."
     path = Path(source).expanduser()
-    if os.path.exists(path) and not (path.is_dir() and is_dataset_directory(path)):
+    for_datasets = options.load_dataset_kwargs or is_dataset_directory(path)
+    if os.path.exists(path) and not (path.is_dir() and for_datasets):
         return True
     is_file_name = suffix_of(path) in SUFFIXES
     if not path.is_dir() and (is_file_name or not looks_like_hub_name(source)):
@@ -263,7 +265,8 @@ def check_file_options(
 ) -> None:
     "Raise `ValueError` for options of hub datasets, given for something else."
     split = parse_split(options.split)[0] if can_slice else options.split
-    values = ("split", split, "train"), ("config_name", options.config_name, None)
+    values = [("split", split, "train"), ("config_name", options.config_name, None)]
+    values += [(name, value, None) for name, value in options.load_dataset_kwargs.items()]
     for name, value, default in (*values, ("streaming", streaming, False)):
         if value != default:
             raise ValueError(
@@ -283,7 +286,7 @@ def source_parts(
     parts = []
     for name in expand_sources(source):
         path, files = Path(name).expanduser(), []
-        if is_local(name):
+        if is_local(name, options):
             check_file_options(name, options, streaming, can_slice)
             is_folder = path.is_dir()
             files = directory_files(path, notes, options.file_format) if is_folder else [path]

@@ -19,6 +19,7 @@ from ..core.names import check_options, check_range, look_up
 from ..data.masking import counter_uniform, row_rng_keys
 from ..data.rows import Vocabulary
 from ..data.tokenizers import num_token_ids, unused_token_ids
+from ..data.tokens import read_ids
 from .huggingface import check_tokenizer
 from .mask_filling import eval_mode, max_input_length
 from bertlab.model.sampling import (
@@ -57,9 +58,18 @@ def vocabulary_of(tokenizer: Any) -> Vocabulary:
     return Vocabulary(num_token_ids(tokenizer), *ids, special_ids)
 
 
+def _prompt_ids(tokenizer: Any, prompt: Sequence[int]) -> list[int]:
+    "Take padding and the tokens around a text from token ids."
+    around = tokenizer.cls_token_id, tokenizer.sep_token_id
+    ids = read_ids(prompt, "a prompt").tolist()
+    ids = [token for token in ids if token != tokenizer.pad_token_id]
+    ids = ids[1:] if ids[:1] == [around[0]] else ids
+    return ids[:-1] if ids[-1:] == [around[1]] else ids
+
+
 def read_prompt(
     tokenizer: Any,
-    prompt: str,
+    prompt: str | Sequence[int],  # a text, or token ids with or without [CLS] and [SEP]
     mode: str,  # a key of MODES
     max_new_tokens: int,
     gap_length: int,  # tokens of each [GAP]
@@ -67,13 +77,15 @@ def read_prompt(
     address: tuple[int, int],  # seed and number of the prompt: what rewriting masks
 ) -> GenerationRow:
     "Make a row of a prompt. Raises `ValueError` for one that leaves nothing to write."
-    mask = tokenizer.mask_token_id
+    mask, begin = tokenizer.mask_token_id, 1
+    if isinstance(prompt, str):
+        text = prompt.replace("[MASK]", tokenizer.mask_token)
+        text = text.replace(GAP, " ".join([tokenizer.mask_token] * gap_length))
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    else:
+        ids = _prompt_ids(tokenizer, prompt)
     if mode == "auto":
-        has_gap = any(gap in prompt for gap in ("[MASK]", tokenizer.mask_token, GAP))
-        mode = "infill" if has_gap else "continue"
-    text = prompt.replace("[MASK]", tokenizer.mask_token)
-    text = text.replace(GAP, " ".join([tokenizer.mask_token] * gap_length))
-    ids, begin = tokenizer(text, add_special_tokens=False)["input_ids"], 1
+        mode = "infill" if mask in ids else "continue"
     if mode == "answer":
         ids, begin = [*ids, tokenizer.sep_token_id], len(ids) + 2
     if mode in ("continue", "answer"):
@@ -104,7 +116,7 @@ def _mask_share(
 class GenerationResult:
     "The text of a prompt, with every state on the way."
 
-    prompt: str
+    prompt: str | Sequence[int]
     text: str  # the prompt with what was written; of an answer, the answer alone
     ids: np.ndarray  # (L,) of the finished row, [CLS] and [SEP] included
     states: np.ndarray  # (steps + 1, L): the row at the start and after each step
@@ -144,6 +156,10 @@ def _infill_scores(
     return sums_B / near_BL.sum(1).cpu().clamp(min=1)
 
 # %% ../../nbs/model/13_generation.ipynb #bcc479e8
+def _has_gap(prompt: str | Sequence[int]) -> bool:
+    return isinstance(prompt, str) and GAP in prompt
+
+
 class _Attempt(NamedTuple):
     "A prompt with a length for its gaps, and the steps in which it is filled."
 
@@ -164,7 +180,7 @@ def _list_attempts(
     "Read prompts; one with a [GAP] is tried with every length. Raises `ValueError`."
     attempts, longest = [], max_input_length(model)
     for index, prompt in enumerate(prompts):
-        for length in range(1, max_gap + 1) if GAP in prompt else [1]:
+        for length in range(1, max_gap + 1) if _has_gap(prompt) else [1]:
             address = sampling.seed, index
             row = read_prompt(tokenizer, prompt, gap_length=length, address=address, **options)
             if len(row.ids) > longest:
@@ -212,7 +228,7 @@ def _make_result(
 def generate_with_steps(
     model: Any,  # a masked language model, of bertlab or of transformers, of any objective
     tokenizer: Any,  # the one it was trained with
-    prompts: Sequence[str],
+    prompts: Sequence[str | Sequence[int]],  # texts, or token ids (lists, arrays, or a tensor)
     mode: str = "auto",  # a key of MODES
     max_new_tokens: int = 32,  # of continuing and answering
     max_gap: int = 6,  # tokens of a [GAP], at most; those of a prompt are equally long
@@ -253,7 +269,7 @@ def generate_with_steps(
             if watch is not None:
                 watch(numbers[0], step)
         scores_B = [0.0] * len(batch)
-        if any(GAP in prompts[index] for index in numbers):
+        if any(_has_gap(prompts[index]) for index in numbers):
             gaps_BL = ids_BL == vocabulary.mask_token_id
             scores_B = _infill_scores(model, step.ids_BL, mask_BL, gaps_BL, vocabulary).tolist()
         for number, (index, score) in enumerate(zip(numbers, scores_B)):
@@ -266,8 +282,9 @@ def generate_with_steps(
 def generate(
     model: Any,  # a masked language model, of bertlab or of transformers, of any objective
     tokenizer: Any,  # the one it was trained with
-    prompts: Sequence[str],  # texts, with mask tokens where the mode is infill
+    prompts: Sequence[str | Sequence[int]],  # with mask tokens where the mode is infill
     **options: Any,  # of `generate_with_steps`, and so of `SamplingConfig`
-) -> list[str]:
+) -> list[str | list[int]]:  # a text for a text; for token ids those of the finished row
     "Generate texts: fill, continue, answer or rewrite; see `generate_with_steps`."
-    return [result.text for result in generate_with_steps(model, tokenizer, prompts, **options)]
+    results = generate_with_steps(model, tokenizer, prompts, **options)
+    return [r.text if isinstance(r.prompt, str) else r.ids.tolist() for r in results]

@@ -7,7 +7,7 @@ import signal
 import numpy as np
 import pytest
 import torch
-from test_training import word_tokenizer
+from test_training import CONFIG, word_tokenizer
 
 from bertlab.data.collators import MaskedDiffusionCollator, MaskedLanguageModelingCollator
 from bertlab.data.loaders import BlankRows, EpochBatches, eval_loader, worker_error
@@ -15,6 +15,8 @@ from bertlab.data.module import PretrainingDataConfig, PretrainingDataModule
 from bertlab.data.packing import PackedDataset
 from bertlab.data.rows import Collator
 from bertlab.data.tokens import TokenizedDocuments, finish_dataset, write_part
+from bertlab.train.modules import PretrainingModule
+from bertlab.train.trainer import make_trainer
 
 WORDS = [f"w{i}" for i in range(90)]
 TOKENIZER = word_tokenizer(WORDS)
@@ -570,3 +572,42 @@ def test_workers_use_no_threads_of_the_tokenizers(monkeypatch, value):
     rows = [row for batch in eval_loader(Trouble(list), list, 1, num_workers=1) for row in batch]
     assert rows == [{"environment": "false"}] * 4
     assert os.environ.get("TOKENIZERS_PARALLELISM") == value
+
+
+def mask_by_torch(rows, share=0.5):
+    "A collator in torch's style."
+    assert all(type(values) is torch.Tensor for row in rows for values in row.values())
+    batch = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+    is_chosen = (torch.rand(batch["input_ids"].shape) < share) & (batch["attention_mask"] > 0)
+    labels = batch["input_ids"].masked_fill(~is_chosen, -100)
+    ids = batch["input_ids"].masked_fill(is_chosen, TOKENIZER.mask_token_id)
+    return {**batch, "input_ids": ids, "labels": labels}
+
+
+def test_a_function_collates_tensors_alike_in_workers_and_after_a_stop(tmp_path):
+    path = write_lines(tmp_path / "a.txt", make_texts(100))
+    make = lambda workers: set_up(
+        path, collator=mask_by_torch, collator_kwargs={"share": 0.2}, num_workers=workers
+    ).train_dataloader()
+    expected = take(make(0), 7)
+    real = sum((batch["attention_mask"] > 0).sum() for batch in expected)
+    assert abs(sum((b["labels"] >= 0).sum() for b in expected) / real - 0.2) < 0.05
+    resumed = make(0)
+    resumed.load_state_dict({**resumed.state_dict(), "delivered": 3})
+    for batches, first in ((take(make(2), 7), 0), (take(resumed, 4), 3)):
+        for batch, other in zip(batches, expected[first:], strict=True):
+            assert all(torch.equal(batch[name], other[name]) for name in other)
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_a_collator_of_transformers_can_be_trained_on(tmp_path, packing):
+    from transformers import DataCollatorForLanguageModeling
+
+    collator = DataCollatorForLanguageModeling(TOKENIZER, mlm_probability=0.3)
+    path = write_lines(tmp_path / "a.txt", make_texts(40))
+    data = set_up(path, collator=collator, packing=packing)
+    make_trainer(2, "32-true", "cpu", val_check_steps=1).fit(PretrainingModule(CONFIG), data)
+    (batch,) = take(data.train_dataloader(), 1)
+    assert type(batch) is dict and (batch["labels"] >= 0).any()
+    with pytest.raises(ValueError, match="collator_kwargs.*shre"):
+        make_module(path, collator=mask_by_torch, collator_kwargs={"shre": 0.2})

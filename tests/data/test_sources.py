@@ -10,6 +10,7 @@ import lzma
 import os
 import threading
 from collections import Counter
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from hypothesis import strategies as st
 
 from bertlab.data.corpus import load_corpus
 from bertlab.data.documents import hash_files, parse_split, slice_bounds
+from bertlab.data.module import split_options
 from bertlab.data.readers import ReadOptions
 from bertlab.data.sources import (
     SourceNotFound,
@@ -422,3 +424,33 @@ def test_output_must_not_be_inside_a_linked_directory(tmp_path):
     with pytest.raises(ValueError, match="output .* is inside of"):
         check_not_inside(tmp_path / "far" / "out", [root], "output")
     check_not_inside(tmp_path / "out", [root], "output")
+
+
+def test_options_of_load_dataset_are_passed_on(tmp_path, monkeypatch):
+    card = "---\nconfigs:\n"
+    for config, texts in {"low": ["one", "two"], "high": ["three"]}.items():
+        (tmp_path / config).mkdir()
+        lines = "\n".join(json.dumps({"text": text}) for text in texts)
+        (tmp_path / config / "train.jsonl").write_text(lines)
+        card += f"- config_name: {config}\n  data_files: {config}/*.jsonl\n"
+    (tmp_path / "README.md").write_text(card + "---\n")
+    (tmp_path / "low" / "more.jsonl").write_text('{"text": "four"}')
+
+    def read(source, **options):
+        (reading,) = split_options(options, ReadOptions)
+        texts = [document.text for document in iter_documents(str(source), reading)]
+        assert texts == list(TextStream(str(source), **asdict(reading)))
+        return sorted(texts)
+
+    assert read(tmp_path, name="high") == ["three"]
+    assert read(tmp_path, name="low", revision="main") == ["four", "one", "two"]
+    (tmp_path / "README.md").unlink()
+    assert read(tmp_path) == ["four", "one", "three", "two"]
+    assert read(tmp_path, data_files="low/train*") == ["one", "two"]
+    assert read(tmp_path, data_dir="high") == ["three"]
+    files = {"train": str(tmp_path / "low" / "more.jsonl")}
+    assert read("json", data_files=files) == ["four"]
+    with pytest.raises(ValueError, match="data_files.*low"):
+        read(tmp_path / "low" / "more.jsonl", data_files="low/train*")
+    with pytest.raises(ValueError, match="data_kwargs.*streaming"):
+        split_options({"streaming": True}, ReadOptions)

@@ -162,3 +162,18 @@ def test_the_likelihood_is_the_chain_rule_in_order():
 def test_wrong_options_are_named(options, name):
     with pytest.raises(ValueError, match=name):
         generate(MODEL, TOKENIZER, **{"prompts": ["the cat"], **options})
+
+
+@pytest.mark.parametrize("framed", [True, False])
+def test_token_ids_give_the_token_ids_of_the_finished_rows(framed):
+    prompts, options = PROMPTS[:2], {"max_new_tokens": 5, "seed": 3}
+    rows = TOKENIZER(prompts, add_special_tokens=framed)["input_ids"]
+    if framed:
+        rows = TOKENIZER.pad({"input_ids": rows}, return_tensors="pt")["input_ids"]
+    results = generate_with_steps(MODEL, TOKENIZER, prompts, **options)
+    generated = generate(MODEL, TOKENIZER, rows, **options)
+    assert generated == [result.ids.tolist() for result in results]
+    decoded = [TOKENIZER.decode(ids, skip_special_tokens=True) for ids in generated]
+    assert decoded == [result.text for result in results]
+    with pytest.raises(ValueError, match="prompt.*token ids"):
+        generate(MODEL, TOKENIZER, [[0.5, 1.0]])
