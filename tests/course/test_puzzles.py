@@ -73,7 +73,7 @@ WRONG = {
         (lambda n: np.concatenate([index(1, length + 1) for length in n]), "begins at 1"),
     ],
     "restart_by_number": [
-        (lambda d: index(len(d)) - np.array([list(d).index(number) for number in d]), "padding is counted"),
+        (lambda d: index(len(d)) - np.array([list(d).index(document) for document in d]), "padding is counted"),
         (lambda d: np.where(d > 0, index(len(d)), 0), "does not restart"),
     ],
     "turning_angles": [

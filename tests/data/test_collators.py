@@ -91,11 +91,11 @@ def ordinary(rows, vocabulary):
 def documents_of(rows, vocabulary):
     "Where the ordinary tokens of each document are: (row, columns)."
     may = ordinary(rows, vocabulary).numpy()
-    for number, row in enumerate(rows):
+    for row_index, row in enumerate(rows):
         for document in range(1, row["attention_mask"].max() + 1):
-            columns = np.flatnonzero((row["attention_mask"] == document) & may[number])
+            columns = np.flatnonzero((row["attention_mask"] == document) & may[row_index])
             if len(columns):
-                yield number, columns
+                yield row_index, columns
 
 
 @many
@@ -132,11 +132,11 @@ def test_a_row_is_masked_alike_in_any_company(case, seed, way):
         **vocabulary, seed=seed, **way, min_labels_per_document=1, max_predictions=6
     )
     together, reverse = collate(rows), collate(rows[::-1])
-    for number, row in enumerate(rows):
+    for row_index, row in enumerate(rows):
         alone = collate([row])
         for name, values in alone.items():
-            assert (values[0] == together[name][number]).all()
-            assert (values[0] == reverse[name][-1 - number]).all()
+            assert (values[0] == together[name][row_index]).all()
+            assert (values[0] == reverse[name][-1 - row_index]).all()
 
 
 @many
@@ -159,18 +159,18 @@ def test_excess_labels_are_dropped_unmasked_and_counted(case, rule, bound):
         MaskedLanguageModelingCollator(**vocabulary, **{**rule, "max_predictions": m})
         for m in (100, bound)
     )
-    all_of_them, kept = wide(rows), narrow(rows)
-    had, has = ((batch["labels"] != IGNORE_INDEX) for batch in (all_of_them, kept))
+    all_of_them, narrow_batch = wide(rows), narrow(rows)
+    had, has = ((batch["labels"] != IGNORE_INDEX) for batch in (all_of_them, narrow_batch))
     assert (has <= had).all() and (has.sum(1) <= bound).all()
-    assert (kept["num_dropped_labels"] == had.sum(1) - has.sum(1)).all()
+    assert (narrow_batch["num_dropped_labels"] == had.sum(1) - has.sum(1)).all()
     excess = (had.sum(1) - bound).clamp(min=0)
     if rule["unit"] == "token":
-        assert (kept["num_dropped_labels"] == excess).all()
-    assert (kept["num_dropped_labels"] >= excess).all()
-    assert (kept["num_dropped_labels"][excess == 0] == 0).all()
+        assert (narrow_batch["num_dropped_labels"] == excess).all()
+    assert (narrow_batch["num_dropped_labels"] >= excess).all()
+    assert (narrow_batch["num_dropped_labels"][excess == 0] == 0).all()
     dropped = had & ~has
-    assert (kept["input_ids"][dropped] == stack(rows, "input_ids")[dropped]).all()
-    assert (kept["input_ids"][has] == all_of_them["input_ids"][has]).all()
+    assert (narrow_batch["input_ids"][dropped] == stack(rows, "input_ids")[dropped]).all()
+    assert (narrow_batch["input_ids"][has] == all_of_them["input_ids"][has]).all()
 
 
 def test_promised_labels_are_dropped_last():
@@ -389,7 +389,11 @@ def test_a_text_that_says_a_special_token_means_the_word():
     assert (
         ids[-1] == 3 and 3 not in ids[1:-1]
     )  # one document to its end, "[", "SEP", "]" among its words
-    assert [one for one in labels if one != IGNORE_INDEX] == [5, 7, 8]  # what this vocabulary knows
+    assert [label for label in labels if label != IGNORE_INDEX] == [
+        5,
+        7,
+        8,
+    ]  # what this vocabulary knows
 
 
 class Lengths(Collator):

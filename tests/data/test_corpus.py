@@ -115,8 +115,8 @@ def late():
 
 
 def test_docstrings_are_found_in_any_statement():
-    found = [(d.source, d.text) for d in parse_docstrings(NESTED.encode(), "m")]
-    assert found == [
+    matches = [(d.source, d.text) for d in parse_docstrings(NESTED.encode(), "m")]
+    assert matches == [
         ("m:", "Top."),
         ("m:in_if", "If."),
         ("m:InElse", "Else."),
@@ -171,9 +171,11 @@ def test_installed_packages_are_found_and_not_imported(tmp_path, monkeypatch):
     (tmp_path / "dangerous_package" / "z.py").write_text('"""Public."""')
     monkeypatch.syspath_prepend(tmp_path)
     notes = Counter()
-    found = list(installed_documents(notes, packages=["dangerous_package", "no_such_package_here"]))
-    assert [d.text for d in found] == ["Top.", "Public.", "Deep and internal."]
-    assert found[2].group == "dangerous_package.deep.a"
+    matches = list(
+        installed_documents(notes, packages=["dangerous_package", "no_such_package_here"])
+    )
+    assert [d.text for d in matches] == ["Top.", "Public.", "Deep and internal."]
+    assert matches[2].group == "dangerous_package.deep.a"
     assert "dangerous_package" not in sys.modules
     assert notes.total() == 1
     limited = installed_documents(notes, max_chars=12, packages=["dangerous_package"])
@@ -185,12 +187,12 @@ def test_installed_packages_are_found_and_not_imported(tmp_path, monkeypatch):
 
 def test_copies_differ_in_layout_case_and_punctuation_alone():
     same = ["Join two paths.", "join  two\npaths", "**Join** two paths!"]
-    other = ["Join two path", "two paths join", "Join 2 paths.", "Join 3 paths."]
+    another = ["Join two path", "two paths join", "Join 2 paths.", "Join 3 paths."]
     assert len({normalized_words(text) for text in same}) == 1
-    assert len({normalized_words(text) for text in same + other}) == 5
+    assert len({normalized_words(text) for text in same + another}) == 5
     dropped = Counter()
-    kept = deduplicate((Document(t, "") for t in ["", *same, *other, "a"]), 2, dropped)
-    assert [d.text for d in kept] == [same[0], *other]
+    unique = deduplicate((Document(t, "") for t in ["", *same, *another, "a"]), 2, dropped)
+    assert [d.text for d in unique] == [same[0], *another]
     assert dropped == {"too short": 2, "duplicates": 2}
 
 
@@ -214,7 +216,7 @@ def test_words_are_letters_with_their_marks(text):
     before = rf"\w[\w{marks}]*"
     assert split_words(text) == re.findall(before, text)
     assert split_words(text, signs=True) == re.findall(rf"{before}|[^\w\s]", text)
-    assert [found[0] for found in word_pattern(signs=True).finditer(text)] == split_words(
+    assert [matches[0] for matches in word_pattern(signs=True).finditer(text)] == split_words(
         text, signs=True
     )
     words = normalized_words(text).split()
@@ -239,8 +241,10 @@ def test_one_changed_letter_is_a_near_duplicate_in_any_script(script):
     text = PARAGRAPHS[script]
     changed = Document(text[:12] + text[20] + text[13:], "")
     assert text[12] != text[20] and 0.5 < ngram_overlap([Document(text, "")], [changed])[0] < 1
-    others = [Document(PARAGRAPHS[other], "") for other in PARAGRAPHS if other != script]
-    assert ngram_overlap([Document(text, "")], others) == [0.0]
+    alternatives = [
+        Document(PARAGRAPHS[another], "") for another in PARAGRAPHS if another != script
+    ]
+    assert ngram_overlap([Document(text, "")], alternatives) == [0.0]
 
 
 def test_overlap_of_a_long_text_is_that_of_a_part_of_its_runs():
@@ -253,12 +257,12 @@ def test_overlap_of_a_long_text_is_that_of_a_part_of_its_runs():
 
 def test_overlap_counts_runs_of_all_others_together():
     letters = list(string.ascii_lowercase)
-    whole = Document(" ".join(letters[:16]), "")  # 9 runs of 8
+    full = Document(" ".join(letters[:16]), "")  # 9 runs of 8
     first, last = Document(" ".join(letters[:10]), ""), Document(" ".join(letters[7:16]), "")
-    assert ngram_overlap([whole], [first]) == [3 / 9]
-    assert ngram_overlap([whole], [first, last]) == [5 / 9]
-    assert ngram_overlap([first], [whole]) == [1.0]
-    assert ngram_overlap([whole], []) == [0.0]
+    assert ngram_overlap([full], [first]) == [3 / 9]
+    assert ngram_overlap([full], [first, last]) == [5 / 9]
+    assert ngram_overlap([first], [full]) == [1.0]
+    assert ngram_overlap([full], []) == [0.0]
 
 
 sizes_of_groups = st.dictionaries(
@@ -291,7 +295,7 @@ def documents_in(files: dict[str, int], chars: int = 10) -> list[Document]:
 
 
 @pytest.mark.parametrize(
-    "files, at_least, whole",
+    "files, at_least, full",
     [
         ({f"f{i}": 5 for i in range(60)}, 4, True),  # many files: several are held out
         ({f"f{i}": 50 for i in range(12)}, 1, True),  # ten of equal size: one is
@@ -299,14 +303,14 @@ def documents_in(files: dict[str, int], chars: int = 10) -> list[Document]:
         ({"a": 50, "b": 50}, None, False),  # two equal files: neither is a tenth
     ],
 )
-def test_whole_files_are_held_out_where_that_is_possible(files, at_least, whole):
+def test_whole_files_are_held_out_where_that_is_possible(files, at_least, full):
     documents = documents_in(files)
     train, apart, grouped = train_validation_split(documents, 0.1, lambda d: d.group)
-    assert grouped is whole and sorted(d.source for d in train + apart) == sorted(
+    assert grouped is full and sorted(d.source for d in train + apart) == sorted(
         d.source for d in documents
     )
     groups = {d.group for d in apart}
-    if whole:
+    if full:
         assert len(groups) >= at_least and not groups & {d.group for d in train}
     assert 0.05 <= len(apart) / len(documents) <= 0.11
 
@@ -367,13 +371,13 @@ def test_no_held_out_document_is_half_in_the_training_text(embedded):
         return "".join(c.lower() if c.isalnum() or c == "_" else " " for c in text).split()
 
     train = [words(text) for text in embedded.train_texts]
-    whole = {" ".join(w) for w in train}
+    full = {" ".join(w) for w in train}
     eights = {" ".join(w[i : i + 8]) for w in train for i in range(len(w) - 7)}
     for text in embedded.validation_texts:
-        own = words(text)
-        assert " ".join(own) not in whole, text
-        if len(own) >= 8:
-            runs = [" ".join(own[i : i + 8]) for i in range(len(own) - 7)]
+        ngrams = words(text)
+        assert " ".join(ngrams) not in full, text
+        if len(ngrams) >= 8:
+            runs = [" ".join(ngrams[i : i + 8]) for i in range(len(ngrams) - 7)]
             assert sum(run in eights for run in runs) < len(runs) / 2, text
 
 
@@ -402,12 +406,12 @@ def test_reading_a_corpus_loads_nothing_heavy():
 
 def test_the_larger_level_holds_out_the_same_modules(embedded, monkeypatch):
     held = embedded.validation[0]
-    more = [
+    extra = [
         Document(f"A tensor of {i} numbers in a row of its own.", "torch.functional:f")
         for i in range(50)
     ]
     copy = Document(held.text, "transformers.copies:f")
-    monkeypatch.setattr("bertlab.data.corpus.installed_documents", lambda notes: [*more, copy])
+    monkeypatch.setattr("bertlab.data.corpus.installed_documents", lambda notes: [*extra, copy])
     larger = embedded_corpus("installed")
     assert {d.group for d in larger.validation} == {d.group for d in embedded.validation}
     assert set(larger.validation_texts) == set(embedded.validation_texts)
@@ -605,15 +609,17 @@ def test_the_vocabulary_does_not_depend_on_the_order_of_texts(embedded):
 
 def longest_match(word: str, vocabulary: dict[str, int]) -> list[str]:
     "WordPiece by its definition."
-    rest, found = word, []
-    while rest:
-        mark = "##" if found else ""
-        length = next((n for n in range(len(rest), 0, -1) if mark + rest[:n] in vocabulary), 0)
+    remaining, matches = word, []
+    while remaining:
+        mark = "##" if matches else ""
+        length = next(
+            (n for n in range(len(remaining), 0, -1) if mark + remaining[:n] in vocabulary), 0
+        )
         if not length:
             return ["[UNK]"]
-        found.append(mark + rest[:length])
-        rest = rest[length:]
-    return found
+        matches.append(mark + remaining[:length])
+        remaining = remaining[length:]
+    return matches
 
 
 @given(word=st.text("abcdefghijklmnopqrstuvwxyzñ0123456789", min_size=1, max_size=20))
@@ -719,14 +725,17 @@ def test_tokenizers_are_resolved_in_a_fixed_order(tmp_path, tokenizer):
     for name in ("named", "model", "kept"):
         tokenizer.model_max_length = {"named": 11, "model": 12, "kept": 13}[name]
         tokenizer.save_pretrained(tmp_path / name)
-    named, model, kept = (tmp_path / name for name in ("named", "model", "kept"))
+    named_dir, model, unique = (tmp_path / name for name in ("named", "model", "kept"))
     train = lambda: "trained"  # noqa: E731
-    assert resolve_tokenizer([None, named, str(named)], model, kept, train).model_max_length == 11
-    assert resolve_tokenizer([None], model, kept, train).model_max_length == 12
-    assert resolve_tokenizer([], None, kept, train).model_max_length == 13
+    assert (
+        resolve_tokenizer([None, named_dir, str(named_dir)], model, unique, train).model_max_length
+        == 11
+    )
+    assert resolve_tokenizer([None], model, unique, train).model_max_length == 12
+    assert resolve_tokenizer([], None, unique, train).model_max_length == 13
     assert resolve_tokenizer([], None, tmp_path / "missing", train) == "trained"
     assert resolve_tokenizer([tokenizer, tokenizer]) is tokenizer
     with pytest.raises(ValueError, match="named.*model|model.*named"):
-        resolve_tokenizer([named, model])
+        resolve_tokenizer([named_dir, model])
     with pytest.raises(ValueError, match="tokenizer"):
         resolve_tokenizer([None, None])

@@ -23,9 +23,9 @@ TOKENIZER = word_tokenizer(WORDS)
 SPECIAL = {"pad_token_id": 0, "cls_token_id": 2, "sep_token_id": 3}
 
 
-def make_texts(number=200, seed=0, longest=30):
+def make_texts(count=200, seed=0, longest=30):
     rng = np.random.default_rng(seed)
-    return [" ".join(rng.choice(WORDS, rng.integers(3, longest))) for _ in range(number)]
+    return [" ".join(rng.choice(WORDS, rng.integers(3, longest))) for _ in range(count)]
 
 
 def write_lines(path, texts):
@@ -45,10 +45,10 @@ def set_up(source, **options):
     return data
 
 
-def take(loader, number):
+def take(loader, count):
     "The next batches; not one more, as `zip` would take."
     iterator = iter(loader)
-    return [next(iterator) for _ in range(number)]
+    return [next(iterator) for _ in range(count)]
 
 
 def texts_of(dataset):
@@ -71,11 +71,14 @@ def test_every_document_is_trained_on_or_held_out(tmp_path):
 
 
 def test_with_a_validation_set_nothing_is_held_out(tmp_path):
-    texts, others = make_texts(80), make_texts(50, seed=1)
-    train, val = write_lines(tmp_path / "a.txt", texts), write_lines(tmp_path / "b.txt", others)
+    texts, validation_texts = make_texts(80), make_texts(50, seed=1)
+    train, val = (
+        write_lines(tmp_path / "a.txt", texts),
+        write_lines(tmp_path / "b.txt", validation_texts),
+    )
     data = set_up(train, val_dataset_name_or_path=val)
     assert texts_of(data.train_dataset) == sorted(set(texts))
-    assert texts_of(data.val_dataset) == sorted(set(others))
+    assert texts_of(data.val_dataset) == sorted(set(validation_texts))
     assert "held out" not in data.describe()
 
 
@@ -100,21 +103,21 @@ def test_splits_pair_with_sets():
         pairs(["a", "b"], ["x", "y", "z"])
 
 
-@pytest.mark.parametrize("kind", ["texts", "dataset", "ids", "tokens"])
-def test_set_datasets_takes_what_is_in_memory(kind):
+@pytest.mark.parametrize("form", ["texts", "dataset", "ids", "tokens"])
+def test_set_datasets_takes_what_is_in_memory(form):
     datasets = pytest.importorskip("datasets")
     texts, held = make_texts(100), make_texts(20, seed=5)
     ids = [TOKENIZER(text, add_special_tokens=False)["input_ids"] for text in texts]
-    given = {"texts": texts, "dataset": datasets.Dataset.from_dict({"text": texts}), "ids": ids,
-             "tokens": TokenizedDocuments.from_sequences(ids)}[kind]  # fmt: skip
+    value = {"texts": texts, "dataset": datasets.Dataset.from_dict({"text": texts}), "ids": ids,
+             "tokens": TokenizedDocuments.from_sequences(ids)}[form]  # fmt: skip
     data = make_module(None)
-    data.set_datasets(given, held)
+    data.set_datasets(value, held)
     data.setup()
     assert texts_of(data.train_dataset) == sorted(texts) and texts_of(data.val_dataset) == sorted(
         held
     )
     alone = make_module(None)
-    alone.set_datasets(given)
+    alone.set_datasets(value)
     alone.setup()
     parts = texts_of(alone.train_dataset), texts_of(alone.val_dataset)
     assert sorted(parts[0] + parts[1]) == sorted(texts) and 5 <= len(parts[1]) <= 15
@@ -157,15 +160,15 @@ def test_token_ids_with_special_tokens_are_refused():
 
 
 def test_what_one_source_trains_on_is_not_held_out_of_another(tmp_path):
-    shared, own = make_texts(60, seed=1), [make_texts(n, seed=n) for n in (40, 300)]
+    shared, separate = make_texts(60, seed=1), [make_texts(n, seed=n) for n in (40, 300)]
     (tmp_path / "many").mkdir()
     for n in range(len(shared) + 40):
-        write_lines(tmp_path / "many" / f"{n}.txt", [(own[0] + shared)[n]])
-    other = write_lines(tmp_path / "one.txt", own[1] + shared)
-    data = set_up([str(tmp_path / "many"), other])
+        write_lines(tmp_path / "many" / f"{n}.txt", [(separate[0] + shared)[n]])
+    another = write_lines(tmp_path / "one.txt", separate[1] + shared)
+    data = set_up([str(tmp_path / "many"), another])
     trained, held = texts_of(data.train_dataset), texts_of(data.val_dataset)
     assert held and not set(held) & set(trained)
-    alone = set_up(other)
+    alone = set_up(another)
     assert texts_of(alone.val_dataset), "a source alone is as it was"
 
 
@@ -296,10 +299,10 @@ def test_streams_are_mixed_by_rates(tmp_path):
 @pytest.mark.parametrize(
     "fraction, held", [(0.1, 10), (0.4, 40), (0.6, 60), (0.7, 70), (0.9, 90), (0, 0)]
 )
-@pytest.mark.parametrize("kind", ["ids", "stream"])
-def test_the_share_that_is_asked_for_is_held_out(tmp_path, kind, fraction, held):
+@pytest.mark.parametrize("form", ["ids", "stream"])
+def test_the_share_that_is_asked_for_is_held_out(tmp_path, form, fraction, held):
     texts, options = make_texts(100), {"data_kwargs": {"validation_fraction": fraction}}
-    if kind == "ids":
+    if form == "ids":
         data = make_module(None, **options)
         data.set_datasets(
             [TOKENIZER(text, add_special_tokens=False)["input_ids"] for text in texts]
@@ -333,9 +336,13 @@ def texts_in(rows):
 def test_shards_train_on_nothing_that_they_validate_on(tmp_path, sizes, options):
     texts = [[f"w{k} w{n % 90} w{n // 90}" for n in range(size)] for k, size in enumerate(sizes)]
     data = set_up(
-        [write_shards(tmp_path / str(k), some) for k, some in enumerate(texts)], **options
+        [write_shards(tmp_path / str(k), shard_texts) for k, shard_texts in enumerate(texts)],
+        **options,
     )
-    mixed, every = "data_kwargs" in options, sorted(text for some in texts for text in some)
+    mixed, every = (
+        "data_kwargs" in options,
+        sorted(text for shard_texts in texts for text in shard_texts),
+    )
     rows = data.train_dataset.datasets if mixed else [data.train_dataset]
     read = sorted(text for dataset in rows for text in texts_in(dataset))
     held = texts_in(data.val_dataset)
@@ -434,8 +441,8 @@ def test_a_collator_is_a_class_or_a_dotted_name(tmp_path, monkeypatch):
     (tmp_path / "my_collators.py").write_text(
         "from bertlab.data.collators import MaskedDiffusionCollator\n\n"
         "class Mine(MaskedDiffusionCollator):\n    pass\n")  # fmt: skip
-    objectives = {make_module(path, objective=given).objective: given
-                  for given in ("mlm", Reversed, CountTokens, "my_collators.Mine")}  # fmt: skip
+    objectives = {make_module(path, objective=value).objective: value
+                  for value in ("mlm", Reversed, CountTokens, "my_collators.Mine")}  # fmt: skip
     assert set(objectives) == {"mlm", None, "diffusion"}
     with pytest.raises(ValueError, match="objective.*my_collators.*Mne"):
         make_module(path, objective="my_collators.Mne")
@@ -495,11 +502,11 @@ def test_only_training_documents_are_cut_to_lengths(tmp_path):
         and np.diff(pieces.offsets).max() <= 12 < np.diff(documents.offsets).max()
     )
     assert np.array_equal(plain.val_dataset.documents.offsets, cut.val_dataset.documents.offsets)
-    kept = set_up(
+    retained = set_up(
         path, data_kwargs={"length_mixture": {4: 0.5, 12: 0.5}}, cache_dir=tmp_path / "cache"
     ).train_dataset.documents
-    assert np.array_equal(kept.tokens, pieces.tokens) and np.array_equal(
-        kept.offsets, pieces.offsets
+    assert np.array_equal(retained.tokens, pieces.tokens) and np.array_equal(
+        retained.offsets, pieces.offsets
     )
 
 
@@ -508,9 +515,9 @@ def test_what_reading_left_out_is_told(tmp_path):
     data = set_up(
         write_lines(tmp_path / "a.txt", [*texts, *texts[:7]]), data_kwargs={"sample_by": "line"}
     )
-    said = data.describe(num_rows=1)
-    assert re.search(r"a\.txt: 7 documents left out: duplicates", said) and re.search(
-        r"a\.txt: 1 file with one document per line: a", said
+    description = data.describe(num_rows=1)
+    assert re.search(r"a\.txt: 7 documents left out: duplicates", description) and re.search(
+        r"a\.txt: 1 file with one document per line: a", description
     )
 
 
@@ -595,8 +602,8 @@ def test_a_function_collates_tensors_alike_in_workers_and_after_a_stop(tmp_path)
     resumed = make(0)
     resumed.load_state_dict({**resumed.state_dict(), "delivered": 3})
     for batches, first in ((take(make(2), 7), 0), (take(resumed, 4), 3)):
-        for batch, other in zip(batches, expected[first:], strict=True):
-            assert all(torch.equal(batch[name], other[name]) for name in other)
+        for batch, another in zip(batches, expected[first:], strict=True):
+            assert all(torch.equal(batch[name], another[name]) for name in another)
 
 
 @pytest.mark.parametrize("packing", [True, False])

@@ -90,8 +90,8 @@ def test_only_ordinary_tokens_are_hidden_labelled_and_weighed(case, rule):
     assert (batch["loss_weights"][~chosen] == 0).all() and (
         batch["loss_weights"][chosen] >= 1
     ).all()
-    found = batch["labels"].gather(1, batch["label_positions"]) != IGNORE_INDEX
-    assert (found.sum(1) == chosen.sum(1)).all()
+    is_labelled = batch["labels"].gather(1, batch["label_positions"]) != IGNORE_INDEX
+    assert (is_labelled.sum(1) == chosen.sum(1)).all()
 
 
 @many
@@ -122,9 +122,9 @@ def test_a_row_is_noised_alike_in_any_company(case, rule):
     rows, vocabulary = case
     collate = MaskedDiffusionCollator(**vocabulary, **rule)
     together = collate(rows[::-1])
-    for number, row in enumerate(rows):
+    for row_index, row in enumerate(rows):
         for name, values in collate([row]).items():
-            assert torch.equal(values[0], together[name][-1 - number])
+            assert torch.equal(values[0], together[name][-1 - row_index])
 
 
 def times_of(rows, documents=1, rule=DiffusionConfig(sampling_eps=0.0, num_steps=2**40), epoch=0):

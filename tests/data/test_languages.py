@@ -37,15 +37,17 @@ def write(script, seed=0, num_texts=40):
 
 
 TEXTS = {script: write(script) for script in LETTERS}
-TOKENIZERS = {(script, kind): train_tokenizer(texts, 420, kind=kind, lowercase=False)
-              for script, texts in TEXTS.items() for kind in KINDS}  # fmt: skip
+TOKENIZERS = {(script, algorithm): train_tokenizer(texts, 420, kind=algorithm, lowercase=False)
+              for script, texts in TEXTS.items() for algorithm in KINDS}  # fmt: skip
 CASES = sorted(TOKENIZERS)
 
 
-def batch_of(script, kind, tokenizer=None, **options):
+def batch_of(script, algorithm, tokenizer=None, **options):
     "Masked rows of one text each, with where each piece stands in its text."
-    tokenizer, length = tokenizer or TOKENIZERS[script, kind], 160
-    made = tokenizer(TEXTS[script], return_offsets_mapping=True, truncation=True, max_length=length)
+    tokenizer, length = tokenizer or TOKENIZERS[script, algorithm], 160
+    created = tokenizer(
+        TEXTS[script], return_offsets_mapping=True, truncation=True, max_length=length
+    )
     collate = MaskedLanguageModelingCollator.from_tokenizer(
         tokenizer,
         max_sequence_length=length,
@@ -53,47 +55,47 @@ def batch_of(script, kind, tokenizer=None, **options):
         random_replace_prob=0.0,
         **options,
     )
-    batch = collate([{"input_ids": ids} for ids in made.input_ids])
-    return batch, made.offset_mapping
+    batch = collate([{"input_ids": ids} for ids in created.input_ids])
+    return batch, created.offset_mapping
 
 
-def words_by_hand(text, offsets, script, kind, pieces):
+def words_by_hand(text, offsets, script, algorithm, pieces):
     "Which pieces belong together, without the table that is tested: by the characters that they cover."
     groups, last = [], None
-    for place, (start, stop) in enumerate(offsets):
+    for path, (start, stop) in enumerate(offsets):
         if start == stop:
             groups.append(None)
             continue
         if script in UNSPACED:
             # Pieces of one character, or a mark behind it, belong to the piece before.
             inner = last is not None and (
-                start < last and kind == "bpe" or text[start] in LETTERS[script][1]
+                start < last and algorithm == "bpe" or text[start] in LETTERS[script][1]
             )
-            groups.append(groups[-1] if inner else place)
+            groups.append(groups[-1] if inner else path)
             last = stop
         else:
             groups.append(text[:stop].rstrip().count(" ") if text[start:stop].strip() else None)
     return groups
 
 
-@pytest.mark.parametrize("script, kind", CASES)
-def test_words_are_hidden_whole_or_not_at_all(script, kind):
-    if script == "hindi" and kind == "wordpiece":
+@pytest.mark.parametrize("script, algorithm", CASES)
+def test_words_are_hidden_whole_or_not_at_all(script, algorithm):
+    if script == "hindi" and algorithm == "wordpiece":
         pytest.skip("BERT's way of cutting takes some vowel signs for punctuation")
-    batch, offsets = batch_of(script, kind, mlm_probability=0.3, unit="word")
+    batch, offsets = batch_of(script, algorithm, mlm_probability=0.3, unit="word")
     hidden_BL, num_words = (batch["labels"] >= 0).numpy(), 0
     for text, row, places, ids in zip(TEXTS[script], hidden_BL, offsets, batch["input_ids"]):
-        groups = words_by_hand(text, places, script, kind, ids)
+        groups = words_by_hand(text, places, script, algorithm, ids)
         for group in set(groups) - {None}:
-            inside = [bool(row[n]) for n, other in enumerate(groups) if other == group]
+            inside = [bool(row[n]) for n, another in enumerate(groups) if another == group]
             assert len(set(inside)) == 1, (text, group)
             num_words += 1
     assert num_words > 300 and 0 < hidden_BL.sum()
 
 
-@pytest.mark.parametrize("script, kind", [case for case in CASES if case[0] in UNSPACED])
-def test_without_spaces_no_word_is_a_whole_clause(script, kind):
-    tokenizer = TOKENIZERS[script, kind]
+@pytest.mark.parametrize("script, algorithm", [case for case in CASES if case[0] in UNSPACED])
+def test_without_spaces_no_word_is_a_whole_clause(script, algorithm):
+    tokenizer = TOKENIZERS[script, algorithm]
     ids = tokenizer(TEXTS[script], add_special_tokens=False).input_ids
     continues_V = continuation_mask(tokenizer)
     for row in ids:
@@ -103,7 +105,7 @@ def test_without_spaces_no_word_is_a_whole_clause(script, kind):
         )
         sizes = np.unique(words_1L, return_counts=True)[1]
         assert sizes.max() <= 9, "three bytes a letter, and marks"  # not the row
-    batch, _ = batch_of(script, kind, mlm_probability=0.3, unit="word", selection="exact")
+    batch, _ = batch_of(script, algorithm, mlm_probability=0.3, unit="word", selection="exact")
     ordinary = sum(map(len, ids))
     assert 0.2 * ordinary < int((batch["labels"] >= 0).sum()) <= 0.32 * ordinary
 
@@ -114,20 +116,23 @@ def test_no_half_of_a_character_is_left_to_betray_the_other(script):
     batch, offsets = batch_of(script, "bpe", few_joins, mlm_probability=0.3, unit="word")
     split = 0
     for row, places in zip((batch["labels"] >= 0).numpy(), offsets):
-        for one, other in zip(range(len(places)), range(1, len(places))):
-            real = places[one][0] < places[one][1] and places[other][0] < places[other][1]
-            if real and places[one][1] > places[other][0]:  # they share a character
-                assert row[one] == row[other]
+        for item, another in zip(range(len(places)), range(1, len(places))):
+            real = places[item][0] < places[item][1] and places[another][0] < places[another][1]
+            if real and places[item][1] > places[another][0]:  # they share a character
+                assert row[item] == row[another]
                 split += 1
     assert split
 
 
-@pytest.mark.parametrize("script, kind", CASES)
-def test_spans_begin_and_end_with_words(script, kind):
-    batch, _ = batch_of(script, kind, mlm_probability=0.3, unit="span", selection="exact")
-    continues_V, labels_BL = continuation_mask(TOKENIZERS[script, kind]), batch["labels"].numpy()
+@pytest.mark.parametrize("script, algorithm", CASES)
+def test_spans_begin_and_end_with_words(script, algorithm):
+    batch, _ = batch_of(script, algorithm, mlm_probability=0.3, unit="span", selection="exact")
+    continues_V, labels_BL = (
+        continuation_mask(TOKENIZERS[script, algorithm]),
+        batch["labels"].numpy(),
+    )
     ids_BL = np.where(labels_BL >= 0, labels_BL, batch["input_ids"].numpy())
-    special = np.isin(ids_BL, TOKENIZERS[script, kind].all_special_ids)
+    special = np.isin(ids_BL, TOKENIZERS[script, algorithm].all_special_ids)
     inner_BL = continues_V[ids_BL] & ~special
     inner_BL[:, 1:] &= ~special[:, :-1]
     hidden_BL = labels_BL >= 0
@@ -135,10 +140,10 @@ def test_spans_begin_and_end_with_words(script, kind):
     assert hidden_BL.any() and not (edges & inner_BL[:, 1:]).any()
 
 
-@pytest.mark.parametrize("kind", ["bpe", "unigram"])
+@pytest.mark.parametrize("algorithm", ["bpe", "unigram"])
 @pytest.mark.parametrize("script", sorted(LETTERS))
-def test_an_answer_in_a_long_context_is_cut_out_to_the_character(script, kind):
-    tokenizer = TOKENIZERS[script, kind]
+def test_an_answer_in_a_long_context_is_cut_out_to_the_character(script, algorithm):
+    tokenizer = TOKENIZERS[script, algorithm]
     context = ("" if script in UNSPACED else " ").join(TEXTS[script][:12])
     words = (
         context.split()

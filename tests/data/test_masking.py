@@ -182,17 +182,17 @@ def test_special_tokens_and_padding_are_never_masked(rows, way, p, seed):
 def test_guaranteed_labels_fit_the_default_bound(sizes, way, promise, cut):
     "Documents of a few words, each between two special tokens, one after the other in a row of 96."
     ids, documents = [], []
-    for number, size in enumerate(sizes, start=1):
+    for index, size in enumerate(sizes, start=1):
         ids += [7, *[9 if cut or n == 0 else 10 for n in range(size)], 8]
-        documents += [number] * (size + 2)
+        documents += [index] * (size + 2)
     rows = {
         name: np.array([(values + [0] * 96)[:96]])
         for name, values in (("input_ids", ids), ("attention_mask", documents))
     }
     rule = MaskingConfig(0.05, selection=way[0], unit=way[1], min_labels_per_document=promise)
     out = mask_tokens(rows, ([0], [len(ids)]), V, rule, True, CONTINUES)
-    for number in range(1, len(sizes) + 1):
-        words = (rows["attention_mask"] == number) & np.isin(rows["input_ids"], (9, 10))
+    for index in range(1, len(sizes) + 1):
+        words = (rows["attention_mask"] == index) & np.isin(rows["input_ids"], (9, 10))
         assert (out["labels"][words] >= 0).sum() >= min(promise, words.sum())
     assert out["label_positions"].shape[1] == label_bound(0.05, 96, *way, promise)
 
@@ -251,14 +251,14 @@ def test_draws_depend_on_their_address_alone():
     assert (counter_uniform(keys[:, None], np.arange(4), CHOOSE) == long[:, :4]).all()
     assert (row_rng_keys(3, [2], [2**64 - 1]) == keys[1:]).all()
     assert counter_uniform(keys[1:], np.array([6]), CHOOSE)[0] == long[1, 6]
-    others = [
+    alternatives = [
         counter_uniform(row_rng_keys(seed, [epoch], [index])[:, None], np.arange(9), purpose)
         for seed in (3, 2**70)
         for epoch in (1, 2)
         for index in (5, 6)
         for purpose in range(7)
     ]
-    assert len(np.unique(others)) == 9 * len(others)
+    assert len(np.unique(alternatives)) == 9 * len(alternatives)
 
 
 def test_draws_are_uniform_and_independent():
@@ -324,28 +324,28 @@ def trained(model, trainer, pre_tokenizer, decoder=None):
     )
 
 
-def tokenizer_of(kind):
+def tokenizer_of(algorithm):
     from tokenizers import models, pre_tokenizers, trainers
 
     options = {"special_tokens": ["[PAD]", "[UNK]", "[MASK]"], "show_progress": False}
-    if kind == "WordPiece":
+    if algorithm == "WordPiece":
         trainer = trainers.WordPieceTrainer(vocab_size=40, **options)
         return trained(models.WordPiece(unk_token="[UNK]"), trainer, pre_tokenizers.Whitespace())
-    if kind == "byte-level BPE":
+    if algorithm == "byte-level BPE":
         trainer = trainers.BpeTrainer(
             vocab_size=50, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), **options
         )
         return trained(models.BPE(), trainer, pre_tokenizers.ByteLevel(add_prefix_space=False))
-    if kind == "Metaspace":
+    if algorithm == "Metaspace":
         trainer = trainers.UnigramTrainer(vocab_size=40, unk_token="[UNK]", **options)
         return trained(models.Unigram(), trainer, pre_tokenizers.Metaspace())
     trainer = trainers.WordLevelTrainer(**options)
     return trained(models.WordLevel(unk_token="[UNK]"), trainer, pre_tokenizers.Whitespace())
 
 
-@pytest.mark.parametrize("kind", ["WordPiece", "byte-level BPE", "Metaspace"])
-def test_words_found_by_id_are_what_stands_between_spaces(kind):
-    tokenizer = tokenizer_of(kind)
+@pytest.mark.parametrize("algorithm", ["WordPiece", "byte-level BPE", "Metaspace"])
+def test_words_found_by_id_are_what_stands_between_spaces(algorithm):
+    tokenizer = tokenizer_of(algorithm)
     continues = continuation_mask(tokenizer)
     for text in TEXTS[:3]:
         out = tokenizer(text, return_offsets_mapping=True)
@@ -403,25 +403,25 @@ def theirs_with(monkeypatch, draws, whole_word_mask, tokenizer, features):
 @pytest.mark.parametrize("unit", ["token", "word"])
 def test_equal_draws_give_the_batches_of_transformers(monkeypatch, unit):
     tokenizer = tokenizer_of("WordPiece")
-    whole = unit == "word"
+    full = unit == "word"
     collate = MaskedLanguageModelingCollator.from_tokenizer(
         tokenizer,
         unit=unit,
         max_sequence_length=64,
         pad_to_multiple_of=1,
         seed=4,
-        **(ALWAYS_MASK if whole else {}),
+        **(ALWAYS_MASK if full else {}),
     )
-    out = tokenizer(TEXTS, return_offsets_mapping=whole, return_special_tokens_mask=True)
+    out = tokenizer(TEXTS, return_offsets_mapping=full, return_special_tokens_mask=True)
     features = [
         {name: out[name][n] for name in out if name != "token_type_ids"} for n in range(len(TEXTS))
     ]
     rows = [
         {"input_ids": row["input_ids"], "epoch": 0, "index": n} for n, row in enumerate(features)
     ]
-    ours = collate(rows)
+    result = collate(rows)
     keys = row_rng_keys(4, [0] * len(rows), range(len(rows)))[:, None]
-    columns = np.arange(ours["input_ids"].shape[1])
+    columns = np.arange(result["input_ids"].shape[1])
     acts, words = counter_uniform(keys, columns, ACT), collate.vocabulary.ordinary_ids
     draws = {
         "choose": counter_uniform(keys, columns, CHOOSE),
@@ -429,28 +429,28 @@ def test_equal_draws_give_the_batches_of_transformers(monkeypatch, unit):
         "swap": (acts - 0.8) / 0.2,  # their second coin is tossed among what was not masked
         "words": words[(counter_uniform(keys, columns, REPLACE) * len(words)).astype(int)],
     }
-    if whole:  # their collator pads offsets by itself only for slow tokenizers
+    if full:  # their collator pads offsets by itself only for slow tokenizers
         width = len(columns)
         for row in features:
             row["offset_mapping"] = row["offset_mapping"] + [(0, 0)] * (
                 width - len(row["offset_mapping"])
             )
-    theirs = theirs_with(monkeypatch, draws, whole, tokenizer, features)
-    assert torch.equal(ours["labels"], theirs["labels"])
-    assert torch.equal(ours["input_ids"], theirs["input_ids"])
-    assert (ours["labels"] >= 0).sum() > 10
+    reference = theirs_with(monkeypatch, draws, full, tokenizer, features)
+    assert torch.equal(result["labels"], reference["labels"])
+    assert torch.equal(result["input_ids"], reference["input_ids"])
+    assert (result["labels"] >= 0).sum() > 10
 
 
-@pytest.mark.parametrize("kind", ["bpe", "unigram"])
+@pytest.mark.parametrize("algorithm", ["bpe", "unigram"])
 @pytest.mark.parametrize(
     "unit, selection", [("word", "bernoulli"), ("word", "exact"), ("span", "exact")]
 )
-def test_text_without_spaces_has_labels_in_whatever_script(kind, unit, selection):
+def test_text_without_spaces_has_labels_in_whatever_script(algorithm, unit, selection):
     draw = np.random.default_rng(0)
     texts = ["".join(draw.choice(list("ACGT"), 600)) for _ in range(24)]
-    tokenizer = train_tokenizer(texts, 400 if kind == "bpe" else 200, kind=kind)
-    made = tokenizer(texts, truncation=True, max_length=128, return_tensors="np")
-    rows = {name: made[name] for name in ("input_ids", "attention_mask")}
+    tokenizer = train_tokenizer(texts, 400 if algorithm == "bpe" else 200, kind=algorithm)
+    created = tokenizer(texts, truncation=True, max_length=128, return_tensors="np")
+    rows = {name: created[name] for name in ("input_ids", "attention_mask")}
     vocabulary = Vocabulary(len(tokenizer), 0, tokenizer.mask_token_id, tokenizer.all_special_ids)
     out = mask_tokens(
         rows,

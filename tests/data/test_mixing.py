@@ -56,11 +56,11 @@ def test_an_epoch_has_the_shares_of_tokens(sources):
 def test_no_row_comes_twice_before_all_have_come(sources):
     mixture = MixedDataset(sources, [1, 1, 1], max_repetition=3)
     visits = [mixture.locate(epoch, index) for epoch in range(3) for index in range(len(mixture))]
-    for number, dataset in enumerate(sources.values()):
-        own = [address for source, address in visits if source == number]
-        assert len(set(own)) == len(own)
-        last = max(epoch for epoch, _ in own)
-        assert sorted(a for a in own if a[0] < last) == [
+    for source_index, dataset in enumerate(sources.values()):
+        addresses = [address for source, address in visits if source == source_index]
+        assert len(set(addresses)) == len(addresses)
+        last = max(epoch for epoch, _ in addresses)
+        assert sorted(a for a in addresses if a[0] < last) == [
             (epoch, row) for epoch in range(last) for row in range(len(dataset))
         ]
 
@@ -94,11 +94,11 @@ def test_turns_follow_from_their_number(weights, turn):
     turns = InterleavedTurns(shares)
     located = [turns(t) for t in range(2500)]
     seen = np.zeros(len(shares), int)
-    for number, (source, own) in enumerate(located, 1):
-        assert own == seen[source]
+    for source_index, (source, addresses) in enumerate(located, 1):
+        assert addresses == seen[source]
         seen[source] += 1
-        if number <= 1000:
-            assert np.abs(seen - shares * number).max() < 2
+        if source_index <= 1000:
+            assert np.abs(seen - shares * source_index).max() < 2
     assert turns(turn)[0] == turns(turn + 1000)[0]
 
 

@@ -61,9 +61,12 @@ def packed_batch(model, **options):
 def alone(rows, batch):
     "Each document of a batch by itself: its place, and ids and labels as a batch of one."
     for row_number, row in enumerate(rows):
-        for number in range(1, row["attention_mask"].max() + 1):
-            place = row_number, torch.from_numpy(np.flatnonzero(row["attention_mask"] == number))
-            yield place, batch["input_ids"][place][None], batch["labels"][place][None]
+        for document in range(1, row["attention_mask"].max() + 1):
+            position = (
+                row_number,
+                torch.from_numpy(np.flatnonzero(row["attention_mask"] == document)),
+            )
+            yield position, batch["input_ids"][position][None], batch["labels"][position][None]
 
 
 def total_loss(logits, labels):
@@ -82,9 +85,9 @@ def test_packed_logits_and_gradients_equal_those_alone(family, kernel):
     total_loss(logits, labels).backward()
     packed = {name: parameter.grad for name, parameter in model.named_parameters()}
     model.zero_grad()
-    for place, ids, own_labels in alone(rows, {**batch, "labels": labels}):
+    for position, ids, own_labels in alone(rows, {**batch, "labels": labels}):
         own_logits = model(input_ids=ids).logits
-        torch.testing.assert_close(logits[place][None], own_logits, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(logits[position][None], own_logits, atol=1e-5, rtol=1e-5)
         total_loss(own_logits, own_labels).backward()
     for name, parameter in model.named_parameters():
         scale = parameter.grad.abs().max().clamp(min=1)
@@ -111,8 +114,8 @@ def test_positions_and_an_ordinary_mask_leak(family):
         batch["input_ids"], attention_mask=ordinary, position_ids=batch["position_ids"]
     ).logits
     gaps = [
-        abs(leaky[place] - model(input_ids=ids).logits[0]).max().item()
-        for place, ids, _ in alone(rows, batch)
+        abs(leaky[position] - model(input_ids=ids).logits[0]).max().item()
+        for position, ids, _ in alone(rows, batch)
     ]
     assert max(gaps) > 1e-3  # a hundred times the tolerance
 
@@ -235,12 +238,12 @@ def test_transformers_trainer_takes_a_stream(tmp_path):
     assert seen[:20] == [(0, index) for index in range(20)] and np.isfinite(losses).all()
 
 
-@pytest.mark.parametrize("kept, named, told", [
+@pytest.mark.parametrize("retained, label_name, reported", [
     (None, False, True),  # all that our collator makes
     (("input_ids", "attention_mask", "labels"), True, True),  # as transformers' collators
     (("input_ids", "attention_mask", "labels"), False, False),
 ])  # fmt: skip
-def test_trainer_evaluates_our_models_with_named_labels(kept, named, told, tmp_path):
+def test_trainer_evaluates_our_models_with_named_labels(retained, label_name, reported, tmp_path):
     pytest.importorskip("accelerate", reason="transformers' Trainer needs accelerate")
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
@@ -256,12 +259,12 @@ def test_trainer_evaluates_our_models_with_named_labels(kept, named, told, tmp_p
     def collate(rows):
         batch = collator(rows)
         hidden.setdefault(collator.epoch, []).append(sorted((batch["labels"] != -100).tolist()))
-        return {name: batch[name] for name in kept or batch}
+        return {name: batch[name] for name in retained or batch}
 
     rows = [{"input_ids": [CLS, *range(7, 7 + n), SEP]} for n in (8, 9, 10, 11)]
     arguments = TrainingArguments(
         output_dir=str(tmp_path), per_device_train_batch_size=4, num_train_epochs=2, report_to=[], use_cpu=True, save_strategy="no",
-        disable_tqdm=True, remove_unused_columns=False, label_names=["labels"] if named else None)  # fmt: skip
+        disable_tqdm=True, remove_unused_columns=False, label_names=["labels"] if label_name else None)  # fmt: skip
     model = BertLabForMaskedLM(modernbert_tiny(vocab_size=64))
     trainer = Trainer(
         model,
@@ -273,7 +276,7 @@ def test_trainer_evaluates_our_models_with_named_labels(kept, named, told, tmp_p
     )
     trainer.train()
     assert hidden[0][0] != hidden[1][0]
-    assert ("eval_loss" in trainer.evaluate()) == told
+    assert ("eval_loss" in trainer.evaluate()) == reported
 
 
 def test_packing_and_streaming_need_no_lightning():

@@ -118,8 +118,8 @@ def test_rows_number_documents_and_restart_positions(case):
     for index in range(len(dataset)):
         row = dataset[index]
         expected = [
-            (id, number, position)
-            for number, ids in enumerate(documents_of(row), 1)
+            (id, document, position)
+            for document, ids in enumerate(documents_of(row), 1)
             for position, id in enumerate(ids)
         ]
         expected += [(PAD, 0, 0)] * (capacity - len(expected))
@@ -155,9 +155,9 @@ def test_marks_of_many_rows_are_those_of_each_document_by_itself(rows, spare, be
     expected = []
     for row in rows:
         marks = []
-        for size, left, right in row:
-            free = [left <= n < size - right for n in range(size)]
-            marks += [1] * before + [int(not own) for own in free] + [1] * after
+        for size, before_it, right in row:
+            free = [before_it <= n < size - right for n in range(size)]
+            marks += [1] * before + [int(not is_free) for is_free in free] + [1] * after
         expected.append(marks + [1] * (capacity - len(marks)))
     marked = mark_context(block, np.array(contexts).reshape(-1, 2), before, after)
     assert marked["special_tokens_mask"].tolist() == expected
@@ -212,13 +212,13 @@ def rows_of(dataset, epoch):
 
 
 def test_the_same_seed_and_epoch_repeat_and_others_differ():
-    one, same = (PackedDataset(words(), 64, **SPECIAL, seed=5) for _ in range(2))
-    other = PackedDataset(words(), 64, **SPECIAL, seed=6)
-    assert rows_of(one, 3) == rows_of(same, 3)
-    assert rows_of(one, 3) != rows_of(one, 4)
-    assert rows_of(one, 3) != rows_of(other, 3)
-    rows_of(one, 0)
-    assert rows_of(one, 3) == rows_of(same, 3), "the epoch that was read before must not matter"
+    first, same = (PackedDataset(words(), 64, **SPECIAL, seed=5) for _ in range(2))
+    second = PackedDataset(words(), 64, **SPECIAL, seed=6)
+    assert rows_of(first, 3) == rows_of(same, 3)
+    assert rows_of(first, 3) != rows_of(first, 4)
+    assert rows_of(first, 3) != rows_of(second, 3)
+    rows_of(first, 0)
+    assert rows_of(first, 3) == rows_of(same, 3), "the epoch that was read before must not matter"
 
 
 def test_set_epoch_gives_lone_indices_an_epoch():
@@ -245,7 +245,7 @@ def test_workers_that_persist_hear_of_the_next_epoch(start):
     )
     for epoch in (0, 1, 5):
         dataset.set_epoch(epoch)
-        assert {number for batch in loader for number in batch} == {epoch}
+        assert {document for batch in loader for document in batch} == {epoch}
 
 
 def test_without_shuffling_all_epochs_are_the_plan():
@@ -323,8 +323,8 @@ def test_options_that_cannot_be_are_named(make, words):
 
 
 def test_truncate_left_keeps_the_end_of_a_document():
-    kept = split_into_windows([0, 10, 13, 13], room=4, overflow="truncate_left")
-    assert list(zip(kept.starts.tolist(), kept.stops.tolist())) == [(6, 10), (10, 13)]
-    assert (kept.num_cut_tokens, kept.num_long, kept.num_empty) == (6, 1, 1)
+    windows = split_into_windows([0, 10, 13, 13], room=4, overflow="truncate_left")
+    assert list(zip(windows.starts.tolist(), windows.stops.tolist())) == [(6, 10), (10, 13)]
+    assert (windows.num_cut_tokens, windows.num_long, windows.num_empty) == (6, 1, 1)
     with pytest.raises(ValueError, match="overflow.*'cut'"):
         split_into_windows([0, 10], room=4, overflow="cut")

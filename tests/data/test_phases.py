@@ -32,13 +32,13 @@ def write_two(folder):
     return [write_lines(folder / "low.txt", low), write_lines(folder / "high.txt", high)]
 
 
-def make_phased(folder, kind, **options):
-    if kind == "longer":
+def make_phased(folder, dataset_type, **options):
+    if dataset_type == "longer":
         source = write_lines(folder / "a.txt", make_texts(300))
         return set_up(source, phases=LONGER, **options)
-    stream = {"streaming": True} if kind == "stream" else {}
+    stream = {"streaming": True} if dataset_type == "stream" else {}
     kwargs = {"mixture_weights": [3, 1]}
-    if kind == "mixture":
+    if dataset_type == "mixture":
         kwargs["max_repetition"] = 4
     else:
         kwargs["buffer_size"] = 900
@@ -71,9 +71,9 @@ def test_each_phase_has_its_rate_and_its_rows(tmp_path):
     assert data.collator.rule.mlm_probability == 0.05 and data.val_dataset.capacity == 32
 
 
-@pytest.mark.parametrize("kind", ["mixture", "stream"])
-def test_each_phase_has_its_mixture(tmp_path, kind):
-    batches = list(islice(make_phased(tmp_path, kind).train_dataloader(), 17))
+@pytest.mark.parametrize("dataset_type", ["mixture", "stream"])
+def test_each_phase_has_its_mixture(tmp_path, dataset_type):
+    batches = list(islice(make_phased(tmp_path, dataset_type).train_dataloader(), 17))
     for phase, share in ((batches[:4], 0.25), (batches[4:9], 0.75), (batches[9:], 0.5)):
         assert abs(torch.stack([share_of_high(batch) for batch in phase]).mean() - share) < 0.2
 
@@ -88,9 +88,9 @@ def test_no_row_of_a_mixture_comes_twice_after_a_phase_ends():
     assert len(set(visits)) == 200
 
 
-@pytest.mark.parametrize("kind", ["longer", "mixture", "stream"])
-def test_workers_and_stops_change_no_batch(tmp_path, kind):
-    make = lambda **options: make_phased(tmp_path, kind, **options).train_dataloader()
+@pytest.mark.parametrize("dataset_type", ["longer", "mixture", "stream"])
+def test_workers_and_stops_change_no_batch(tmp_path, dataset_type):
+    make = lambda **options: make_phased(tmp_path, dataset_type, **options).train_dataloader()
     expected = list(islice(make(), 14))
     assert same_batches(list(islice(make(num_workers=2), 14)), expected)
     for stop in (2, 4, 5, 9, 11):  # before, at and after a phase begins

@@ -71,9 +71,9 @@ def test_every_format_gives_the_same_rows_and_resumes_anywhere(name, shelf):
         assert texts_of(path, column) == TEXTS
     for stop in range(1, 5):
         reader = read_rows(path, position=(position := Position()))
-        begun = [next(reader)[1] for _ in range(stop)]
+        first_rows = [next(reader)[1] for _ in range(stop)]
         saved = Position(**json.loads(json.dumps(vars(position))))
-        assert begun + [row for _, row in read_rows(path, position=saved)] == ROWS
+        assert first_rows + [row for _, row in read_rows(path, position=saved)] == ROWS
     labelled = read_labelled([path])
     assert list(labelled) == ROWS and labelled["text"] == TEXTS
 
@@ -96,8 +96,12 @@ def test_a_table_is_read_as_its_beginning_says(name, content, expected, how, tmp
     assert texts_of(tmp_path / name, handle=lambda error: None) == expected
     notes = Counter()
     list(iter_documents(str(tmp_path), ReadOptions(on_error="skip"), notes))
-    said = [note for note in notes if "cells" in note]
-    assert not said if how is None else how in said[0] and name in said[0]
+    relevant_notes = [note for note in notes if "cells" in note]
+    assert (
+        not relevant_notes
+        if how is None
+        else how in relevant_notes[0] and name in relevant_notes[0]
+    )
 
 
 @pytest.mark.parametrize(
@@ -245,9 +249,9 @@ def test_names_that_are_names_are_not_suspected():
     with pytest.raises(ValueError, match="did you mean 'text'") as error:
         resolve_column("txet", ["year", "text"])
     assert "header" not in str(error.value)
-    for number in (0, 3, -3):
-        with pytest.raises(ValueError, match=f"text_column={number}.*1 to 2"):
-            resolve_column(number, ["year", "text"])
+    for line_number in (0, 3, -3):
+        with pytest.raises(ValueError, match=f"text_column={line_number}.*1 to 2"):
+            resolve_column(line_number, ["year", "text"])
 
 
 def test_a_comma_outside_of_quotes_does_not_cut_the_text(tmp_path):
@@ -283,9 +287,9 @@ def test_lines_know_their_line_ends_and_bytes(tmp_path):
     lines = list(read_lines(path))
     assert [line[:2] for line in lines] == [(1, "ä"), (2, "b"), (3, "c"), (4, ""), (5, "d")]
     assert [line.line_end for line in lines] == ["\r\n", "\r", "\n", "\n", ""]
-    for number, _, end, _ in lines:
-        rest = list(read_lines(path, position=Position(offset=end, line=number)))
-        assert rest == lines[number:]
+    for line_number, _, end, _ in lines:
+        remaining = list(read_lines(path, position=Position(offset=end, line=line_number)))
+        assert remaining == lines[line_number:]
 
 
 def test_odd_columns_are_read_and_odd_cells_handed_over(tmp_path):

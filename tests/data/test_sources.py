@@ -44,27 +44,27 @@ def packed(data: bytes, suffix: str) -> bytes:
     return how[suffix](data)
 
 
-def content(kind: str) -> bytes:
+def content(file_format: str) -> bytes:
     "TEXTS in a format, written by other hands than ours."
     import pyarrow
     from pyarrow import parquet
 
     table, stream = pyarrow.table({"id": range(len(TEXTS)), "text": TEXTS}), io.BytesIO()
-    if kind in (".csv", ".tsv"):
+    if file_format in (".csv", ".tsv"):
         lines = io.StringIO()
-        writer = csv.writer(lines, delimiter="\t" if kind == ".tsv" else ",")
+        writer = csv.writer(lines, delimiter="\t" if file_format == ".tsv" else ",")
         writer.writerows([["id", "text"], *enumerate(TEXTS)])
         return lines.getvalue().encode()
-    if kind == ".json":
+    if file_format == ".json":
         return json.dumps([{"text": text} for text in TEXTS], indent=1).encode()
-    if kind in (".jsonl", ".ndjson"):
+    if file_format in (".jsonl", ".ndjson"):
         return "\n".join(json.dumps({"text": text}, ensure_ascii=False) for text in TEXTS).encode()
-    if kind == ".parquet":
+    if file_format == ".parquet":
         parquet.write_table(table, stream, row_group_size=5)
-    elif kind == ".arrow":
+    elif file_format == ".arrow":
         with pyarrow.ipc.new_file(stream, table.schema) as writer:
             writer.write_table(table, max_chunksize=5)
-    elif kind == ".stream.arrow":
+    elif file_format == ".stream.arrow":
         with pyarrow.ipc.new_stream(stream, table.schema) as writer:
             writer.write_table(table, max_chunksize=5)
     else:
@@ -90,8 +90,8 @@ SUFFIXES = ["", ".gz", ".bz2", ".xz", ".zst"]
 def shelf(tmp_path_factory) -> Path:
     "A directory with each format in each packing."
     root = tmp_path_factory.mktemp("shelf")
-    for kind, suffix in itertools.product(KINDS, SUFFIXES):
-        (root / f"a{kind}{suffix}").write_bytes(packed(content(kind), suffix))
+    for file_format, suffix in itertools.product(KINDS, SUFFIXES):
+        (root / f"a{file_format}{suffix}").write_bytes(packed(content(file_format), suffix))
     return root
 
 
@@ -100,9 +100,9 @@ def texts_of(source, column="text", **options) -> list[str]:
 
 
 @pytest.mark.parametrize("suffix", SUFFIXES)
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_format_packed_or_not_gives_the_same_documents(shelf, kind, suffix):
-    path = str(shelf / f"a{kind}{suffix}")
+@pytest.mark.parametrize("file_format", KINDS)
+def test_every_format_packed_or_not_gives_the_same_documents(shelf, file_format, suffix):
+    path = str(shelf / f"a{file_format}{suffix}")
     assert texts_of(path) == TEXTS == list(TextStream(path))
 
 
@@ -113,10 +113,10 @@ def test_a_directory_of_all_kinds_is_one_source(shelf):
     assert texts_of(str(shelf), file_format="arrow") == TEXTS * 2 * len(SUFFIXES)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("file_format", KINDS)
 @pytest.mark.parametrize("suffix", ["", ".xz"])
-def test_a_stream_resumes_at_the_very_next_document(shelf, kind, suffix):
-    path = [str(shelf / f"a{kind}{suffix}"), str(shelf / "a.jsonl")]
+def test_a_stream_resumes_at_the_very_next_document(shelf, file_format, suffix):
+    path = [str(shelf / f"a{file_format}{suffix}"), str(shelf / "a.jsonl")]
     for stop in range(2 * len(TEXTS) + 1):
         stream, resumed = TextStream(path), TextStream(path)
         head = list(itertools.islice(stream, stop))
@@ -250,7 +250,7 @@ MALFORMED = {
 @pytest.mark.parametrize("name", MALFORMED)
 @pytest.mark.parametrize("suffix", ["", ".bz2"])
 def test_a_malformed_line_is_named_or_counted(tmp_path, name, suffix):
-    data, left, line, count = MALFORMED[name]
+    data, num_left_out, line, count = MALFORMED[name]
     path = tmp_path / (name + suffix)
     path.write_bytes(packed(data, suffix))
     for read in (texts_of, lambda path: list(TextStream(path))):
@@ -258,12 +258,12 @@ def test_a_malformed_line_is_named_or_counted(tmp_path, name, suffix):
             read(str(path))
         assert f"{path} {line}" in str(error.value) and "\n" not in str(error.value)
     corpus = load_corpus(path, on_error="skip", validation_fraction=0)
-    assert corpus.train_texts == list(left)
+    assert corpus.train_texts == list(num_left_out)
     assert f"{count} malformed rows, left out; the first: {path} {line}" in corpus.describe()
     stream = TextStream(str(path), on_error="skip")
-    with pytest.warns(UserWarning, match="malformed rows are left out; the first") as told:
-        assert [list(stream), list(stream)] == 2 * [list(left)]
-    assert len(told) == 1 and f"{path} {line}" in str(told[0].message), (
+    with pytest.warns(UserWarning, match="malformed rows are left out; the first") as warned:
+        assert [list(stream), list(stream)] == 2 * [list(num_left_out)]
+    assert len(warned) == 1 and f"{path} {line}" in str(warned[0].message), (
         "a stream is asked for no notes"
     )
 

@@ -21,10 +21,10 @@ from bertlab.data.tokenizers import train_tokenizer
 SPECIAL = {"pad_token_id": 0, "cls_token_id": 1, "sep_token_id": 2}
 
 
-def make_documents(number, seed=0, longest=40):
+def make_documents(count, seed=0, longest=40):
     "Ids that each come once."
     rng = np.random.default_rng(seed)
-    lengths = rng.integers(0, longest, number)
+    lengths = rng.integers(0, longest, count)
     return np.split(np.arange(lengths.sum()) + 10 + 10**6 * seed, np.cumsum(lengths)[:-1])
 
 
@@ -41,8 +41,8 @@ def keys_and_ids(rows):
     return [(row["epoch"], row["index"], row["input_ids"].tolist()) for row in rows]
 
 
-def take(loader, number):
-    return list(islice(iter(loader), number))
+def take(loader, count):
+    return list(islice(iter(loader), count))
 
 
 def copied(state):
@@ -66,8 +66,8 @@ def test_workers_change_nothing_and_resume(num_shards, num_workers):
     batches = iter(loader)
     assert [next(batches) for _ in range(23)] == expected[:23]
     state = copied(loader.state_dict())
-    for other in (0, 2):
-        again = make_loader(other, num_shards, batch_size=2)
+    for another in (0, 2):
+        again = make_loader(another, num_shards, batch_size=2)
         again.load_state_dict(state)
         assert take(again, 17) == expected[23:]
 
@@ -98,11 +98,11 @@ def test_each_token_comes_once_in_a_pass(buffer_size):
         addresses.add((row["epoch"], row["index"]))
     assert len(addresses) == 400
     for shard in range(2):
-        whole = np.concatenate(stream.shards[shard]).tolist()
-        last = max(epoch for other, epoch in passes if other == shard)
+        tokens = np.concatenate(stream.shards[shard]).tolist()
+        last = max(epoch for another, epoch in passes if another == shard)
         assert last >= 2
         for epoch in range(last):
-            assert sorted(passes[shard, epoch]) == whole
+            assert sorted(passes[shard, epoch]) == tokens
     assert passes[0, 0] != passes[0, 1]
 
 
@@ -127,8 +127,8 @@ def test_another_number_of_processes_and_batches_goes_on():
 def test_a_reader_opens_the_shards_of_its_share_alone(num_shards, world_size):
     opened = set()
 
-    def source(number):
-        return lambda epoch: (opened.add(number), iter(make_documents(50, number)))[1]
+    def source(count):
+        return lambda epoch: (opened.add(count), iter(make_documents(50, count)))[1]
 
     stream = PackedStream([source(n) for n in range(num_shards)], 32, **SPECIAL, world_size=world_size,
                           rank=1)  # fmt: skip
@@ -147,14 +147,14 @@ def test_mixtures_keep_their_shares_and_resume():
     assert take(again, 20) == take(make_loader(0, 3, **mixture), 520)[500:]
 
 
-@pytest.mark.parametrize("kind", ["list", "function", "text", "plain", "mapped", "shuffled",
+@pytest.mark.parametrize("source_type", ["list", "function", "text", "plain", "mapped", "shuffled",
                                   "concatenated", "interleaved", "in memory"])  # fmt: skip
-def test_every_kind_of_source_resumes(tmp_path, kind):
+def test_every_kind_of_source_resumes(tmp_path, source_type):
     words = [f"w{n}" for n in range(200)]
     documents = [[5 + n] * (1 + n % 9) for n in range(200)]
     texts = [" ".join([word] * (1 + n % 9)) for n, word in enumerate(words)]
     (tmp_path / "a.txt").write_text("\n".join(texts))
-    tokenizer = train_tokenizer(texts, 600) if kind == "text" else None
+    tokenizer = train_tokenizer(texts, 600) if source_type == "text" else None
     plain = datasets.Dataset.from_dict({"input_ids": documents})
     streamed = plain.to_iterable_dataset(num_shards=4)
 
@@ -171,7 +171,7 @@ def test_every_kind_of_source_resumes(tmp_path, kind):
             ),
             "interleaved": lambda: datasets.interleave_datasets([streamed, streamed.skip(20)]),
             "in memory": lambda: plain,
-        }[kind]()
+        }[source_type]()
         stream = PackedStream(
             [source], 32, **SPECIAL, tokenizer=tokenizer, buffer_size=150, batch_size=2
         )
@@ -225,19 +225,19 @@ def test_held_out_texts_are_passed_over():
     assert documents == 80
 
 
-@pytest.mark.parametrize("sizes, number", [
+@pytest.mark.parametrize("sizes, count", [
     ([100] * 8, 8),
     ([100] * 100, 64),
     ([1000, 10, 10], 1),
     ([100, 60, 60, 100], 4),
     ([300, 100, 100, 100], 2),
 ])  # fmt: skip
-def test_shards_are_about_equally_large(tmp_path, sizes, number):
+def test_shards_are_about_equally_large(tmp_path, sizes, count):
     files = [tmp_path / f"{n:03}.txt" for n in range(len(sizes))]
     for file, size in zip(files, sizes):
         file.write_text("a" * size)
     shards = split_into_shards(files)
-    assert len(shards) == number and sorted(file for shard in shards for file in shard) == files
+    assert len(shards) == count and sorted(file for shard in shards for file in shard) == files
     assert len(split_into_shards(files, 2)) == 2
     with pytest.raises(ValueError, match="num_shards=101"):
         split_into_shards(files, 101)

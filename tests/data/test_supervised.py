@@ -60,23 +60,23 @@ def byte_level(add_prefix_space: bool):
 
 
 @functools.cache
-def tokenizer_of(kind: str):
-    if kind == "wordpiece":
+def tokenizer_of(algorithm: str):
+    if algorithm == "wordpiece":
         return train_tokenizer(TEXTS * 5, 150)
-    return byte_level(kind == "bpe with prefix space")
+    return byte_level(algorithm == "bpe with prefix space")
 
 
 KINDS = "wordpiece", "bpe", "bpe with prefix space"
-each_tokenizer = pytest.mark.parametrize("kind", KINDS)
+each_tokenizer = pytest.mark.parametrize("algorithm", KINDS)
 words_and_labels = st.lists(
     st.tuples(st.sampled_from(["Zoë", "didn't", "x", "tokenization", "€5", "\u200b", "naïve", "日本"]), st.integers(-1, 4)),
     min_size=1, max_size=12,
 ).filter(lambda pairs: any(word.strip("\u200b") for word, _ in pairs))  # fmt: skip
 
 
-def tagger(kind, **options):
+def tagger(algorithm, **options):
     options = {"text_column": "tokens", "label_column": "tags", "pad_to_multiple_of": 1, **options}
-    return TokenClassificationCollator.from_tokenizer(tokenizer_of(kind), **options)
+    return TokenClassificationCollator.from_tokenizer(tokenizer_of(algorithm), **options)
 
 
 # --- token classification -------------------------------------------------------------------------
@@ -91,24 +91,24 @@ def test_first_or_all_sub_words_have_labels(options, expected):
 
 
 @each_tokenizer
-def test_words_get_the_ids_of_running_text(kind):
+def test_words_get_the_ids_of_running_text(algorithm):
     words = "Zoë paid €5 in São Paulo".split()
-    ids = tagger(kind, label_column=None)([{"tokens": words}])["input_ids"][0].tolist()
-    assert ids == tokenizer_of(kind)(" ".join(words))["input_ids"]
+    ids = tagger(algorithm, label_column=None)([{"tokens": words}])["input_ids"][0].tolist()
+    assert ids == tokenizer_of(algorithm)(" ".join(words))["input_ids"]
 
 
 @many
 @given(words_and_labels, st.sampled_from(KINDS), st.integers(4, 40))
-def test_labels_are_at_their_words_and_lost_ones_counted(pairs, kind, length):
+def test_labels_are_at_their_words_and_lost_ones_counted(pairs, algorithm, length):
     "The reference tokenizes each word alone and knows no word ids."
-    tokenizer, words = tokenizer_of(kind), [word for word, _ in pairs]
+    tokenizer, words = tokenizer_of(algorithm), [word for word, _ in pairs]
     labels = [label if label >= 0 else NO for _, label in pairs]
     rows = [{"tokens": words, "tags": labels}]
-    batch = tagger(kind, max_sequence_length=length)(rows)
+    batch = tagger(algorithm, max_sequence_length=length)(rows)
     ids, expected, lost = [], [], 0
     for n, (word, label) in enumerate(zip(words, labels)):
         is_joined = words[n - 1 : n + 1] == ["日本", "日本"]  # Japanese has no space there
-        space = " " if kind == "bpe" and n and not is_joined else ""
+        space = " " if algorithm == "bpe" and n and not is_joined else ""
         pieces = tokenizer(space + word, add_special_tokens=False)["input_ids"]
         room = length - 2 - len(ids)
         lost += label != NO and not pieces[:room]
@@ -121,21 +121,23 @@ def test_labels_are_at_their_words_and_lost_ones_counted(pairs, kind, length):
 
 @many
 @given(words_and_labels, st.sampled_from(KINDS), st.integers(8, 20))
-def test_split_rows_hold_each_word_once(pairs, kind, length):
+def test_split_rows_hold_each_word_once(pairs, algorithm, length):
     words, labels = zip(*((word, max(label, 0)) for word, label in pairs))
     rows = [{"tokens": ["x"], "tags": [0]}, {"tokens": list(words), "tags": list(labels)}]
-    pieces = tagger(kind, max_sequence_length=length, split=True).encode(rows)[1:]
-    shown = [
+    pieces = tagger(algorithm, max_sequence_length=length, split=True).encode(rows)[1:]
+    displayed = [
         piece["first_word"] + word
         for piece in pieces
         for word in dict.fromkeys(piece["word_ids"])
         if word is not None
     ]
-    assert len(set(shown)) == len(shown) and shown == sorted(shown)
-    lost = set(range(len(words))) - set(shown)
+    assert len(set(displayed)) == len(displayed) and displayed == sorted(displayed)
+    lost = set(range(len(words))) - set(displayed)
     assert all(words[n] == "\u200b" for n in lost)
     assert sum(piece["num_dropped_labels"] for piece in pieces) == len(lost)
-    assert [i for piece in pieces for i in piece["labels"] if i != NO] == [labels[n] for n in shown]
+    assert [i for piece in pieces for i in piece["labels"] if i != NO] == [
+        labels[n] for n in displayed
+    ]
     assert {piece["example_index"] for piece in pieces} == {1}
 
 
@@ -146,11 +148,11 @@ def test_rows_are_padded_as_transformers_pads_them():
         {"input_ids": [2, 9, 10, 3], "labels": [NO, 1, 0, NO]},
         {"input_ids": [2, 8, 3], "labels": [NO, 2, NO]},
     ]
-    theirs = DataCollatorForTokenClassification(tokenizer_of("wordpiece"), pad_to_multiple_of=8)
-    expected = theirs([dict(row) for row in rows])
-    ours = tagger("wordpiece", label_column="labels", pad_to_multiple_of=8)(rows)
+    reference = DataCollatorForTokenClassification(tokenizer_of("wordpiece"), pad_to_multiple_of=8)
+    expected = reference([dict(row) for row in rows])
+    result = tagger("wordpiece", label_column="labels", pad_to_multiple_of=8)(rows)
     for name in ("input_ids", "attention_mask", "labels"):
-        assert torch.equal(ours[name], expected[name])
+        assert torch.equal(result[name], expected[name])
 
 
 def test_packed_rows_keep_their_labels_and_padding_has_none():
@@ -189,10 +191,10 @@ def classifier(**options):
     st.integers(8, 30),
     st.booleans(),
 )
-def test_texts_and_pairs_are_cut_as_transformers_cuts(kind, first, second, length, cuts_left):
-    tokenizer = copy.deepcopy(tokenizer_of(kind))
+def test_texts_and_pairs_are_cut_as_transformers_cuts(algorithm, first, second, length, cuts_left):
+    tokenizer = copy.deepcopy(tokenizer_of(algorithm))
     tokenizer.truncation_side = "left" if cuts_left else "right"
-    if kind == "wordpiece":
+    if algorithm == "wordpiece":
         tokenizer.model_input_names = ["input_ids", "token_type_ids", "attention_mask"]
     row = {"text": "fox " * first, "b": "dog " * second, "label": 1}
     texts = [row["text"], row["b"]][: 1 + bool(second)]
@@ -203,7 +205,7 @@ def test_texts_and_pairs_are_cut_as_transformers_cuts(kind, first, second, lengt
     batch, size = collate([row]), len(expected["input_ids"])
     assert batch["input_ids"][0, :size].tolist() == expected["input_ids"]
     assert int((batch["attention_mask"] > 0).sum()) == size
-    if kind == "wordpiece":
+    if algorithm == "wordpiece":
         assert batch["token_type_ids"][0, :size].tolist() == expected["token_type_ids"]
 
 
@@ -240,9 +242,9 @@ RECORDS = [
 ]
 
 
-def reader(kind, **options):
+def reader(algorithm, **options):
     options = {"max_sequence_length": 40, "doc_stride": 10, "pad_to_multiple_of": 1, **options}
-    return QuestionAnsweringCollator.from_tokenizer(tokenizer_of(kind), **options)
+    return QuestionAnsweringCollator.from_tokenizer(tokenizer_of(algorithm), **options)
 
 
 contexts = st.text(alphabet="abé€ 日\t\n.'\u200b", min_size=1, max_size=90).filter(str.strip)
@@ -250,7 +252,7 @@ contexts = st.text(alphabet="abé€ 日\t\n.'\u200b", min_size=1, max_size=90).
 
 @many
 @given(contexts, st.data(), st.sampled_from(KINDS), st.integers(1, 6), st.integers(16, 30))
-def test_an_answer_is_marked_in_the_windows_that_hold_it(context, data, kind, stride, length):
+def test_an_answer_is_marked_in_the_windows_that_hold_it(context, data, algorithm, stride, length):
     start = data.draw(st.integers(0, len(context) - 1))
     stop = data.draw(st.integers(start + 1, min(len(context), start + 12)))
     answer = context[start:stop]
@@ -258,9 +260,9 @@ def test_an_answer_is_marked_in_the_windows_that_hold_it(context, data, kind, st
         return
     answers = [{"text": answer, "answer_start": start}]
     record = {"question": "a?", "context": context, "answers": answers}
-    batch = reader(kind, max_sequence_length=length, doc_stride=stride)([record])
+    batch = reader(algorithm, max_sequence_length=length, doc_stride=stride)([record])
     options = {"add_special_tokens": False, "return_offsets_mapping": True}
-    offsets_of_text = tokenizer_of(kind)(context, **options)["offset_mapping"]
+    offsets_of_text = tokenizer_of(algorithm)(context, **options)["offset_mapping"]
     inner = range(start + len(answer) - len(answer.lstrip()), start + len(answer.rstrip()))
     touches = lambda offset: offset[1] > inner.start and offset[0] < inner.stop
     touching = [offset for offset in offsets_of_text if touches(offset)]
@@ -273,24 +275,24 @@ def test_an_answer_is_marked_in_the_windows_that_hold_it(context, data, kind, st
 
 
 @each_tokenizer
-def test_windows_share_doc_stride_tokens_and_lose_none(kind):
-    batch = reader(kind, doc_stride=7, max_sequence_length=24, label_column=None)([RECORDS[0]])
+def test_windows_share_doc_stride_tokens_and_lose_none(algorithm):
+    batch = reader(algorithm, doc_stride=7, max_sequence_length=24, label_column=None)([RECORDS[0]])
     is_inside = batch["offsets"][:, :, 0] >= 0
     tokens = [ids[held].tolist() for ids, held in zip(batch["input_ids"], is_inside)]
     assert len(tokens) > 1
-    expected = tokenizer_of(kind)(CONTEXT, add_special_tokens=False)["input_ids"]
+    expected = tokenizer_of(algorithm)(CONTEXT, add_special_tokens=False)["input_ids"]
     assert tokens[0] + [token for row in tokens[1:] for token in row[7:]] == expected
     assert all(before[-7:] == after[:7] for before, after in zip(tokens, tokens[1:]))
 
 
 @each_tokenizer
-def test_windows_are_those_of_transformers(kind):
-    text, tokenizer = CONTEXT * 3, tokenizer_of(kind)
+def test_windows_are_those_of_transformers(algorithm):
+    text, tokenizer = CONTEXT * 3, tokenizer_of(algorithm)
     expected = tokenizer(
         "Why?", text, truncation="only_second", max_length=40, stride=10,
         return_overflowing_tokens=True,
     )["input_ids"]  # fmt: skip
-    rows = reader(kind, label_column=None).encode([{"question": "Why?", "context": text}])
+    rows = reader(algorithm, label_column=None).encode([{"question": "Why?", "context": text}])
     assert [row["input_ids"] for row in rows] == expected
 
 
@@ -305,9 +307,9 @@ def test_sliding_windows_cover_every_token_and_no_more(length, size, stride):
 
 
 @each_tokenizer
-def test_the_best_answer_is_cut_out_of_the_text_to_the_character(kind):
-    encoded = reader(kind).encode(RECORDS)
-    batch = reader(kind)(encoded)
+def test_the_best_answer_is_cut_out_of_the_text_to_the_character(algorithm):
+    encoded = reader(algorithm).encode(RECORDS)
+    batch = reader(algorithm)(encoded)
     assert len(encoded) == len(batch["input_ids"]) > len(RECORDS)
     starts, ends = torch.zeros(batch["input_ids"].shape), torch.zeros(batch["input_ids"].shape)
     rows = torch.arange(len(starts))

@@ -35,7 +35,7 @@ def text(tmp_path_factory):
     train_tokenizer(TEXTS, 300).save_pretrained(folder / "tokenizer")
     (folder / "text").mkdir()
     for n in range(5):
-        lines = [json.dumps({"text": one}) for one in TEXTS[n * 120 : (n + 1) * 120]]
+        lines = [json.dumps({"text": text_line}) for text_line in TEXTS[n * 120 : (n + 1) * 120]]
         (folder / "text" / f"{n}.jsonl").write_text("\n".join(lines) + "\n")
     return folder
 
@@ -98,9 +98,9 @@ def write_parquet(folder: Path) -> None:
 
     (folder / "data").mkdir(parents=True)
     for n in range(2):
-        some = TEXTS[n * 60 : (n + 1) * 60]
+        shard_texts = TEXTS[n * 60 : (n + 1) * 60]
         table = {
-            "text": some,
+            "text": shard_texts,
             "id": [f"{n}/{i}" for i in range(60)],
             "metadata": [{"url": "x"}] * 60,
         }
@@ -132,11 +132,11 @@ def test_a_dataset_column_is_named_in_any_case_or_by_number(text, tmp_path, colu
     options = dict(text_column=column, num_proc=1, progress=False)
     with pytest.raises(ValueError, match="row 61: column .* is null.*skip"):
         tokenize_dataset(str(tmp_path / "saved"), text / "tokenizer", tmp_path / "a", **options)
-    found = tokenize_dataset(
+    result = tokenize_dataset(
         str(tmp_path / "saved"), text / "tokenizer", tmp_path / "b", on_error="skip", **options
     )
     assert [d.tolist() for d in load_tokens(tmp_path / "b")] == expected(text, TEXTS[:80])
-    assert list(found["notes"].values()) == [1]
+    assert list(result["notes"].values()) == [1]
 
 
 def test_filters_leave_out_what_they_say_also_after_a_stop(text, tmp_path, monkeypatch):
@@ -144,10 +144,10 @@ def test_filters_leave_out_what_they_say_also_after_a_stop(text, tmp_path, monke
         "def keep(text):\n    return 'and more' not in text\n"
     )
     monkeypatch.chdir(tmp_path)
-    found = made(text, tmp_path / "out", filters=["my_own_filter.keep"], num_proc=1)
-    kept = [one for one in TEXTS if "and more" not in one]
-    assert [d.tolist() for d in load_tokens(tmp_path / "out")] == expected(text, kept)
-    assert found["notes"] == {"left out by my_own_filter.keep": len(TEXTS) - len(kept)}
+    result = made(text, tmp_path / "out", filters=["my_own_filter.keep"], num_proc=1)
+    retained = [text_line for text_line in TEXTS if "and more" not in text_line]
+    assert [d.tolist() for d in load_tokens(tmp_path / "out")] == expected(text, retained)
+    assert result["notes"] == {"left out by my_own_filter.keep": len(TEXTS) - len(retained)}
     pytest.importorskip("datatrove")
     short = made(text, tmp_path / "gopher", filters=["gopher_quality"], num_proc=2)
     assert short["documents"] + short["notes"].get("left out by gopher_quality", 0) == len(TEXTS)
@@ -160,18 +160,18 @@ def test_near_duplicates_across_parts_are_left_out_but_for_one(text, tmp_path):
         "".join(lots.choices("abcdefghij", k=6)) for _ in range(500)
     ]  # numbers would be made equal
     originals = [" ".join(lots.choices(words, k=80)) for _ in range(30)]
-    copies = [one + " end" for one in originals[:12]]
+    copies = [text_line + " end" for text_line in originals[:12]]
     (tmp_path / "text").mkdir()
-    for n, some in enumerate((originals[:15], originals[15:], copies)):
-        (tmp_path / "text" / f"{n}.txt").write_text("\n".join(some) + "\n")
-    found = tokenize_dataset(
+    for n, shard_texts in enumerate((originals[:15], originals[15:], copies)):
+        (tmp_path / "text" / f"{n}.txt").write_text("\n".join(shard_texts) + "\n")
+    result = tokenize_dataset(
         str(tmp_path / "text"),
         text / "tokenizer",
         tmp_path / "out",
         near_duplicates=True,
         num_proc=2,
     )
-    assert found["notes"]["left out as near duplicates"] == 12 and found["documents"] == 30
+    assert result["notes"]["left out as near duplicates"] == 12 and result["documents"] == 30
 
 
 FAKE_SBATCH = """#!/bin/bash
@@ -300,7 +300,7 @@ def test_overwrite_moves_tokens_and_tokenizer_aside(text, tmp_path):
         path.relative_to(moved): path.read_bytes() for path in moved.rglob("*") if path.is_file()
     } == before
     assert [d.tolist() for d in load_tokens(moved)] == expected(text)
-    assert [len(load_tokens(place)) for place in (out, out / "previous-2")] == [120, 120]
+    assert [len(load_tokens(output_dir)) for output_dir in (out, out / "previous-2")] == [120, 120]
     tokenize_dataset(
         str(text / "text" / "1.jsonl"), tmp_path / "other", out, append=True, progress=False
     )

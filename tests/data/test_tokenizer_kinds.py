@@ -27,15 +27,15 @@ KINDS = sorted(TOKENIZER_TRAINERS)
 FOREIGN = "Ωμέγα שָׁלוֹם مَرْحَبًا 今日は सुप्रभात 👩‍💻 \t x"
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_equal_texts_give_equal_pieces_and_ids(kind):
-    vocabularies = [train_tokenizer(TEXTS, 900, kind=kind).get_vocab() for _ in range(3)]
+@pytest.mark.parametrize("algorithm", KINDS)
+def test_equal_texts_give_equal_pieces_and_ids(algorithm):
+    vocabularies = [train_tokenizer(TEXTS, 900, kind=algorithm).get_vocab() for _ in range(3)]
     assert vocabularies[0] == vocabularies[1] == vocabularies[2]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_saved_tokenizer_loads_in_transformers(kind, tmp_path):
-    tokenizer = train_tokenizer(TEXTS, 900, kind=kind, model_max_length=96)
+@pytest.mark.parametrize("algorithm", KINDS)
+def test_a_saved_tokenizer_loads_in_transformers(algorithm, tmp_path):
+    tokenizer = train_tokenizer(TEXTS, 900, kind=algorithm, model_max_length=96)
     tokenizer.save_pretrained(tmp_path)
     again = AutoTokenizer.from_pretrained(tmp_path)
     texts = [*TEXTS[:50], FOREIGN, "", "the [MASK] sat"]
@@ -48,16 +48,16 @@ def test_a_saved_tokenizer_loads_in_transformers(kind, tmp_path):
     assert pair.count(again.sep_token_id) == 2 and pair[0] == again.cls_token_id
 
 
-@pytest.mark.parametrize("kind", ["bpe", "unigram"])
-def test_the_mask_takes_the_space_on_its_left_as_a_word_does(kind, tmp_path):
-    train_tokenizer(TEXTS, 900, kind=kind).save_pretrained(tmp_path)
+@pytest.mark.parametrize("algorithm", ["bpe", "unigram"])
+def test_the_mask_takes_the_space_on_its_left_as_a_word_does(algorithm, tmp_path):
+    train_tokenizer(TEXTS, 900, kind=algorithm).save_pretrained(tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     with_word, with_mask = (
         tokenizer(f"return {word} value").input_ids for word in ("the", "[MASK]")
     )
-    (own,) = tokenizer(" the", add_special_tokens=False).input_ids
-    assert own in with_word
-    assert [id if id != own else tokenizer.mask_token_id for id in with_word] == with_mask
+    (local,) = tokenizer(" the", add_special_tokens=False).input_ids
+    assert local in with_word
+    assert [id if id != local else tokenizer.mask_token_id for id in with_word] == with_mask
 
 
 def test_byte_level_bpe_gives_every_text_back():
@@ -135,9 +135,9 @@ def test_a_missing_file_is_named():
         train_tokenizer(Path("nowhere.txt"))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_marks_of_letters_never_stand_in_a_word_of_their_own(kind):
-    tokenizer = train_tokenizer([FOREIGN] * 5, 400, kind=kind, lowercase=False)
+@pytest.mark.parametrize("algorithm", KINDS)
+def test_marks_of_letters_never_stand_in_a_word_of_their_own(algorithm):
+    tokenizer = train_tokenizer([FOREIGN] * 5, 400, kind=algorithm, lowercase=False)
     encoded = tokenizer(FOREIGN, add_special_tokens=False, return_offsets_mapping=True)
     words = encoded.word_ids()
     assert "Mn" in {unicodedata.category(sign) for sign in FOREIGN}
@@ -191,13 +191,13 @@ def test_unigram_takes_a_part_of_much_text_and_all_letters(monkeypatch):
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_what_truncation_drops_is_not_tokenized(kind, side):
-    tokenizer = train_tokenizer(TEXTS, 600, kind=kind)
+@pytest.mark.parametrize("algorithm", KINDS)
+def test_what_truncation_drops_is_not_tokenized(algorithm, side):
+    tokenizer = train_tokenizer(TEXTS, 600, kind=algorithm)
     tokenizer.truncation_side = side
     text = " ".join(TEXTS * (1 + 300_000 // sum(map(len, TEXTS))))
-    short, whole = module.cut_long_texts(tokenizer, [text, "a"], 100)
-    assert len(short) == 2**17 and whole == "a"
+    short, full = module.cut_long_texts(tokenizer, [text, "a"], 100)
+    assert len(short) == 2**17 and full == "a"
     cut, expected = (tokenizer(t, truncation=True, max_length=100) for t in (short, text))
     assert cut.input_ids == expected.input_ids and len(cut.input_ids) == 100
 
@@ -212,9 +212,9 @@ def test_a_frame_of_other_tokens_is_refused(tmp_path):
         load_tokenizer(tmp_path)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_special_token_in_a_text_is_text(kind):
-    tokenizer = train_tokenizer(TEXTS, 900, kind=kind)
+@pytest.mark.parametrize("algorithm", KINDS)
+def test_a_special_token_in_a_text_is_text(algorithm):
+    tokenizer = train_tokenizer(TEXTS, 900, kind=algorithm)
     special = {tokenizer.mask_token_id, tokenizer.cls_token_id, tokenizer.sep_token_id}
     texts = ["Write [MASK] here.", "[CLS]"]
     rows = tokenize_plain(tokenizer, texts)["input_ids"]
@@ -230,8 +230,8 @@ def test_a_general_tokenizer_is_saved_for_transformers_4(tmp_path):
     assert load_tokenizer(tmp_path)("a text").input_ids
 
 
-@pytest.mark.parametrize("kind", ["wordpiece", "unigram"])
-def test_as_many_characters_are_kept_as_the_text_needs(kind):
+@pytest.mark.parametrize("algorithm", ["wordpiece", "unigram"])
+def test_as_many_characters_are_kept_as_the_text_needs(algorithm):
     generator, total = random.Random(0), 2500
     texts = [
         "".join(chr(0x4E00 + generator.randrange(total)) for _ in range(200)) for _ in range(200)
@@ -240,11 +240,11 @@ def test_as_many_characters_are_kept_as_the_text_needs(kind):
     def characters(tokenizer):
         return sum(piece >= "\u4e00" and len(piece) == 1 for piece in tokenizer.get_vocab())
 
-    tokenizer = train_tokenizer(texts, 6000, kind=kind)
+    tokenizer = train_tokenizer(texts, 6000, kind=algorithm)
     ids = sum(tokenizer(texts, verbose=False).input_ids, [])
     assert characters(tokenizer) > 2400 and ids.count(tokenizer.unk_token_id) < 0.001 * len(ids)
     with pytest.warns(UserWarning, match="become .UNK."):
-        limited = train_tokenizer(texts, 6000, kind=kind, limit_alphabet=1200)
+        limited = train_tokenizer(texts, 6000, kind=algorithm, limit_alphabet=1200)
     assert characters(limited) in (1200, 1199)
 
 
@@ -261,7 +261,7 @@ APART = {  # texts, and pairs of words that differ in a sign alone
 
 @pytest.mark.parametrize("language", sorted(APART))
 def test_accents_stay_where_a_text_has_many_of_them(language, tmp_path, recwarn):
-    texts, (one, other) = APART[language]
+    texts, (item, another) = APART[language]
     with pytest.warns(UserWarning, match="% of the letters .* strip_accents: true"):
         tokenizer = train_tokenizer(texts * 9, 400)
     tokenizer.save_pretrained(tmp_path)
@@ -272,7 +272,7 @@ def test_accents_stay_where_a_text_has_many_of_them(language, tmp_path, recwarn)
         train_tokenizer(texts * 9, 400, strip_accents=False),
     ):
         assert (
-            again(one).input_ids != again(other).input_ids
+            again(item).input_ids != again(another).input_ids
             and again(texts).input_ids == tokenizer(texts).input_ids
         )
         assert not any(again.unk_token_id in ids for ids in again(texts).input_ids)
@@ -295,8 +295,8 @@ def test_a_note_says_that_normalization_changes_bytes():
             texts, stripped
         ) and "bits per byte" in normalization_note(texts, stripped)
         assert normalization_note(texts, train_tokenizer(texts, 400, lowercase=False)) == ""
-    for kind in KINDS:
-        assert normalization_note(TEXTS, train_tokenizer(TEXTS, 900, kind=kind)) == ""
+    for algorithm in KINDS:
+        assert normalization_note(TEXTS, train_tokenizer(TEXTS, 900, kind=algorithm)) == ""
     assert "0.33" in normalization_note(
         ["ＡＢＣ１２３"], train_tokenizer(TEXTS, 900, kind="unigram")
     )

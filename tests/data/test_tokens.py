@@ -129,8 +129,8 @@ def test_rows_are_equal_in_memory_and_on_disk(tmp_path, small_blocks):
     ]
     assert len(rows[0]) == len(rows[1]) and rows[0].documents.num_blocks > 5
     for key in [(epoch, index) for epoch in range(2) for index in range(len(rows[0]))]:
-        one, other = (dataset[key] for dataset in rows)
-        assert all(np.array_equal(one[name], other[name]) for name in one)
+        memory_row, another = (dataset[key] for dataset in rows)
+        assert all(np.array_equal(memory_row[name], another[name]) for name in memory_row)
     again = PackedDataset(load_tokens(tmp_path), 32, **SPECIAL)  # from the file of counts
     assert again.describe() == rows[0].describe() and list(tmp_path.glob("counts-*.npy"))
 
@@ -146,7 +146,7 @@ def test_what_goes_to_a_worker_is_a_path(tmp_path):
 @settings(deadline=None, max_examples=40)
 @given(st.lists(st.lists(st.integers(5, 7), max_size=3), min_size=1, max_size=40),
        st.floats(0, 0.9), st.lists(st.lists(st.integers(5, 7), max_size=3), max_size=10))  # fmt: skip
-def test_no_copy_of_a_held_out_document_is_trained_on(documents, fraction, more):
+def test_no_copy_of_a_held_out_document_is_trained_on(documents, fraction, extra):
     stored = TokenizedDocuments.from_sequences(documents)
     train, held_out = split_held_out(stored, fraction)
     keys = {ids.tobytes() for ids in held_out}
@@ -155,8 +155,8 @@ def test_no_copy_of_a_held_out_document_is_trained_on(documents, fraction, more)
     assert sorted(ids.tobytes() for ids in stored if ids.tobytes() not in keys) == sorted(
         ids.tobytes() for ids in train
     )
-    joined = TokenizedDocuments.concatenate([train, TokenizedDocuments.from_sequences(more)])
-    assert [ids.tolist() for ids in joined] == [ids.tolist() for ids in train] + more
+    joined = TokenizedDocuments.concatenate([train, TokenizedDocuments.from_sequences(extra)])
+    assert [ids.tolist() for ids in joined] == [ids.tolist() for ids in train] + extra
 
 
 def test_joined_documents_stay_on_disk(tmp_path, small_blocks):
@@ -193,9 +193,11 @@ def test_a_second_call_tokenizes_nothing(tokenizer, tmp_path, monkeypatch):
 def test_another_content_is_another_file(tokenizer, tmp_path, change):
     tokenize_documents(["a b", "c"], tokenizer, cache_dir=tmp_path)
     texts = {"text": ["a b", "d"], "order": ["c", "a b"], "borders": ["a", "bc"]}
-    other = train_tokenizer(TEXTS, 210) if change == "tokenizer" else tokenizer
+    another = train_tokenizer(TEXTS, 210) if change == "tokenizer" else tokenizer
     key = "given" if change == "key" else None
-    tokenize_documents(texts.get(change, ["a b", "c"]), other, cache_dir=tmp_path, content_key=key)
+    tokenize_documents(
+        texts.get(change, ["a b", "c"]), another, cache_dir=tmp_path, content_key=key
+    )
     assert len(list(tmp_path.iterdir())) == 2
 
 
@@ -218,9 +220,9 @@ def test_a_killed_call_goes_on_after_its_files(tokenizer, tmp_path, small_blocks
     calls = []
     encode = module._encode_texts
 
-    def recording(texts, *rest):
+    def recording(texts, *remaining):
         calls.extend(texts)
-        return encode(calls, *rest)
+        return encode(calls, *remaining)
 
     monkeypatch.setattr(module, "_encode_texts", recording)
     cached = tokenize_documents(iter(TEXTS), tokenizer, cache_dir=tmp_path, content_key="key")
@@ -356,12 +358,12 @@ def test_a_text_is_not_cut_where_tokens_cross_spaces():
     assert encoder([text])[0].tolist() == backend.encode(text, add_special_tokens=False).ids
 
 
-@pytest.mark.parametrize("kind", ["wordpiece", "bpe", "unigram"])
-def test_a_long_line_is_encoded_in_pieces_with_its_own_ids(kind, monkeypatch):
+@pytest.mark.parametrize("algorithm", ["wordpiece", "bpe", "unigram"])
+def test_a_long_line_is_encoded_in_pieces_with_its_own_ids(algorithm, monkeypatch):
     words = "a cat, sleeps on the (river) at 12 ".split(" ")
     draw = random.Random(0)
     text = " ".join(draw.choices([*words, "  \n", "naïve"], k=200_000)) + "\nthe end"
-    tokenizer = train_tokenizer([text[:5000]], 300, kind=kind)
+    tokenizer = train_tokenizer([text[:5000]], 300, kind=algorithm)
     encoder, sizes = BatchEncoder(serialize_tokenizer(tokenizer)), []
     expected = encoder.backend.encode(text, add_special_tokens=False).ids
     backend = encoder.backend

@@ -61,9 +61,16 @@ def test_packed_rows_keep_prompts_and_hide_ends():
                                       num_steps=1, noise_eps=0.0)  # fmt: skip
     batch = collate([dataset[0, 0]])
     hidden = batch["labels"][0] >= 0
-    kept = {tuple(batch["input_ids"][0][batch["attention_mask"][0] == n].tolist()) for n in (1, 2)}
+    retained = {
+        tuple(batch["input_ids"][0][batch["attention_mask"][0] == n].tolist()) for n in (1, 2)
+    }
     # The given prompt stays; the word and both ends are hidden at time 1.
-    assert (CLS, 5, 6, SEP, MASK, MASK, MASK, SEP) in kept and (CLS, MASK, MASK, SEP) in kept
+    assert (CLS, 5, 6, SEP, MASK, MASK, MASK, SEP) in retained and (
+        CLS,
+        MASK,
+        MASK,
+        SEP,
+    ) in retained
     assert batch["token_shares"].sum() == pytest.approx(1 + 1 + 2) and int(hidden.sum()) == 5
 
 
@@ -117,18 +124,18 @@ def test_accumulating_two_rows_is_the_batch_of_both():
                                       max_sequence_length=12)  # fmt: skip
     rows = [[CLS, 5, SEP, 7, 8, SEP, SEP], [CLS, 5, 8, 9, 10, 11, SEP, SEP, SEP]]
     rows = [{"input_ids": row, "epoch": 0, "index": i} for i, row in enumerate(rows)]
-    run = lambda some: model(**{k: v for k, v in collate(some).items()})  # noqa: E731
+    run = lambda subset: model(**{k: v for k, v in collate(subset).items()})  # noqa: E731
     both, parts = run(rows), [run([row]) for row in rows]
     assert both.loss_sum.item() == pytest.approx(sum(p.loss_sum.item() for p in parts), rel=1e-5)
     assert both.num_labels.item() == pytest.approx(sum(p.num_labels.item() for p in parts))
 
 
-@pytest.mark.parametrize("options, said", [
+@pytest.mark.parametrize("options, fragment", [
     (dict(schedule="sine"), "schedule='sine' is unknown"), (dict(writing=True), "writing=True needs end_token_id"),
     (dict(end_token_id=3), "read with writing=True alone"),
 ])  # fmt: skip
-def test_a_collator_that_cannot_be_is_refused(options, said):
-    with pytest.raises(ValueError, match=said):
+def test_a_collator_that_cannot_be_is_refused(options, fragment):
+    with pytest.raises(ValueError, match=fragment):
         MaskedDiffusionCollator(PAD, MASK, 12, special_token_ids=[CLS, SEP], **options)
 
 
@@ -137,17 +144,17 @@ def test_the_data_module_appends_ends_that_are_labels():
 
     texts = [f"the cat sat on mat {n} and so on" for n in range(40)]
     tokenizer = train_tokenizer(texts, vocab_size=90)
-    made = {}
+    batches_by_name = {}
     for most in (0, 6):
         data = PretrainingDataModule(None, tokenizer, "diffusion", 64, max_ends=most, train_batch_size=2,
                                      collator_kwargs=dict(num_steps=1, noise_eps=0.0))  # fmt: skip
         data.set_datasets(texts, texts[:4])
         data.setup()
         documents = data.train_dataset.documents
-        made[most] = [documents[n].tolist() for n in range(len(documents))]
+        batches_by_name[most] = [documents[n].tolist() for n in range(len(documents))]
         batch = next(iter(data.train_dataloader()))
         assert ((batch["labels"] == tokenizer.sep_token_id).any().item()) == (most > 0)
-    for before, after in zip(made[0], made[6], strict=True):
+    for before, after in zip(batches_by_name[0], batches_by_name[6], strict=True):
         ends = after[len(before) :]
         assert (
             after[: len(before)] == before
@@ -200,23 +207,23 @@ NOUNS, PLACES = (
     ("on the mat", "in the house", "near the sea"),
 )
 QUESTIONS = [
-    {"ask": f"what is the {noun} {place}", "say": f"it is a {noun}"}
+    {"ask": f"what is the {noun} {path}", "say": f"it is a {noun}"}
     for noun in NOUNS
-    for place in PLACES
+    for path in PLACES
 ]
 
 
-def write_table(kind: str, place: Path) -> str:
+def write_table(file_format: str, directory: Path) -> str:
     "The same pairs as a file, or as a directory in hub form."
-    if kind == "hub":
-        Dataset.from_list(QUESTIONS).to_parquet(place / "data" / "train-00000-of-00001.parquet")
-        (place / "README.md").write_text(
+    if file_format == "hub":
+        Dataset.from_list(QUESTIONS).to_parquet(directory / "data" / "train-00000-of-00001.parquet")
+        (directory / "README.md").write_text(
             "---\nconfigs:\n- config_name: default\n  data_files: data/*.parquet\n---\n"
         )
-        return str(place)
-    path = place / f"pairs.{kind}"
+        return str(directory)
+    path = directory / f"pairs.{file_format}"
     table = Dataset.from_list(QUESTIONS)
-    {"csv": table.to_csv, "jsonl": table.to_json, "parquet": table.to_parquet}[kind](path)
+    {"csv": table.to_csv, "jsonl": table.to_json, "parquet": table.to_parquet}[file_format](path)
     return str(path)
 
 
@@ -231,10 +238,12 @@ def tokenizer():
     return train_tokenizer([" ".join(row.values()) for row in QUESTIONS] * 4, vocab_size=150)
 
 
-@pytest.mark.parametrize("kind", ["csv", "jsonl", "parquet", "hub", "memory"])
-def test_prompts_of_any_table_are_never_hidden(kind, tokenizer, tmp_path):
-    data = pair_data(tokenizer, None if kind == "memory" else write_table(kind, tmp_path))
-    if kind == "memory":
+@pytest.mark.parametrize("file_format", ["csv", "jsonl", "parquet", "hub", "memory"])
+def test_prompts_of_any_table_are_never_hidden(file_format, tokenizer, tmp_path):
+    data = pair_data(
+        tokenizer, None if file_format == "memory" else write_table(file_format, tmp_path)
+    )
+    if file_format == "memory":
         data.set_datasets(Dataset.from_list(QUESTIONS))
     assert "what is" in data.training_texts()[0]
     data.setup()

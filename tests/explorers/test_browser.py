@@ -276,7 +276,7 @@ def test_every_control_is_reached_by_the_tab_key(page):
         for _ in range(3 * count):  # drawings that scroll and readouts of sliders are stops, too
             reached.add(page.evaluate("document.activeElement.dataset.number"))
             page.keyboard.press("Tab")
-        missed = {str(number) for number in range(count)} - reached
+        missed = {str(n) for n in range(count)} - reached
         assert count > 1 and not missed, (
             name,
             [controls.nth(int(index)).evaluate("n => n.outerHTML") for index in missed],
@@ -318,21 +318,21 @@ def test_static_forms_work_without_network_or_script(page, folder, browser, sche
         file = folder / f"{name}.html"
         assert file.stat().st_size <= 151_000 and "<script" not in file.read_text(encoding="utf-8")
         alone.goto(file.as_uri())
-        labels, shown = alone.locator("fieldset > label").all_inner_texts(), {}
+        labels, displayed = alone.locator("fieldset > label").all_inner_texts(), {}
         alone.keyboard.press("Tab")  # to the first button of the group
         for label in labels:
             figure = alone.locator("fieldset figure:visible")
             assert figure.count() == 1 and figure.locator("figcaption").inner_text() == label
-            shown[label] = figure.inner_text() + figure.inner_html()
+            displayed[label] = figure.inner_text() + figure.inner_html()
             contrast, words = figure.evaluate(CONTRAST)
             assert contrast >= 4.5, f"{name}, {label}: {words!r} has a contrast of {contrast:.1f}"
             assert alone.locator("body").evaluate(CLIPPED) == [], (name, label)
             alone.keyboard.press("ArrowRight")
-        assert len(set(shown.values())) == len(labels), f"{name}: two steps show the same"
+        assert len(set(displayed.values())) == len(labels), f"{name}: two steps show the same"
         if labels:  # after the last comes the first, and a click goes anywhere
             alone.locator("fieldset > label").last.click()
             assert alone.locator("fieldset figure:visible figcaption").inner_text() == labels[-1]
         for label, pattern in case.steps.items():
-            assert re.search(pattern, shown[label]), f"{name}, {label}: no {pattern!r}"
+            assert re.search(pattern, displayed[label]), f"{name}, {label}: no {pattern!r}"
     context.close()
     assert {url.partition(":")[0] for url in requests} == {"file"} and errors == []

@@ -235,10 +235,10 @@ def test_wrong_models_are_refused(room):
 def test_a_twin_has_new_weights(room):
     model = room["small_model"](1)
     state = torch.get_rng_state()
-    twin, same, other = (untrained_twin(model, seed) for seed in (0, 0, 1))
+    twin, same, another = (untrained_twin(model, seed) for seed in (0, 0, 1))
     assert (torch.get_rng_state() == state).all() and type(twin) is BertLabForMaskedLM
     key = "encoder.blocks.0.attention.qkv.weight"
-    weights = [m.state_dict()[key] for m in (model, twin, same, other)]
+    weights = [m.state_dict()[key] for m in (model, twin, same, another)]
     assert weights[1].shape == weights[0].shape and torch.equal(weights[1], weights[2])
     assert not torch.equal(weights[1], weights[3]) and not torch.equal(weights[1], weights[0])
 
@@ -301,12 +301,12 @@ def test_a_real_kernel_handles_a_click_in_a_cell():
         client.start_channels()
         client.wait_for_ready(60)
 
-        def read(number: str) -> str:
+        def read(index: str) -> str:
             "Read what a cell prints until it is done."
             text = ""
             while True:
                 message = client.get_iopub_msg(timeout=60)
-                if message["parent_header"].get("msg_id") != number:
+                if message["parent_header"].get("msg_id") != index:
                     continue
                 text += (
                     message["content"].get("text", "") if message["msg_type"] == "stream" else ""
@@ -338,8 +338,8 @@ def test_curves_keep_the_last_row_and_the_speed():
         and drawn.count("<svg") == 3
         and drawn.count('role="alert"') == 1
     )
-    one = training_monitor.monitor_html(rows[:1], -1)
-    assert "tokens per second:" not in one and "step 1:" in one
+    item = training_monitor.monitor_html(rows[:1], -1)
+    assert "tokens per second:" not in item and "step 1:" in item
 
 
 class TinyData(torch.utils.data.Dataset):
@@ -369,11 +369,11 @@ def train(callbacks, max_steps, seed=0, **options):
 def notebook(monkeypatch):
     "As if a notebook ran this; gives what was displayed."
     displayed = []
-    handle = SimpleNamespace(update=lambda shown: displayed.append(shown.static_html))
+    handle = SimpleNamespace(update=lambda visible: displayed.append(visible.static_html))
     monkeypatch.setattr(training_monitor, "in_notebook", lambda: True)
     monkeypatch.setattr(training_monitor, "open_mail", lambda: SimpleNamespace(answer=lambda: 0))
     monkeypatch.setattr(
-        "IPython.display.display", lambda shown, display_id: displayed.append(shown) or handle
+        "IPython.display.display", lambda visible, display_id: displayed.append(visible) or handle
     )
     return displayed
 

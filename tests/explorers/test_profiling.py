@@ -45,7 +45,7 @@ def test_reads_of_counts_are_counted(wait, name):
 
 
 @pytest.mark.parametrize(
-    "name, kind",
+    "name, category",
     [
         ("aten::addmm", "products"),
         ("mm", "products"),
@@ -65,8 +65,8 @@ def test_reads_of_counts_are_counted(wait, name):
         ("MmBackward0", "bookkeeping"),
     ],
 )
-def test_operations_are_sorted_into_kinds(name, kind):
-    assert kind_of_work(name) == kind
+def test_operations_are_sorted_into_kinds(name, category):
+    assert kind_of_work(name) == category
 
 
 def test_seconds_of_a_kind_add_up():

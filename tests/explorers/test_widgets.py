@@ -135,10 +135,10 @@ def test_a_bug_in_a_drawing_is_shown_and_raised():
 
 
 def test_static_steps_equal_the_live_form():
-    control, other = ipywidgets.IntText(1), ipywidgets.IntText(7)
+    control, another = ipywidgets.IntText(1), ipywidgets.IntText(7)
     steps = {"two": {"n": 2}, "zero": {"n": 0}}
     draw = lambda n, m: f"<p>{m} and {n}</p>" if n else widgets.alert("nothing")  # noqa: E731
-    explorer = widgets.explore({"n": control, "m": other}, draw, steps, "Numbers")
+    explorer = widgets.explore({"n": control, "m": another}, draw, steps, "Numbers")
     assert "7 and 2" in explorer.static_html and 'role="alert"' in explorer.static_html
     assert explorer.children[-1].value == "<p>7 and 1</p>" and control.value == 1
 

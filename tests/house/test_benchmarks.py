@@ -34,5 +34,7 @@ def test_a_race_runs_at_tiny_sizes(tmp_path):
 
 
 def test_a_ratio_compares_the_runs_of_one_round():
-    ours, theirs = [[{"rate": rate} for rate in rates] for rates in ([2.0, 30.0, 8.0], [1, 10, 2])]
-    assert sides.ratios(ours, theirs, "rate") == {"median": 3.0, "min": 2.0, "max": 4.0}
+    our_runs, other_runs = [
+        [{"rate": rate} for rate in rates] for rates in ([2.0, 30.0, 8.0], [1, 10, 2])
+    ]
+    assert sides.ratios(our_runs, other_runs, "rate") == {"median": 3.0, "min": 2.0, "max": 4.0}

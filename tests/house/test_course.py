@@ -66,11 +66,11 @@ def is_import(node: ast.stmt) -> bool:
 
 def defines(node: ast.stmt) -> bool:
     "Functions, and constants in capitals."
-    named = (
+    names = (
         isinstance(node, ast.Assign)
         and ast.unparse(node.targets[0]).strip("()").replace(", ", "").isupper()
     )
-    return isinstance(node, ast.FunctionDef) or named
+    return isinstance(node, ast.FunctionDef) or names
 
 
 def load(page: str, *needed: str) -> tuple[dict, str]:

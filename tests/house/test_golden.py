@@ -96,8 +96,8 @@ def hash_arrays(arrays):
     digest = hashlib.sha256()
     for array in arrays:
         array = np.asarray(array)
-        kind = np.float32 if array.dtype.kind == "f" else np.int64
-        digest.update(f"{array.shape}".encode() + np.ascontiguousarray(array, kind).tobytes())
+        dtype = np.float32 if array.dtype.kind == "f" else np.int64
+        digest.update(f"{array.shape}".encode() + np.ascontiguousarray(array, dtype).tobytes())
     return digest.hexdigest()
 
 
@@ -198,8 +198,8 @@ def golden():
 
 def skip_unless_same(*names):
     there, now = golden()["written with"], here()
-    if others := [f"{name} {there[name]}" for name in names if there[name] != now[name]]:
-        pytest.skip(f"written with {', '.join(others)}; here: {now}")
+    if changed := [f"{name} {there[name]}" for name in names if there[name] != now[name]]:
+        pytest.skip(f"written with {', '.join(changed)}; here: {now}")
 
 
 @pytest.mark.parametrize("name", ANYWHERE)

@@ -31,18 +31,18 @@ def test_the_table_of_migration_has_the_defaults():
              for out in cell["outputs"] if "text/markdown" in out.get("data", {})]  # fmt: skip
     rows = [[part.strip() for part in line.split("|")[1:-1]] for line in tables[0].splitlines()[2:]]
     listed = {}
-    for where, parameter, theirs, here, why, back in rows:
+    for where, parameter, reference, here, why, back in rows:
         name = parameter.strip("`")
         default = inspect.signature(getattr(bertlab, where)).parameters[name].default
-        assert here == repr(default) and theirs != here and len(why) > 20, (where, name)
+        assert here == repr(default) and reference != here and len(why) > 20, (where, name)
         if back.startswith("`"):  # the argument that gives the old behaviour
             argument = re.fullmatch(rf"`{name}=(.+)`", back)
-            assert argument and ast.literal_eval(argument[1]) == ast.literal_eval(theirs), back
-        listed[where, name] = theirs
+            assert argument and ast.literal_eval(argument[1]) == ast.literal_eval(reference), back
+        listed[where, name] = reference
     # The first cell of data holds the reference's defaults; the table lists exactly those that differ.
     data = next(source(cell) for cell in cells if source(cell).startswith("BERTBLOCKS_DEFAULTS = "))
     names: dict = {"bertlab": bertlab, "inspect": inspect}
     exec(data.rpartition("\n")[0], names)
-    differ = {(where, name) for where, defaults in names["BERTBLOCKS_DEFAULTS"].items() for name, theirs in defaults.items()
-              if names["default_here"](where, name) != theirs}  # fmt: skip
+    differ = {(where, name) for where, defaults in names["BERTBLOCKS_DEFAULTS"].items() for name, reference in defaults.items()
+              if names["default_here"](where, name) != reference}  # fmt: skip
     assert set(listed) == differ and len(listed) >= 10

@@ -102,10 +102,10 @@ def forbidden_imports(module: str, source: str, number_of: dict[str, int]) -> li
         top = name.split(".")[0]
         target = ".".join(name.split(".")[1:3]) if top == "bertlab" else ""
         if target in number_of:
-            other = target.partition(".")[0]
+            another = target.partition(".")[0]
             called = module == "cli.commands" and inside  # a command imports its work when it runs
-            is_later = other == chapter and number_of[target] >= number_of[module] and not called
-            if is_later or other not in {chapter} | MAY_IMPORT[chapter]:
+            is_later = another == chapter and number_of[target] >= number_of[module] and not called
+            if is_later or another not in {chapter} | MAY_IMPORT[chapter]:
                 problems.append(name)
         elif target not in {"", "__version__", "__file__"}:
             problems.append(name)

@@ -125,12 +125,12 @@ def test_a_page_shows_signatures_as_written(site):
         ):
             assert "__main__." not in head and "](" not in head, (name, head)
             assert not re.search(r"\(\*args, \*\*kwargs\)", head), (name, head)
-    shown = staged_text(site, "model/03_attention.ipynb")
+    displayed = staged_text(site, "model/03_attention.ipynb")
     assert (
         "documents_BL: Tensor,  # 0 for padding, 1, 2, ... for the document a token belongs to"
-        in shown
+        in displayed
     )
-    assert '<details class="code"><summary>Code</summary>' in shown
+    assert '<details class="code"><summary>Code</summary>' in displayed
 
 
 def test_names_are_linked_outside_code():
@@ -236,7 +236,7 @@ class Box(Odd):
 
 
 @pytest.mark.parametrize(
-    "name, shown",
+    "name, displayed",
     [
         (
             "Run",
@@ -246,11 +246,11 @@ class Box(Odd):
         ("Box", "class Box(Odd):\n    def __init__(self, size=3):  # of the box"),
     ],
 )
-def test_a_head_is_what_is_written(name, shown):
+def test_a_head_is_what_is_written(name, displayed):
     import ast
 
     node = next(node for node in ast.parse(CODE).body if node.name == name)
-    assert reference.head_of(node, CODE.splitlines()) == shown
+    assert reference.head_of(node, CODE.splitlines()) == displayed
 
 
 QUARTO = """#!{python}

@@ -161,11 +161,11 @@ def visit(browser, address: str, name: str, width: int, scheme: str):
         "console", lambda message: errors.append(message.text) if message.type == "error" else None
     )
     page.on("pageerror", lambda error: errors.append(str(error)))
-    ours = (address, "data:", "blob:")
+    result = (address, "data:", "blob:")
     page.on(
         "request",
         lambda request: (
-            None if request.url.startswith(ours) else errors.append(f"asked for {request.url}")
+            None if request.url.startswith(result) else errors.append(f"asked for {request.url}")
         ),
     )
     page.goto(address + name, timeout=60_000)

@@ -28,10 +28,10 @@ SHAPES = {
 IDS = torch.randint(5, 60, (2, 12), generator=torch.Generator().manual_seed(0))
 
 
-def build(shape="modernbert", head=BertLabForMaskedLM, **more):
+def build(shape="modernbert", head=BertLabForMaskedLM, **extra):
     torch.manual_seed(0)
     config = copy.deepcopy(SHAPES[shape])
-    for name, value in more.items():
+    for name, value in extra.items():
         setattr(config, name, value)
     return head(config).eval()
 
@@ -81,9 +81,9 @@ def test_a_merged_model_is_written_with_equal_scores(shape, num_layers, tmp_path
     add_adapter(model, "lora")
     perturb(model)
     save_model(model, None, tmp_path)
-    theirs = transformers.AutoModelForMaskedLM.from_pretrained(tmp_path).eval()
-    assert type(theirs).__module__.startswith("transformers") == (shape != "ours alone")
-    torch.testing.assert_close(theirs(IDS).logits, model(IDS).logits, rtol=0, atol=1e-5)
+    reference = transformers.AutoModelForMaskedLM.from_pretrained(tmp_path).eval()
+    assert type(reference).__module__.startswith("transformers") == (shape != "ours alone")
+    torch.testing.assert_close(reference(IDS).logits, model(IDS).logits, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("adapter", ["lora", "dora", "rslora"])
@@ -93,12 +93,12 @@ def test_plain_peft_opens_it_on_plain_transformers(num_layers, shape, adapter, t
     from peft import PeftModel
 
     model = build(shape, num_hidden_layers=num_layers)
-    theirs = to_huggingface(model)
+    reference = to_huggingface(model)
     add_adapter(model, adapter)
     perturb(model)
     save_adapter(model, tmp_path)
-    theirs = PeftModel.from_pretrained(theirs, tmp_path).eval()
-    torch.testing.assert_close(theirs(IDS).logits, model(IDS).logits, rtol=0, atol=1e-5)
+    reference = PeftModel.from_pretrained(reference, tmp_path).eval()
+    torch.testing.assert_close(reference(IDS).logits, model(IDS).logits, rtol=0, atol=1e-5)
 
 
 PARTS = [["tokens", "head"], ["embeddings"], ["head.bias"], ["head.dense.weight"]]
@@ -159,13 +159,13 @@ def test_the_head_of_a_task_goes_along(shape, tmp_path):
     from peft import PeftModel
 
     model = build(shape, BertLabForSequenceClassification, num_labels=3)
-    theirs = to_huggingface(model)
+    reference = to_huggingface(model)
     trained = add_adapter(model, "lora", ["task_head"])
     assert any(name.startswith("task_head.classifier") for name in trained)
     perturb(model)
     torch.testing.assert_close(merged_copy(model)(IDS).logits, model(IDS).logits, rtol=0, atol=1e-5)
     save_adapter(model, tmp_path)
-    opened = PeftModel.from_pretrained(theirs, tmp_path).eval()
+    opened = PeftModel.from_pretrained(reference, tmp_path).eval()
     torch.testing.assert_close(opened(IDS).logits, model(IDS).logits, rtol=0, atol=1e-5)
 
 

@@ -25,13 +25,13 @@ def ids(rows=2, length=20, seed=0):
 @pytest.mark.parametrize("name", ["modernbert", "bert"])
 def test_no_score_knows_its_own_token_or_a_later_one(name):
     model, text = twin(name), ids()
-    for place in (1, 7, 19):
-        other = text.clone()
-        other[:, place] = (other[:, place] - 4) % (V - 5) + 5
+    for position in (1, 7, 19):
+        changed = text.clone()
+        changed[:, position] = (changed[:, position] - 4) % (V - 5) + 5
         with torch.no_grad():
-            moved = (model(text).logits - model(other).logits).abs().amax((0, 2))
-        assert moved[: place + 1].max() < 1e-6
-        assert place == 19 or moved[place + 1] > 1e-4
+            moved = (model(text).logits - model(changed).logits).abs().amax((0, 2))
+        assert moved[: position + 1].max() < 1e-6
+        assert position == 19 or moved[position + 1] > 1e-4
 
 
 @pytest.mark.parametrize("kernel", ["eager", "sdpa", "flex"])

@@ -101,10 +101,10 @@ def test_every_setting_survives_a_file_a_copy_and_a_pickle(tmp_path):
     assert all(getattr(config, name) != getattr(default, name) for name in OWN)
     config.save_pretrained(tmp_path)
     loaded = AutoConfig.from_pretrained(tmp_path)
-    for other in (loaded, copy.deepcopy(config), pickle.loads(pickle.dumps(config))):
-        assert type(other) is BertLabConfig
-        assert {name: getattr(other, name) for name in OWN} == OTHER
-        assert other.to_diff_dict() == config.to_diff_dict()
+    for restored in (loaded, copy.deepcopy(config), pickle.loads(pickle.dumps(config))):
+        assert type(restored) is BertLabConfig
+        assert {name: getattr(restored, name) for name in OWN} == OTHER
+        assert restored.to_diff_dict() == config.to_diff_dict()
 
 
 @pytest.mark.parametrize("every, want", [(1, "ffff"), (2, "fsfs"), (3, "fssf"), (5, "fsss")])
@@ -227,8 +227,8 @@ def test_costs_are_of_contexts_and_rates(mean_context, label_rate):
     "name, value", [(name, value) for name in CHOICES for value in CHOICES[name]]
 )
 def test_every_choice_builds_a_model(name, value):
-    place = {"norm_position": "post"} if value == "deep" else {}
-    model = BertLabForMaskedLM(small(**{name: value}, **place))
+    norm_options = {"norm_position": "post"} if value == "deep" else {}
+    model = BertLabForMaskedLM(small(**{name: value}, **norm_options))
     assert model(torch.arange(5)[None]).logits.isfinite().all()
 
 

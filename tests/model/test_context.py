@@ -23,8 +23,8 @@ SIZE = dict(
 SHAPES = {"bert": bert_tiny(**SIZE, max_position_embeddings=12),
           "roberta": roberta_base(**SIZE, max_position_embeddings=12, pad_token_id=1),
           "modernbert": modernbert_tiny(**SIZE, max_position_embeddings=12, local_attention=4)}  # fmt: skip
-PAIRS = [(shape, how) for how, kind in CONTEXT_METHODS.items() for shape in SHAPES
-         if (kind == "rope") == (shape == "modernbert")]  # fmt: skip
+PAIRS = [(shape, how) for how, method_type in CONTEXT_METHODS.items() for shape in SHAPES
+         if (method_type == "rope") == (shape == "modernbert")]  # fmt: skip
 
 
 def build(shape):
@@ -36,10 +36,10 @@ def build(shape):
 def test_transformers_scores_a_longer_model_equally(shape, how, tmp_path):
     longer = extend_context(build(shape), 40, how, 5000.0 if how == "base" else None)
     save_model(longer, None, tmp_path)
-    theirs = transformers.AutoModelForMaskedLM.from_pretrained(tmp_path).eval()
-    assert type(theirs).__module__.startswith("transformers")
+    reference = transformers.AutoModelForMaskedLM.from_pretrained(tmp_path).eval()
+    assert type(reference).__module__.startswith("transformers")
     ids = torch.randint(5, 60, (2, 40))
-    torch.testing.assert_close(theirs(ids).logits, longer(ids).logits, rtol=0, atol=1e-5)
+    torch.testing.assert_close(reference(ids).logits, longer(ids).logits, rtol=0, atol=1e-5)
     back = from_huggingface(tmp_path)
     torch.testing.assert_close(back(ids).logits, longer(ids).logits, rtol=0, atol=1e-5)
     assert back.config.max_position_embeddings == 40
@@ -59,9 +59,9 @@ def test_stretched_angles_are_those_of_transformers(stretch):
         rope_parameters={"full_attention": {"rope_theta": 10_000.0, **stretch},
                          "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0}})  # fmt: skip
     want, scale = ROPE_INIT_FUNCTIONS[stretch["rope_type"]](config, layer_type="full_attention")
-    got, ours = rope_frequencies(64, 10_000.0, stretch)
+    got, result = rope_frequencies(64, 10_000.0, stretch)
     torch.testing.assert_close(got, want)
-    assert math.isclose(ours, scale)
+    assert math.isclose(result, scale)
 
 
 def test_a_table_is_repeated_or_interpolated():

@@ -382,8 +382,8 @@ def test_only_missing_weights_of_a_layer_are_initialized(tmp_path, initializatio
     encoder.save_pretrained(tmp_path, state_dict=state)
     again = BertLabModel.from_pretrained(tmp_path)
     for part in ("out_proj", "qkv"):
-        theirs, ours = (getattr(model.blocks[1].attention, part) for model in (encoder, again))
-        assert torch.equal(ours.weight, theirs.weight) and (ours.bias == 0).all()
+        reference, result = (getattr(model.blocks[1].attention, part) for model in (encoder, again))
+        assert torch.equal(result.weight, reference.weight) and (result.bias == 0).all()
 
 
 @pytest.mark.parametrize("key_heads, gate, mlp", [(2, "element", "glu"), (8, "head", "plain")])

@@ -20,13 +20,13 @@ def theirs(name, head, **changes):
     torch.manual_seed(0)
     family = FAMILIES[name]
     inner = {"distilbert": dict(hidden_dim=24)}.get(name, dict(intermediate_size=24))
-    more = {"electra": dict(embedding_size=16), "eurobert": dict(bos_token_id=2, eos_token_id=3, mask_token_id=4),
+    settings = {"electra": dict(embedding_size=16), "eurobert": dict(bos_token_id=2, eos_token_id=3, mask_token_id=4),
             "modernbert": dict(local_attention=6, cls_token_id=2, bos_token_id=2, sep_token_id=3,
                                eos_token_id=3)}.get(name, {})  # fmt: skip
     labels = dict(num_labels=3) if head.endswith("Classification") else {}
     pad = {"pad_token_id": 1 if family.counts_from_padding else 0}
     model = family.get_class(head)(
-        family.get_class("Config")(**SIZES, **inner, **more, **labels, **pad, **changes)
+        family.get_class("Config")(**SIZES, **inner, **settings, **labels, **pad, **changes)
     )
     with torch.no_grad():
         for weight in model.parameters():
@@ -45,11 +45,11 @@ def rows(pad):
 def test_outputs_are_equal_in_both_directions(name, head):
     original = theirs(name, head)
     ids, mask = rows(original.config.pad_token_id)
-    ours = from_huggingface(original)
-    back = to_huggingface(ours)
-    assert type(back) is type(original) and ours.config.family == name
+    result = from_huggingface(original)
+    back = to_huggingface(result)
+    assert type(back) is type(original) and result.config.family == name
     with torch.no_grad():
-        want, got, again = (model(ids, attention_mask=mask) for model in (original, ours, back))
+        want, got, again = (model(ids, attention_mask=mask) for model in (original, result, back))
     for key in ("last_hidden_state", "logits", "start_logits", "end_logits"):
         if key in want:
             real = mask.bool() if want[key].shape[:2] == mask.shape else slice(None)
@@ -141,20 +141,20 @@ NO_ENCODERS = {
 }
 
 
-@pytest.mark.parametrize("kind", NO_ENCODERS)
-def test_what_is_no_encoder_is_refused(kind, tmp_path):
-    config_class, name = NO_ENCODERS[kind]
+@pytest.mark.parametrize("architecture", NO_ENCODERS)
+def test_what_is_no_encoder_is_refused(architecture, tmp_path):
+    config_class, name = NO_ENCODERS[architecture]
     config_class().save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=name) as caught:
         check_source(tmp_path)
     assert str(tmp_path) in str(caught.value) and "\n" not in str(caught.value)
 
 
-def damage(directory, kind):
+def damage(directory, architecture):
     config = json.loads((directory / "config.json").read_text())
-    if kind == "no weights":
+    if architecture == "no weights":
         (directory / "model.safetensors").unlink()
-    elif kind == "weights of another family":
+    elif architecture == "weights of another family":
         theirs("bert", "ForMaskedLM").save_pretrained(directory / "bert")
         (directory / "bert/model.safetensors").replace(directory / "model.safetensors")
     else:
@@ -163,11 +163,13 @@ def damage(directory, kind):
 
 
 @pytest.mark.parametrize("head", ["Model", "ForMaskedLM", "ForTokenClassification"])
-@pytest.mark.parametrize("kind", ["no weights", "weights of another family", "code of its own"])
-def test_a_damaged_directory_is_refused(kind, head, tmp_path):
+@pytest.mark.parametrize(
+    "architecture", ["no weights", "weights of another family", "code of its own"]
+)
+def test_a_damaged_directory_is_refused(architecture, head, tmp_path):
     config = transformers.MPNetConfig(**SIZES, intermediate_size=24)
     transformers.MPNetForMaskedLM(config).save_pretrained(tmp_path)
-    damage(tmp_path, kind)
+    damage(tmp_path, architecture)
     with pytest.raises(ValueError) as caught:
         load_model(tmp_path, head)
     assert str(tmp_path) in str(caught.value) and "\n" not in str(caught.value)

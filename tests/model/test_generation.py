@@ -63,14 +63,14 @@ def test_transformers_models_write_alike_after_conversion(family):
     offset = TOKENIZER.pad_token_id + 1 if family == "roberta" else 0
     shape = {**SHAPE, "max_position_embeddings": 40 + offset}
     torch.manual_seed(1)
-    theirs = FAMILIES[family].get_class("ForMaskedLM")(
+    reference = FAMILIES[family].get_class("ForMaskedLM")(
         FAMILIES[family].get_class("Config")(**shape)
     )
     options = dict(max_new_tokens=6, seed=3)
-    texts = generate(theirs.eval(), TOKENIZER, PROMPTS, **options)
-    assert texts == generate(from_huggingface(theirs), TOKENIZER, PROMPTS, **options)
+    texts = generate(reference.eval(), TOKENIZER, PROMPTS, **options)
+    assert texts == generate(from_huggingface(reference), TOKENIZER, PROMPTS, **options)
     with pytest.raises(ValueError, match="the model reads 40"):
-        generate(theirs, TOKENIZER, ["the"], max_new_tokens=40)
+        generate(reference, TOKENIZER, ["the"], max_new_tokens=40)
 
 
 def test_the_prompt_stays_and_lengths_are_as_requested():
@@ -96,8 +96,8 @@ def test_rewriting_masks_the_share_and_keeps_the_rest():
     before, masked = np.array(TOKENIZER(text)["input_ids"]), result.states[0] == MASK
     assert masked.sum() == round(0.5 * (len(before) - 2))
     assert (result.ids[~masked] == before[~masked]).all()
-    [other] = generate_with_steps(MODEL, TOKENIZER, [text], seed=1, **options)
-    assert (other.states[0] != result.states[0]).any()
+    [another] = generate_with_steps(MODEL, TOKENIZER, [text], seed=1, **options)
+    assert (another.states[0] != result.states[0]).any()
 
 
 def test_a_gap_gets_the_length_that_fits_best():

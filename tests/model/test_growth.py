@@ -95,10 +95,10 @@ def test_the_source_stands_in_the_centre_and_wraps_around(size, source, expected
 
 @settings(max_examples=60, derandomize=True, deadline=None)
 @given(st.integers(1, 40), st.integers(0, 80))
-def test_layers_keep_their_order_and_repeat_evenly(num_source, more):
-    layers = layer_map(num_source + more, num_source)
+def test_layers_keep_their_order_and_repeat_evenly(num_source, extra):
+    layers = layer_map(num_source + extra, num_source)
     counts = torch.tensor(layers).bincount(minlength=num_source)
-    assert layers == sorted(layers) and len(layers) == num_source + more
+    assert layers == sorted(layers) and len(layers) == num_source + extra
     assert counts.min() >= 1 and counts.max() - counts.min() <= 1
 
 

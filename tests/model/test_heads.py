@@ -207,8 +207,8 @@ def test_scrambling_follows_splitmix_from_seed_zero():
     golden = 0x9E3779B97F4A7C15
     states = [(golden * n) % 2**64 for n in (1, 2, 3)]
     signed = torch.tensor([s - 2**64 if s >= 2**63 else s for s in states])
-    known = [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
-    assert [b % 2**64 for b in splitmix64(signed).tolist()] == known
+    expected = [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
+    assert [b % 2**64 for b in splitmix64(signed).tolist()] == expected
 
 
 # ---- enhanced: the model ---------------------------------------------------------------------
@@ -240,7 +240,7 @@ def test_coins_belong_to_the_key_of_a_row():
 def test_row_keys_decide_in_training():
     model = lively(BertLabForEnhancedMaskedLM(small())).train()
     batch, _ = some_batch()
-    loss = lambda **more: model(**batch, **more).loss.item()
+    loss = lambda **extra: model(**batch, **extra).loss.item()
     assert loss(row_keys=KEYS) == loss(row_keys=KEYS) != loss(row_keys=KEYS + 1)
     torch.manual_seed(3)
     first, second = loss(), loss()

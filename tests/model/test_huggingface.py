@@ -78,10 +78,12 @@ def ours(**overrides) -> BertLabForMaskedLM:
     )
 
 
-def theirs(kind="modernbert", head="ForMaskedLM", **overrides):
+def theirs(family="modernbert", head="ForMaskedLM", **overrides):
     labels = dict(num_labels=3) if head.endswith("Classification") else {}
-    config = FAMILIES[kind].get_class("Config")(**{**SHAPE, **OTHERS[kind], **labels, **overrides})
-    return lively(FAMILIES[kind].get_class(head)(config))
+    config = FAMILIES[family].get_class("Config")(
+        **{**SHAPE, **OTHERS[family], **labels, **overrides}
+    )
+    return lively(FAMILIES[family].get_class(head)(config))
 
 
 def padded_rows(pad=0):
@@ -92,11 +94,11 @@ def padded_rows(pad=0):
     return ids.masked_fill(mask == 0, pad), mask
 
 
-def batches(kind, pad=None):
+def batches(family, pad=None):
     "The same rows for their model and for ours; BERT must be told where a left-padded text begins."
-    ids, mask = padded_rows({"roberta": 1}.get(kind, 0) if pad is None else pad)
+    ids, mask = padded_rows({"roberta": 1}.get(family, 0) if pad is None else pad)
     batch = dict(input_ids=ids, attention_mask=mask, output_hidden_states=True)
-    if kind != "bert":
+    if family != "bert":
         return batch, batch
     batch["token_type_ids"] = torch.randint(
         0, 2, (B, L), generator=torch.Generator().manual_seed(2)
@@ -133,13 +135,13 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=backend, mask_token="[MASK]", **names)
 
 
-def equal(one, other):
-    weights = other.state_dict()
-    return all(torch.equal(weight, weights[name]) for name, weight in one.state_dict().items())
+def equal(first, second):
+    weights = second.state_dict()
+    return all(torch.equal(weight, weights[name]) for name, weight in first.state_dict().items())
 
 
-def there_and_back(config: BertLabConfig, kind: str, head: str = "ForMaskedLM") -> BertLabConfig:
-    return to_bertlab_config(to_family_config(config, kind, head))
+def there_and_back(config: BertLabConfig, family: str, head: str = "ForMaskedLM") -> BertLabConfig:
+    return to_bertlab_config(to_family_config(config, family, head))
 
 
 # ---- settings: what transformers ships ----------------------------------------------------------------------
@@ -160,7 +162,7 @@ def test_the_published_shapes_are_our_presets():
         assert to_bertlab_config(theirs).to_diff_dict() == ours.to_diff_dict()
 
 
-@pytest.mark.parametrize("theirs", [
+@pytest.mark.parametrize("reference", [
     transformers.BertConfig(hidden_act="relu", hidden_dropout_prob=0.2, classifier_dropout=0.4),
     transformers.BertConfig(type_vocab_size=5, tie_word_embeddings=False, bos_token_id=7),
     transformers.BertConfig(num_labels=5, problem_type="regression", pad_token_id=None),
@@ -169,14 +171,14 @@ def test_the_published_shapes_are_our_presets():
     transformers.ModernBertConfig(decoder_bias=False, classifier_activation="relu"),
     *ONE_TYPE,
 ], ids=repr)  # fmt: skip
-def test_settings_of_a_family_survive_the_round_trip(theirs):
-    back = to_family_config(to_bertlab_config(theirs), theirs.model_type, "ForMaskedLM")
-    want = theirs.to_diff_dict()
+def test_settings_of_a_family_survive_the_round_trip(reference):
+    back = to_family_config(to_bertlab_config(reference), reference.model_type, "ForMaskedLM")
+    want = reference.to_diff_dict()
     want.pop("global_attn_every_n_layers", None)  # the same as layer_types
     assert back.to_diff_dict() == want
 
 
-@pytest.mark.parametrize("theirs, name", [
+@pytest.mark.parametrize("reference, name", [
     (transformers.BertConfig(is_decoder=True), "is_decoder=True"),
     (transformers.BertConfig(position_embedding_type="relative_key"), "position_embedding_type"),
     (transformers.BertConfig(hidden_act="gelu_new"), "gelu_new"),
@@ -186,9 +188,9 @@ def test_settings_of_a_family_survive_the_round_trip(theirs):
     (transformers.DebertaV2Config(), "deberta-v2"),
     (transformers.ElectraConfig(), "_size="),
 ], ids=str)  # fmt: skip
-def test_settings_that_bertlab_lacks_are_named(theirs, name):
+def test_settings_that_bertlab_lacks_are_named(reference, name):
     with pytest.raises(ValueError, match=name):
-        to_bertlab_config(theirs)
+        to_bertlab_config(reference)
 
 
 @pytest.mark.parametrize("head", ARCHITECTURES)
@@ -257,20 +259,20 @@ def test_a_setting_is_refused_only_where_the_head_reads_it():
 @pytest.mark.parametrize(
     "head, tied", [*((head, True) for head in ARCHITECTURES), ("ForMaskedLM", False)]
 )
-@pytest.mark.parametrize("kind", MODEL_KINDS)
-def test_every_head_computes_the_same_and_comes_back_whole(kind, head, tied):
-    original = theirs(kind, head, tie_word_embeddings=tied)
+@pytest.mark.parametrize("family", MODEL_KINDS)
+def test_every_head_computes_the_same_and_comes_back_whole(family, head, tied):
+    original = theirs(family, head, tie_word_embeddings=tied)
     ours = from_huggingface(original)
-    batch, own = batches(kind)
+    batch, options = batches(family)
     mask = batch["attention_mask"]
     # transformers takes place 0 of a row for its first token, also where that is padding (row 2).
     pooled_at_padding = {"skip_pooled": (2,)}
     with torch.no_grad():
         want = original(**batch)
-        assert_same_outputs(want, ours(**own), mask, **pooled_at_padding)
+        assert_same_outputs(want, ours(**options), mask, **pooled_at_padding)
         back = to_huggingface(ours)
         assert_same_outputs(want, back(**batch), mask)
-        single = {k: v[:1] if torch.is_tensor(v) else v for k, v in own.items()}
+        single = {k: v[:1] if torch.is_tensor(v) else v for k, v in options.items()}
         assert_same_outputs(original(**single), ours(**single), mask[:1])
     assert type(back) is type(original)
     assert back.config.to_diff_dict() == original.config.to_diff_dict()
@@ -301,30 +303,30 @@ def test_every_head_computes_the_same_and_comes_back_whole(kind, head, tied):
 )
 def test_modernbert_with_other_settings_computes_the_same(overrides):
     original = theirs("modernbert", "ForSequenceClassification", **overrides)
-    converted, (batch, own) = from_huggingface(original), batches("modernbert")
+    converted, (batch, options) = from_huggingface(original), batches("modernbert")
     with torch.no_grad():
         want, mask = original(**batch), batch["attention_mask"]
         by_first = overrides.get("classifier_pooling") != "mean"
-        assert_same_outputs(want, converted(**own), mask, skip_pooled=(2,) if by_first else ())
+        assert_same_outputs(want, converted(**options), mask, skip_pooled=(2,) if by_first else ())
         assert torch.equal(to_huggingface(converted)(**batch).logits[0], want.logits[0])
 
 
-@pytest.mark.parametrize("kind", MODEL_KINDS)
-def test_gradients_equal_those_of_transformers(kind):
-    original = theirs(kind)
-    converted, (batch, own) = from_huggingface(original), batches(kind)
+@pytest.mark.parametrize("family", MODEL_KINDS)
+def test_gradients_equal_those_of_transformers(family):
+    original = theirs(family)
+    converted, (batch, options) = from_huggingface(original), batches(family)
     labels = torch.where(batch["attention_mask"] > 0, batch["input_ids"].roll(1), -100)
     original(**batch, labels=labels).loss.backward()
-    converted(**own, labels=labels).loss.backward()
+    converted(**options, labels=labels).loss.backward()
     gradients = {name: p.grad for name, p in converted.named_parameters()}
-    known = {name: p.grad for name, p in original.named_parameters()}
-    if kind != "modernbert":  # a tied bias has its gradient under its second name
-        stem = {"bert": "cls.predictions", "roberta": "lm_head"}[kind]
-        known[f"{stem}.decoder.bias"] = known.pop(f"{stem}.bias")
+    expected = {name: p.grad for name, p in original.named_parameters()}
+    if family != "modernbert":  # a tied bias has its gradient under its second name
+        stem = {"bert": "cls.predictions", "roberta": "lm_head"}[family]
+        expected[f"{stem}.decoder.bias"] = expected.pop(f"{stem}.bias")
     pad = original.config.pad_token_id
-    table = key_table(kind, "ForMaskedLM")
+    table = key_table(family, "ForMaskedLM")
     for name in gradients:
-        want = torch.cat([known[their] for their in their_names(name, table)])
+        want = torch.cat([expected[their] for their in their_names(name, table)])
         if name.endswith(("tokens.weight", "positions.weight")):  # theirs freeze the padding's row
             want, gradients[name] = (
                 torch.cat((g[:pad], g[pad + 1 :])) for g in (want, gradients[name])
@@ -507,11 +509,11 @@ def test_a_directory_loads_without_bertlab(saved):
 
 
 def test_saving_leaves_the_owner_everything_as_it_was(saved, tmp_path):
-    model, own = ours().train(), tokenizer()
-    before = list(own.model_input_names)
+    model, options = ours().train(), tokenizer()
+    before = list(options.model_input_names)
     (tmp_path / "notes.txt").write_text("mine")
-    save_model(model, own, tmp_path)
-    assert own.model_input_names == before and model.training
+    save_model(model, options, tmp_path)
+    assert options.model_input_names == before and model.training
     assert model.config.mask_token_id is None
     assert (tmp_path / "notes.txt").read_text() == "mine"
     assert {p.name for p in tmp_path.iterdir()} == {p.name for p in saved[1].iterdir()} | {
@@ -606,11 +608,11 @@ OWN_HEADS = [*ARCHITECTURES.values(), BertLabForEnhancedMaskedLM]
 def test_a_model_without_a_family_keeps_its_class(shape, head, tmp_path):
     settings, word = OWN[shape]
     model = lively(head(modernbert_tiny(**SHAPE, **settings)))
-    place = save_model(model, tokenizer(), tmp_path / "model")
-    settings = json.loads((place / "config.json").read_text())
+    path = save_model(model, tokenizer(), tmp_path / "model")
+    settings = json.loads((path / "config.json").read_text())
     assert (settings["model_type"], settings["architectures"]) == ("bertlab", [head.__name__])
     assert (settings["mask_token_id"], model.config.mask_token_id) == (4, None)
-    again = head.from_pretrained(place).eval()
+    again = head.from_pretrained(path).eval()
     assert all(
         torch.equal(again.state_dict()[name], weight) for name, weight in model.state_dict().items()
     )

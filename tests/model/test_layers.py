@@ -47,24 +47,28 @@ def test_sinusoids_by_formula():
 @pytest.mark.parametrize("num_heads", range(1, 33))
 def test_alibi_slopes_equal_bloom(num_heads):
     mask = torch.ones(1, 2)
-    theirs = build_alibi_tensor(mask, num_heads, torch.float32)[:, 0, 1]  # slope times position 1
-    torch.testing.assert_close(alibi_slopes(num_heads), theirs)
+    reference = build_alibi_tensor(mask, num_heads, torch.float32)[
+        :, 0, 1
+    ]  # slope times position 1
+    torch.testing.assert_close(alibi_slopes(num_heads), reference)
 
 
-@given(rotary=st.integers(1, 4), rest=st.integers(0, 5), theta=st.sampled_from([10.0, 1e4, 1.6e5]))
+@given(
+    rotary=st.integers(1, 4), unrotated=st.integers(0, 5), theta=st.sampled_from([10.0, 1e4, 1.6e5])
+)
 @settings(max_examples=30, deadline=None, derandomize=True)
-def test_rope_rotates_pairs_as_complex_numbers(rotary, rest, theta):
+def test_rope_rotates_pairs_as_complex_numbers(rotary, unrotated, theta):
     R = 2 * rotary
-    x = torch.randn(2, 3, 4, R + rest)
+    x = torch.randn(2, 3, 4, R + unrotated)
     positions = torch.tensor([[0, 1, 500], [9, 2, 0]])
     got = apply_rope(x, rope_cos_sin(positions, R, theta))
     for b in range(2):
-        for place in range(3):
-            p = positions[b, place].item()
-            pairs = x[b, place, :, :rotary].numpy() + 1j * x[b, place, :, rotary:R].numpy()
+        for position in range(3):
+            p = positions[b, position].item()
+            pairs = x[b, position, :, :rotary].numpy() + 1j * x[b, position, :, rotary:R].numpy()
             pairs = pairs * np.exp(1j * p * theta ** (-2 * np.arange(rotary) / R))
             want = np.concatenate((pairs.real, pairs.imag), axis=-1)
-            np.testing.assert_allclose(got[b, place, :, :R].numpy(), want, atol=2e-4)
+            np.testing.assert_allclose(got[b, position, :, :R].numpy(), want, atol=2e-4)
     assert torch.equal(got[..., R:], x[..., R:])
 
 
@@ -79,9 +83,14 @@ def test_rope_keeps_half_precision():
 
 def some_norm(name: str, bias: bool) -> torch.nn.Module:
     "A norm over 24 numbers whose weights have moved away from their start."
-    place = "post" if name == "deep" else "pre"
+    position = "post" if name == "deep" else "pre"
     config = modernbert_tiny(
-        hidden_size=24, norm=name, norm_bias=bias, norm_groups=4, norm_position=place, norm_eps=1e-3
+        hidden_size=24,
+        norm=name,
+        norm_bias=bias,
+        norm_groups=4,
+        norm_position=position,
+        norm_eps=1e-3,
     )
     norm = NORMS[name](config)
     with torch.no_grad():
@@ -108,12 +117,12 @@ def test_a_norm_equals_its_formula(name, bias):
     got = norm(x).detach()
     slope = norm.slope.item() if name == "dynamic_tanh" else 0.0
     for b in range(3):
-        for place in range(5):
-            want = by_formula(name, x[b, place].double().numpy(), slope)
+        for position in range(5):
+            want = by_formula(name, x[b, position].double().numpy(), slope)
             want = want * norm.weight.detach().double().numpy()
             if bias:
                 want = want + norm.bias.detach().double().numpy()
-            np.testing.assert_allclose(got[b, place].numpy(), want, atol=1e-5)
+            np.testing.assert_allclose(got[b, position].numpy(), want, atol=1e-5)
 
 
 def test_deepnorm_by_hand():
@@ -155,14 +164,14 @@ def test_a_gated_mlp_by_hand(bias):
 
 @pytest.mark.parametrize("rate", [0.01, 0.5])
 def test_numbers_are_dropped_independently_of_each_other(rate):
-    ones = torch.ones(2**18)
-    dropped = apply_dropout(ones, rate)
+    all_ones = torch.ones(2**18)
+    dropped = apply_dropout(all_ones, rate)
     survives = (dropped != 0).double()
-    noise = (rate * (1 - rate) / len(ones)) ** 0.5
+    noise = (rate * (1 - rate) / len(all_ones)) ** 0.5
     assert abs(survives.mean() - (1 - rate)) < 5 * noise
     assert abs(dropped.double().mean() - 1) < 5 * noise / (1 - rate)
     assert dropped[dropped != 0].unique().numel() == 1
-    scale = 10 * (1 - rate) * (rate * (2 - rate) / len(ones)) ** 0.5
+    scale = 10 * (1 - rate) * (rate * (2 - rate) / len(all_ones)) ** 0.5
     for distance in (1, 2, 3, 4, 8):  # four come from one draw
         pairs = (survives[distance:] * survives[:-distance]).mean()
         assert abs(pairs - (1 - rate) ** 2) < scale

@@ -25,8 +25,8 @@ class Tables(torch.nn.Module):
         return SimpleNamespace(logits=TABLE[((input_ids - 4).clamp(min=0) * PLACES).sum(1)])
 
 
-def cost(state: list, place: int, word: int) -> float:
-    scores = TABLE[int(((torch.tensor(state) - 4) * PLACES).sum()), place, 5:].double()
+def cost(state: list, position: int, word: int) -> float:
+    scores = TABLE[int(((torch.tensor(state) - 4) * PLACES).sum()), position, 5:].double()
     return -(scores[word - 5] - scores.logsumexp(0)).item()
 
 
@@ -34,9 +34,9 @@ def all_orders(text: list[int]) -> float:  # nats: mean over 120 orders of the c
     total = 0.0
     for order in itertools.permutations(range(5)):
         state = [4] * 5
-        for place in order:
-            total += cost(state, place, text[place])
-            state[place] = text[place]
+        for position in order:
+            total += cost(state, position, text[position])
+            state[position] = text[position]
     return total / 120
 
 

@@ -115,8 +115,8 @@ def test_a_checkpoint_of_a_run_is_read_without_running_its_code(tmp_path):
 class Trap:
     "Runs code when it is unpickled."
 
-    def __init__(self, place):
-        self.place = place
+    def __init__(self, path):
+        self.place = path
 
     def __reduce__(self):
         return os.mkdir, (self.place,)
@@ -158,15 +158,15 @@ def test_names_of_the_first_releases_are_understood():
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("ours", [True, False])
-def test_an_encoder_goes_into_a_model_with_a_head_and_back(family, ours):
+@pytest.mark.parametrize("result", [True, False])
+def test_an_encoder_goes_into_a_model_with_a_head_and_back(family, result):
     base, full = lively(BertLabModel(config(family))), BertLabForMaskedLM(config(family))
-    source = base if ours else to_huggingface(base)
+    source = base if result else to_huggingface(base)
     report = load_state_dict(full, source.state_dict(), strict=False)
     assert equal(base, full.encoder) and not report.unexpected_keys
     assert all(name.startswith("head.") for name in report.missing_keys) and report.missing_keys
     again = BertLabModel(config(family))
-    source = full if ours else to_huggingface(full)
+    source = full if result else to_huggingface(full)
     report = load_state_dict(again, source.state_dict(), strict=False)
     assert equal(again, base) and not report.missing_keys and report.unexpected_keys
 

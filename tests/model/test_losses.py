@@ -137,11 +137,11 @@ def test_chunks_have_the_loss_and_gradients_of_the_whole(num, size, seed, smooth
         sum_losses(head(x), labels, config, weights),
         sum_losses_chunked(head, x, labels, config, weights),
     )
-    for whole, chunked in zip(*both):
-        torch.testing.assert_close(chunked, whole, rtol=1e-6, atol=1e-6)
+    for full, chunked in zip(*both):
+        torch.testing.assert_close(chunked, full, rtol=1e-6, atol=1e-6)
     grads = [torch.autograd.grad(parts.mean(), (x, decoder)) for parts in both]
-    for whole, chunked in zip(*grads):
-        torch.testing.assert_close(chunked, whole, **EXACT)
+    for full, chunked in zip(*grads):
+        torch.testing.assert_close(chunked, full, **EXACT)
 
 
 # ---- what a loss is worth ------------------------------------------------------------------------

@@ -115,9 +115,9 @@ def test_transformers_models_answer_as_their_pipeline(family, tokenizer):
     for text, masks in zip(TEXTS, fill_masks(model, tokenizer, TEXTS, top_k=4), strict=True):
         want = filler(text)
         want = want if isinstance(want[0], list) else [want]
-        for predictions, ours in zip(want, masks, strict=True):
-            assert [word for word, _ in ours] == [p["token_str"].strip() for p in predictions]
-            assert [p for _, p in ours] == pytest.approx(
+        for predictions, result in zip(want, masks, strict=True):
+            assert [word for word, _ in result] == [p["token_str"].strip() for p in predictions]
+            assert [p for _, p in result] == pytest.approx(
                 [p["score"] for p in predictions], rel=1e-4
             )
 

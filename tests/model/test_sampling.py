@@ -93,12 +93,12 @@ def coins(rule, state, block, law, before, after):
     "Yield states with their probability where each gap has a coin of its own."
     most = min(1.0, after / (1 - before)) if before < 1 else 1.0
     sigma = rule.remask * most if rule.sampler == "remask" else 0.0
-    shown = ((1 - after) - (1 - sigma) * (1 - before)) / before
+    share_shown = ((1 - after) - (1 - sigma) * (1 - before)) / before
     choices = []
     for i in block:
         if state[i] == MASK:
-            words = [(i, word, shown * law[i][j]) for j, word in enumerate(WORDS)]
-            choices.append([(i, MASK, 1 - shown), *words])
+            words = [(i, word, share_shown * law[i][j]) for j, word in enumerate(WORDS)]
+            choices.append([(i, MASK, 1 - share_shown), *words])
         else:
             choices.append([(i, MASK, sigma), (i, state[i], 1 - sigma)])
     for choice in itertools.product(*choices):

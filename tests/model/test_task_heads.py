@@ -65,8 +65,11 @@ def test_pooling_by_hand():
 @pytest.mark.parametrize("sides", [(0, 5), (2, 3)])
 def test_padding_on_either_side_changes_nothing(cls, pooling, sides):
     model = lively(cls(small(classifier_pooling=pooling)))
-    ids, ones = some_ids(2, L), torch.ones(2, L).long()
-    alone, padded = scores_of(model, ids), scores_of(model, F.pad(ids, sides), F.pad(ones, sides))
+    ids, all_ones = some_ids(2, L), torch.ones(2, L).long()
+    alone, padded = (
+        scores_of(model, ids),
+        scores_of(model, F.pad(ids, sides), F.pad(all_ones, sides)),
+    )
     if padded.dim() == 3:
         padded = padded[:, sides[0] : sides[0] + L]
     torch.testing.assert_close(padded, alone, **TOLERANCE)

@@ -162,24 +162,24 @@ WORDPIECE = {
 
 
 def test_tokenizers_give_the_same_ids(families, transformers_4, tmp_path):
-    own = {kind: train_tokenizer(families.TEXTS, 300, kind=kind, model_max_length=64)
-           for kind in ("wordpiece", "unigram", "bpe")}  # fmt: skip
+    local = {algorithm: train_tokenizer(families.TEXTS, 300, kind=algorithm, model_max_length=64)
+           for algorithm in ("wordpiece", "unigram", "bpe")}  # fmt: skip
     built = {}
     for name, special in UNIGRAM.items():
-        built[name] = getattr(transformers, name)(vocab=pieces(own["unigram"], special))
+        built[name] = getattr(transformers, name)(vocab=pieces(local["unigram"], special))
     for name, special in BPE.items():
-        built[name] = getattr(transformers, name)(**merges(own["bpe"], special))
-    words = [*own["wordpiece"].get_vocab()]
+        built[name] = getattr(transformers, name)(**merges(local["bpe"], special))
+    words = [*local["wordpiece"].get_vocab()]
     for name, special in WORDPIECE.items():
         tokens = [*special, *(word for word in words if not special or not word.startswith("["))]
         built[name] = getattr(transformers, name)(vocab={t: i for i, t in enumerate(tokens)})
-    for kind, tokenizer in own.items():
-        built[kind] = tokenizer
+    for algorithm, tokenizer in local.items():
+        built[algorithm] = tokenizer
         save_tokenizer(tokenizer, tmp_path / "extra")
-        built[f"{kind}-special"] = load_tokenizer(tmp_path / "extra")
-        built[f"{kind}-special"].add_special_tokens({"extra_special_tokens": ["<extra_a>"]})
-        built[f"{kind}-more"] = load_tokenizer(tmp_path / "extra")
-        built[f"{kind}-more"].add_tokens(["<extra_b>", "apple"])
+        built[f"{algorithm}-special"] = load_tokenizer(tmp_path / "extra")
+        built[f"{algorithm}-special"].add_special_tokens({"extra_special_tokens": ["<extra_a>"]})
+        built[f"{algorithm}-more"] = load_tokenizer(tmp_path / "extra")
+        built[f"{algorithm}-more"].add_tokens(["<extra_b>", "apple"])
     for name, tokenizer in built.items():
         save_tokenizer(tokenizer, tmp_path / "tokenizers" / name)
     assert differences(tmp_path / "tokenizers", transformers_4, tmp_path / "out.pt") == {}

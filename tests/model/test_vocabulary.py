@@ -42,7 +42,7 @@ from bertlab.model.vocabulary import (
 TRAIN = embedded_corpus().train_texts
 HOME, AWAY = TRAIN[:250], TRAIN[3000:3060]
 KINDS = sorted(TOKENIZER_TRAINERS)
-TOKENIZERS = {kind: train_tokenizer(HOME, 840, kind=kind) for kind in KINDS}
+TOKENIZERS = {algorithm: train_tokenizer(HOME, 840, kind=algorithm) for algorithm in KINDS}
 SHAPE = dict(hidden_size=32, num_attention_heads=2, intermediate_size=48, num_hidden_layers=2,
              max_position_embeddings=64)  # fmt: skip
 
@@ -76,9 +76,9 @@ def logits(model, tokenizer, texts):
 # --- tokenizers -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_trimmed_tokenizer_splits_its_texts_as_before(kind, tmp_path):
-    old = TOKENIZERS[kind]
+@pytest.mark.parametrize("algorithm", KINDS)
+def test_a_trimmed_tokenizer_splits_its_texts_as_before(algorithm, tmp_path):
+    old = TOKENIZERS[algorithm]
     small, ids = trim_tokenizer(old, AWAY)
     small.save_pretrained(tmp_path)
     want = old(AWAY, verbose=False).input_ids
@@ -87,13 +87,13 @@ def test_a_trimmed_tokenizer_splits_its_texts_as_before(kind, tmp_path):
         assert [[ids[i] for i in row] for row in tokenizer(AWAY, verbose=False).input_ids] == want
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_new_pieces_are_spelled_like_their_parts(kind, tmp_path):
-    old = TOKENIZERS[kind]
+@pytest.mark.parametrize("algorithm", KINDS)
+def test_new_pieces_are_spelled_like_their_parts(algorithm, tmp_path):
+    old = TOKENIZERS[algorithm]
     extended, parts = extend_tokenizer(old, AWAY, 40, min_count=2)
     assert list(parts) == list(range(len(old), len(extended)))
     surfaces = piece_surfaces(extended)
-    spell = lambda id: b" " * (surfaces[id].begins and kind != "wordpiece") + surfaces[id].text
+    spell = lambda id: b" " * (surfaces[id].begins and algorithm != "wordpiece") + surfaces[id].text
     for id, part in parts.items():
         assert len(part) > 1 and max(part) < len(old)
         assert spell(id) == b"".join(map(spell, part))

@@ -48,9 +48,9 @@ def follow(scheduler: TimeBudgetLR, seconds: list[float]) -> list[list[float]]:
     return rates
 
 
-def a_scheduler(optimizer, *asked, now: float = 1000.0) -> TimeBudgetLR:
+def a_scheduler(optimizer, *requested, now: float = 1000.0) -> TimeBudgetLR:
     clock = HandClock(now)
-    scheduler = TimeBudgetLR(optimizer, *asked, clock=clock)
+    scheduler = TimeBudgetLR(optimizer, *requested, clock=clock)
     scheduler.clock_of_the_test = clock
     return scheduler
 
@@ -104,13 +104,13 @@ def test_every_rate_is_the_triangle_at_its_time_for_every_group(seconds, base, f
 @given(st.lists(st.floats(0, 20), min_size=2, max_size=20), st.integers(0, 19), st.floats(0, 1e6))
 def test_a_resumed_run_has_the_same_rates_however_long_it_was_away(seconds, stop, away):
     stop = min(stop, len(seconds) - 1)
-    whole = follow(a_scheduler(an_optimizer(1.0, 0.1), 100), seconds)
+    uninterrupted = follow(a_scheduler(an_optimizer(1.0, 0.1), 100), seconds)
     first = a_scheduler(an_optimizer(1.0, 0.1), 100)
-    assert follow(first, seconds[:stop]) == whole[:stop]
+    assert follow(first, seconds[:stop]) == uninterrupted[:stop]
     second = a_scheduler(an_optimizer(1.0, 0.1), 100, now=away)
     second.load_state_dict(first.state_dict())
     np.testing.assert_allclose(
-        follow(second, seconds[stop:]), np.reshape(whole[stop:], (-1, 2)), atol=1e-7
+        follow(second, seconds[stop:]), np.reshape(uninterrupted[stop:], (-1, 2)), atol=1e-7
     )
 
 
@@ -199,18 +199,18 @@ growths = st.tuples(st.integers(1, 12), st.integers(0, 12), st.integers(1, 5000)
 @settings(max_examples=200, deadline=None, derandomize=True)
 @given(growths, st.lists(st.integers(0, 6000), max_size=20))
 def test_the_size_by_tokens_is_modernberts(drawn, seen):
-    low, more, warmup_tokens, world = drawn
-    growth = BatchSizeWarmup(low, low + more, warmup_tokens, 1, world)
-    own = math.ceil(warmup_tokens / world)
+    low, extra, warmup_tokens, world = drawn
+    growth = BatchSizeWarmup(low, low + extra, warmup_tokens, 1, world)
+    local = math.ceil(warmup_tokens / world)
     for tokens in [*seen, *growth.thresholds, *(t - 1 for t in growth.thresholds)]:
-        assert growth.at_tokens(tokens) == modernbert_size(tokens, low, low + more, own)
+        assert growth.at_tokens(tokens) == modernbert_size(tokens, low, low + extra, local)
 
 
 @settings(max_examples=200, deadline=None, derandomize=True)
 @given(growths, st.integers(1, 40))
 def test_the_size_by_step_is_what_counting_tokens_gives(drawn, per_micro_batch):
-    low, more, warmup_tokens, world = drawn
-    warmup = BatchSizeWarmup(low, low + more, warmup_tokens, per_micro_batch, world)
+    low, extra, warmup_tokens, world = drawn
+    warmup = BatchSizeWarmup(low, low + extra, warmup_tokens, per_micro_batch, world)
     tokens = 0
     for step in range(200):
         assert warmup(step) == warmup.at_tokens(tokens)
@@ -223,14 +223,14 @@ def test_the_size_by_step_is_what_counting_tokens_gives(drawn, per_micro_batch):
     st.integers(1, 9), st.integers(1, 9), st.integers(1, 50), st.integers(1, 64), st.integers(1, 4)
 )
 def test_a_warmup_that_divides_evenly_is_a_staircase_of_equal_steps(
-    low, more, each, per_micro_batch, world
+    low, extra, each, per_micro_batch, world
 ):
-    tokens = each * per_micro_batch * world * sum(range(low, low + more))
-    warmup = BatchSizeWarmup(low, low + more, tokens, per_micro_batch, world)
-    expected = [min(low + more, low + step // each) for step in range(each * more + 5)]
-    assert [warmup(step) for step in range(each * more + 5)] == expected
-    assert tokens_at_step(warmup, each * more) == tokens
-    assert steps_for_tokens(warmup, tokens) == each * more
+    tokens = each * per_micro_batch * world * sum(range(low, low + extra))
+    warmup = BatchSizeWarmup(low, low + extra, tokens, per_micro_batch, world)
+    expected = [min(low + extra, low + step // each) for step in range(each * extra + 5)]
+    assert [warmup(step) for step in range(each * extra + 5)] == expected
+    assert tokens_at_step(warmup, each * extra) == tokens
+    assert steps_for_tokens(warmup, tokens) == each * extra
 
 
 @settings(max_examples=200, deadline=None, derandomize=True)
@@ -238,8 +238,8 @@ def test_a_warmup_that_divides_evenly_is_a_staircase_of_equal_steps(
 def test_a_budget_of_tokens_is_reached_by_its_last_update_and_not_before(
     drawn, per_micro_batch, budget
 ):
-    low, more, warmup_tokens, world = drawn
-    warmup = BatchSizeWarmup(low, low + more, warmup_tokens, per_micro_batch, world)
+    low, extra, warmup_tokens, world = drawn
+    warmup = BatchSizeWarmup(low, low + extra, warmup_tokens, per_micro_batch, world)
     steps = steps_for_tokens(warmup, budget)
     assert tokens_at_step(warmup, steps) >= budget
     assert steps == 0 or tokens_at_step(warmup, steps - 1) < budget

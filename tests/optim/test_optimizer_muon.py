@@ -52,7 +52,7 @@ def test_each_parameter_has_its_own_optimizers_update(fused, monkeypatch):
     optimizer = mixed(together, **kernel)
     hidden = [apart[2].weight, apart[3].weight]
     plain = [p for name, p in apart.named_parameters() if p.ndim == 1]
-    others = (
+    optimizers = (
         torch.optim.Muon(hidden, lr=0.05, momentum=0.8, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
         torch.optim.AdamW(
             [{"params": [apart[0].weight], "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}],
@@ -63,10 +63,10 @@ def test_each_parameter_has_its_own_optimizers_update(fused, monkeypatch):
         backward(together, step)
         backward(apart, step)
         optimizer.step()
-        for other in others:
-            other.step()
-    for ours, theirs in zip(together.parameters(), apart.parameters()):
-        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+        for second in optimizers:
+            second.step()
+    for combined, separate in zip(together.parameters(), apart.parameters()):
+        torch.testing.assert_close(combined, separate, rtol=1e-5, atol=1e-6)
 
 
 def test_a_schedule_moves_both_rates_and_the_update_follows():
@@ -95,12 +95,12 @@ def test_a_loaded_state_continues_bit_for_bit():
     expected = run(model, optimizer, scheduler, 4, 9)
     buffer.seek(0)
     saved = torch.load(buffer, weights_only=True)
-    other = small_model()
-    again = mixed(other)
+    second = small_model()
+    again = mixed(second)
     follow = get_scheduler(again, warmup_steps=5)
-    for key, part in {"model": other, "optimizer": again, "scheduler": follow}.items():
+    for key, part in {"model": second, "optimizer": again, "scheduler": follow}.items():
         part.load_state_dict(saved[key])
-    assert run(other, again, follow, 4, 9) == expected
+    assert run(second, again, follow, 4, 9) == expected
 
 
 def test_copies_update_their_own_weights():
@@ -109,12 +109,12 @@ def test_copies_update_their_own_weights():
     backward(model, 0)
     optimizer.step()
     for duplicate in (copy.deepcopy, through_pickle):
-        other, again = duplicate((model, optimizer))
+        second, again = duplicate((model, optimizer))
         before = copy.deepcopy(model.state_dict())
-        backward(other, 1)
+        backward(second, 1)
         again.step()
         assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
-        assert not any(torch.equal(p, before[name]) for name, p in other.named_parameters())
+        assert not any(torch.equal(p, before[name]) for name, p in second.named_parameters())
 
 
 def through_pickle(pair):

@@ -113,8 +113,8 @@ def test_each_optimizer_lowers_a_least_squares_loss(name):
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_saved_optimizer_continues_bit_for_bit(name, task):
     "Through torch.save, and with `weights_only`, which runs no code from the file."
-    whole, first = task(name), task(name)
-    expected = whole.steps(0, 12)
+    uninterrupted, first = task(name), task(name)
+    expected = uninterrupted.steps(0, 12)
     assert first.steps(0, 7) == expected[:7]
     buffer = io.BytesIO()
     weights = first.weight.detach() if task is LeastSquares else first.model.state_dict()
@@ -151,12 +151,12 @@ def test_sophiah_without_the_graph_says_which_call_makes_it():
 
 
 def test_sophiah_asks_for_the_graph_only_when_it_looks_at_the_curvature():
-    task, asked = LeastSquares("sophiah"), []
+    task, requested = LeastSquares("sophiah"), []
     for step in range(5):
-        asked.append(bool(backward_options(task.optimizer)))
+        requested.append(bool(backward_options(task.optimizer)))
         task.steps(step, step + 1)
         assert not task.weight.grad.requires_grad, "the graph is let go of"
-    assert asked == [True, False, True, False, True]
+    assert requested == [True, False, True, False, True]
     assert not backward_options(LeastSquares("adamw").optimizer)
 
 
@@ -203,8 +203,8 @@ def test_a_users_own_optimizer_is_a_class_a_function_or_its_name(monkeypatch, tm
         ]
         == 0.3
     )
-    named = get_optimizer("my_optimizers.Slow", weight, {"lr": 1.0, "slowness": 4})
-    assert named.param_groups[0]["lr"] == 0.25
+    fragment = get_optimizer("my_optimizers.Slow", weight, {"lr": 1.0, "slowness": 4})
+    assert fragment.param_groups[0]["lr"] == 0.25
     with pytest.raises(ValueError, match="'slow'.*slowness"):
         get_optimizer("my_optimizers.Slow", weight, {"slow": 4})
     with pytest.raises(ValueError, match="Fast"):

@@ -55,9 +55,11 @@ def torchao(monkeypatch):
 
 def check_that_it_learns_in_8_bit(name):
     small, full = LeastSquares(name), LeastSquares(name, quantized=False)
-    ours, theirs = small.steps(0, 40), full.steps(0, 40)
-    assert ours[-1] < 0.3 * ours[0], ours
-    assert abs(ours[-1] - theirs[-1]) < 0.1 * theirs[0], "and much as in full precision"
+    in_8_bits, full_precision = small.steps(0, 40), full.steps(0, 40)
+    assert in_8_bits[-1] < 0.3 * in_8_bits[0], in_8_bits
+    assert abs(in_8_bits[-1] - full_precision[-1]) < 0.1 * full_precision[0], (
+        "and much as in full precision"
+    )
     # A byte a value instead of 4, and a scale of 4 bytes for 256 of them; a map of 256 numbers each.
     assert (
         optimizer_state_bytes(small.optimizer)
@@ -66,8 +68,8 @@ def check_that_it_learns_in_8_bit(name):
 
 
 def check_that_it_goes_on(name):
-    whole, first = LeastSquares(name), LeastSquares(name)
-    expected = whole.steps(0, 12)
+    uninterrupted, first = LeastSquares(name), LeastSquares(name)
+    expected = uninterrupted.steps(0, 12)
     assert first.steps(0, 7) == expected[:7]
     buffer = io.BytesIO()
     torch.save([first.optimizer.state_dict(), first.scheduler.state_dict()], buffer)
@@ -114,16 +116,16 @@ class Idle(torch.optim.SGD):
 
 
 @pytest.mark.parametrize(
-    "kind, reason",
+    "error_type, reason",
     [
         (Broken, "no kernel for this device"),
         (Idle, "its step does not move the weights"),
         (torch.optim.SGD, "its states are not 8-bit"),
     ],
 )
-def test_a_probe_step_that_fails_leads_to_full_precision(monkeypatch, kind, reason):
+def test_a_probe_step_that_fails_leads_to_full_precision(monkeypatch, error_type, reason):
     pytest.importorskip("bitsandbytes")
-    monkeypatch.setattr(sys.modules["bitsandbytes"].optim, "SGD8bit", kind)
+    monkeypatch.setattr(sys.modules["bitsandbytes"].optim, "SGD8bit", error_type)
     with pytest.warns(UserWarning, match=rf"bitsandbytes: {reason}\); its states stay"):
         optimizer = get_optimizer(
             "sgd", [nn.Parameter(torch.zeros(2))], {"lr": 0.1, "momentum": 0.9}, quantized=True
@@ -142,37 +144,39 @@ TRIED = {"betas": (0.5, 0.75), "eps": 0.1, "alpha": 0.5, "momentum": 0.9, "dampe
 def test_with_any_option_8_bits_move_the_weights_as_full_precision_does(name, decay, bitsandbytes):
     plain = get_optimizer(name, [nn.Parameter(torch.zeros(2))]).defaults
     base = {"lr": 0.01, **({"momentum": 0.9} if name == "sgd" else {})}
-    found = inspect.signature(
+    result = inspect.signature(
         getattr(sys.modules["bitsandbytes"].optim, OPTIMIZERS[name].eight_bit[0].split(".")[-1])
     )
-    for more in (
+    for extra in (
         {},
-        *({key: TRIED[key]} for key in TRIED if key in plain and key in found.parameters),
+        *({key: TRIED[key]} for key in TRIED if key in plain and key in result.parameters),
     ):
         ends = []
         for quantized in (True, False):
             weight = nn.Parameter(torch.ones(64, 128))
             optimizer = get_optimizer(
-                name, [{"params": [weight], "weight_decay": decay}], base | more, quantized
+                name, [{"params": [weight], "weight_decay": decay}], base | extra, quantized
             )
             for step in range(3):
                 weight.grad = torch.randn(64, 128, generator=torch.Generator().manual_seed(step))
                 optimizer.step()
             ends.append(weight.detach() - 1)
-        ours, theirs = ends
-        assert (ours - theirs).norm() < 0.06 * theirs.norm(), (name, more)
+        in_8_bits, full_precision = ends
+        assert (in_8_bits - full_precision).norm() < 0.06 * full_precision.norm(), (name, extra)
 
 
-@pytest.mark.parametrize("name, options, asked", [
+@pytest.mark.parametrize("name, options, requested", [
     ("adam", {"weight_decay": 0.1}, "adam's weight_decay=0.1"), ("rmsprop", {"momentum": 0.9}, "rmsprop's momentum=0.9"),
     ("sgd", {"momentum": 0.9, "nesterov": True}, "sgd's nesterov=True"),
     ("sgd", {"momentum": 0.9, "dampening": 0.1}, "sgd's dampening=0.1"),
 ])  # fmt: skip
 def test_an_option_that_bitsandbytes_does_not_follow_keeps_full_precision(
-    name, options, asked, bitsandbytes, monkeypatch
+    name, options, requested, bitsandbytes, monkeypatch
 ):
     monkeypatch.setitem(sys.modules, "torchao.optim", None)
-    with pytest.warns(UserWarning, match=f"bitsandbytes does not support {asked}.*full precision"):
+    with pytest.warns(
+        UserWarning, match=f"bitsandbytes does not support {requested}.*full precision"
+    ):
         optimizer = get_optimizer(
             name, [nn.Parameter(torch.zeros(64, 128))], {"lr": 0.1, **options}, quantized=True
         )

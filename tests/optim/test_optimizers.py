@@ -66,8 +66,8 @@ def test_lamb_steps_as_it_was_published_with_corrected_moments_in_the_ratio(opti
         nn.Parameter(size * torch.randn(6, 4, dtype=torch.float64)),
         0.3 if "grad_averaging" not in options else 0.0,
     )
-    given = {"lr": 0.1, "weight_decay": decay, **options}
-    optimizer = get_optimizer("lamb", [weight], given)
+    settings = {"lr": 0.1, "weight_decay": decay, **options}
+    optimizer = get_optimizer("lamb", [weight], settings)
     expected, m, v = weight.detach().clone(), 0.0, 0.0
     for t in range(1, 9):
         weight.grad = torch.randn(6, 4, dtype=torch.float64)
@@ -84,18 +84,20 @@ def test_biases_and_gains_have_no_ratio_in_lamb_and_move_as_adam_moves_them(fore
     "The authors' code leaves out of the ratio what it leaves out of decay; a bias begins at 0."
     torch.manual_seed(0)
     starts = [torch.zeros(5), torch.ones(5), torch.tensor(2.0), torch.randn(5, 3)]
-    ours, theirs = ([nn.Parameter(start.clone()) for start in starts] for _ in range(2))
-    lamb = get_optimizer("lamb", ours, {"lr": 0.02, "foreach": foreach})
-    adam = torch.optim.Adam(theirs, 0.02, eps=1e-6)
+    result, reference = ([nn.Parameter(start.clone()) for start in starts] for _ in range(2))
+    lamb = get_optimizer("lamb", result, {"lr": 0.02, "foreach": foreach})
+    adam = torch.optim.Adam(reference, 0.02, eps=1e-6)
     for _ in range(10):
-        for one, other in zip(ours, theirs):
-            one.grad = torch.randn(one.shape)
-            other.grad = one.grad.clone()
+        for parameter, partner in zip(result, reference):
+            parameter.grad = torch.randn(parameter.shape)
+            partner.grad = parameter.grad.clone()
         lamb.step()
         adam.step()
-    for one, other in zip(ours[:3], theirs[:3]):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
-    assert not torch.allclose(ours[3], theirs[3], rtol=0.01, atol=0.01), "a matrix has the ratio"
+    for parameter, partner in zip(result[:3], reference[:3]):
+        torch.testing.assert_close(parameter, partner, rtol=1e-4, atol=1e-6)
+    assert not torch.allclose(result[3], reference[3], rtol=0.01, atol=0.01), (
+        "a matrix has the ratio"
+    )
     assert not lamb.param_groups[0]["adam"]
 
 
@@ -113,11 +115,11 @@ def test_a_decay_that_lamb_would_leave_out_of_the_ratio_anyway_is_not_lost(optio
 
 def muon_direction(gradient: torch.Tensor) -> torch.Tensor:
     "Five rounds of the quintic on the singular values themselves, not on the matrix."
-    left, values, right = torch.linalg.svd(gradient.double(), full_matrices=False)
+    left_vectors, values, right = torch.linalg.svd(gradient.double(), full_matrices=False)
     values = values / values.square().sum().sqrt()
     for _ in range(5):
         values = 3.4445 * values - 4.7750 * values**3 + 2.0315 * values**5
-    return left @ torch.diag(values) @ right
+    return left_vectors @ torch.diag(values) @ right
 
 
 def test_two_muon_steps_by_hand():
@@ -171,7 +173,7 @@ def test_an_unknown_name_lists_the_known_ones(name):
     with pytest.raises(ValueError) as error:
         get_optimizer(name, [nn.Parameter(torch.zeros(2))])
     assert "optimizer_name" in str(error.value) and repr(name) in str(error.value)
-    assert all(known in str(error.value) for known in OPTIMIZERS)
+    assert all(expected in str(error.value) for expected in OPTIMIZERS)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

@@ -40,15 +40,15 @@ def follow(scheduler, num_steps: int) -> list[float]:
 # The same curves by other means: numpy's own spacings, and the papers' formulas in their own letters.
 
 
-def ramp(kind: str, start: float, end: float, length: int) -> np.ndarray:
+def ramp(shape: str, start: float, end: float, length: int) -> np.ndarray:
     "The factors at progress 0/length ... length/length."
-    if kind == "constant":
+    if shape == "constant":
         return np.full(length + 1, start)
-    if kind == "linear":
+    if shape == "linear":
         return np.interp(np.arange(length + 1), [0, length], [start, end])
-    if kind == "exponential":
+    if shape == "exponential":
         return np.geomspace(start, end, length + 1)
-    if kind == "cosine":  # half a turn, by degrees; the vertical way from its highest point
+    if shape == "cosine":  # half a turn, by degrees; the vertical way from its highest point
         angle = np.deg2rad(np.linspace(0, 180, length + 1))
         return start + (end - start) * np.sin(angle / 2) ** 2
     n, total, cooldown = np.arange(length + 1), length, length
@@ -87,18 +87,18 @@ def test_warmup_stable_decay_by_hand():
 
 
 def test_training_steps_of_minus_one_are_the_rest_of_the_run():
-    rest = Schedule(
+    remaining = Schedule(
         warmup_steps=3, training_kind="cosine", training_decay=0.2, cooldown_steps=4, total_steps=20
     )
-    said = Schedule(
+    message = Schedule(
         warmup_steps=3,
         training_kind="cosine",
         training_steps=13,
         training_decay=0.2,
         cooldown_steps=4,
     )
-    assert rest.curve(30) == said.curve(30)
-    assert rest.lengths == (3, 13, 4) and rest.num_steps == said.num_steps == 20
+    assert remaining.curve(30) == message.curve(30)
+    assert remaining.lengths == (3, 13, 4) and remaining.num_steps == message.num_steps == 20
 
 
 def test_an_open_end_trains_at_the_peak_for_ever():
@@ -114,7 +114,7 @@ def test_an_open_end_trains_at_the_peak_for_ever():
 def schedules(draw) -> tuple[Schedule, int, int, int]:
     "Every kind, with lengths that may be 0; only the jump that is asked for by name is left out."
     warmup_kind = draw(
-        st.sampled_from([kind for kind in SCHEDULE_KINDS["warmup"] if kind != "constant"])
+        st.sampled_from([shape for shape in SCHEDULE_KINDS["warmup"] if shape != "constant"])
     )
     training_kind, cooldown_kind = (
         draw(st.sampled_from(SCHEDULE_KINDS[p])) for p in ("training", "cooldown")
@@ -132,10 +132,10 @@ def schedules(draw) -> tuple[Schedule, int, int, int]:
     floor = draw(lowest if cooldown_kind == "exponential" else st.floats(0, level))
     if cooldown_kind == "constant":
         floor = level if training else 1.0
-    known = draw(st.booleans()) and sum(lengths) > 0
+    is_known = draw(st.booleans()) and sum(lengths) > 0
     schedule = Schedule(
-        warmup_kind, warmup, start, training_kind, -1 if known else training, level,
-        cooldown_kind, cooldown, floor, sum(lengths) if known else None,
+        warmup_kind, warmup, start, training_kind, -1 if is_known else training, level,
+        cooldown_kind, cooldown, floor, sum(lengths) if is_known else None,
     )  # fmt: skip
     return schedule, warmup, training, cooldown
 
@@ -149,8 +149,8 @@ def steepest_step(schedule: Schedule, warmup: int, training: int, cooldown: int)
         (schedule.cooldown_kind, level, schedule.cooldown_decay, cooldown),
     ]
     largest = 0.0
-    for kind, start, end, length in phases:
-        if length and kind != "constant":
+    for shape, start, end, length in phases:
+        if length and shape != "constant":
             height = abs(end - start)
             step = {
                 "linear": height / length,
@@ -159,7 +159,7 @@ def steepest_step(schedule: Schedule, warmup: int, training: int, cooldown: int)
                 # The steepest step is the one at the higher end.
                 "exponential": max(start, end)
                 * (1 - (min(start, end) / max(start, end)) ** (1 / length)),
-            }[kind]
+            }[shape]
             largest = max(largest, step)
     return largest
 
@@ -188,16 +188,16 @@ def test_phases_are_monotone_and_rates_stay_between_zero_and_the_peak(drawn):
 
 @settings(max_examples=50, deadline=None, derandomize=True)
 @given(schedules(), st.integers(0, 200), st.integers(1, 40))
-def test_a_run_resumed_from_its_step_alone_has_the_same_rates(drawn, stop, further):
+def test_a_run_resumed_from_its_step_alone_has_the_same_rates(drawn, stop, extra_steps):
     schedule = drawn[0]
-    whole = follow(ScheduledLR(an_optimizer(3e-4), schedule), stop + further)
+    full = follow(ScheduledLR(an_optimizer(3e-4), schedule), stop + extra_steps)
     first, second = (ScheduledLR(an_optimizer(3e-4), schedule) for _ in range(2))
-    assert follow(first, stop) == whole[:stop]
+    assert follow(first, stop) == full[:stop]
     second.load_state_dict(first.state_dict())
     assert (
-        follow(second, further)
-        == whole[stop:]
-        == [3e-4 * schedule(s) for s in range(stop, stop + further)]
+        follow(second, extra_steps)
+        == full[stop:]
+        == [3e-4 * schedule(s) for s in range(stop, stop + extra_steps)]
     )
 
 
@@ -249,18 +249,18 @@ def test_inverse_sqrt_is_one_minus_the_root_and_then_zero():
     )
 
 
-@pytest.mark.parametrize("kind", SCHEDULE_KINDS["warmup"])
-def test_a_single_increase_is_the_warmup_alone(kind):
-    scheduler = get_single_scheduler(an_optimizer(), kind, 4, 0.5, "increase")
-    np.testing.assert_allclose(follow(scheduler, 6), [*ramp(kind, 0.5, 1, 4)[1:], 1, 1])
+@pytest.mark.parametrize("shape", SCHEDULE_KINDS["warmup"])
+def test_a_single_increase_is_the_warmup_alone(shape):
+    scheduler = get_single_scheduler(an_optimizer(), shape, 4, 0.5, "increase")
+    np.testing.assert_allclose(follow(scheduler, 6), [*ramp(shape, 0.5, 1, 4)[1:], 1, 1])
 
 
 @pytest.mark.parametrize(
-    "kind", [kind for kind in SCHEDULE_KINDS["cooldown"] if kind != "constant"]
+    "shape", [shape for shape in SCHEDULE_KINDS["cooldown"] if shape != "constant"]
 )
-def test_a_single_decrease_is_the_cooldown_alone(kind):
-    scheduler = get_single_scheduler(an_optimizer(), kind, 4, 0.5, "decrease")
-    np.testing.assert_allclose(follow(scheduler, 6), [*ramp(kind, 1, 0.5, 4), 0.5])
+def test_a_single_decrease_is_the_cooldown_alone(shape):
+    scheduler = get_single_scheduler(an_optimizer(), shape, 4, 0.5, "decrease")
+    np.testing.assert_allclose(follow(scheduler, 6), [*ramp(shape, 1, 0.5, 4), 0.5])
 
 
 @pytest.mark.parametrize("arguments, words", [
@@ -342,12 +342,12 @@ def test_shares_that_fit_into_the_run_fit_in_updates(warmup, decay, total):
 # What a compiler sees.
 
 
-@pytest.mark.parametrize("number", [float, np.float32, np.float64])
-def test_the_rate_stays_a_python_float(number):
+@pytest.mark.parametrize("index", [float, np.float32, np.float64])
+def test_the_rate_stays_a_python_float(index):
     optimizer = an_optimizer(1.0, 1)
     scheduler = get_scheduler(
-        optimizer, warmup_steps=2, warmup_decay=number(0.5), training_kind="linear",
-        training_decay=number(0.5), cooldown_steps=2, cooldown_decay=number(0.25), total_steps=6,
+        optimizer, warmup_steps=2, warmup_decay=index(0.5), training_kind="linear",
+        training_decay=index(0.5), cooldown_steps=2, cooldown_decay=index(0.25), total_steps=6,
     )  # fmt: skip
     for _ in range(8):
         assert [type(group["lr"]) for group in optimizer.param_groups] == [float, float]

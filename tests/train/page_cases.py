@@ -32,9 +32,9 @@ SENTENCES = [
 ]
 
 
-def make_model(folder, kind="wordpiece"):
+def make_model(folder, algorithm="wordpiece"):
     "A model with random weights, large enough that its guesses differ from gap to gap."
-    tokenizer = train_tokenizer(TEXTS, 400 if kind != "wordpiece" else 120, kind=kind)
+    tokenizer = train_tokenizer(TEXTS, 400 if algorithm != "wordpiece" else 120, kind=algorithm)
     torch.manual_seed(0)
     model = BertLabForMaskedLM(modernbert_tiny(
         vocab_size=len(tokenizer), hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
@@ -46,11 +46,11 @@ def make_model(folder, kind="wordpiece"):
 @contextlib.contextmanager
 def served(folder):
     "The address of a static server, and the list of the paths that were asked for."
-    asked = []
+    requested = []
 
     class Handler(http.server.SimpleHTTPRequestHandler):
         def log_message(self, *arguments):
-            asked.append(self.path)
+            requested.append(self.path)
 
         def copyfile(self, source, target):
             with contextlib.suppress(ConnectionError):
@@ -61,7 +61,7 @@ def served(folder):
     )
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
-        yield f"http://127.0.0.1:{server.server_port}/", asked
+        yield f"http://127.0.0.1:{server.server_port}/", requested
     finally:
         server.shutdown()
         server.server_close()

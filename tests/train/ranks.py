@@ -11,11 +11,11 @@ from typing import Any
 from forks import forked
 
 
-def _run(function: Callable, arguments: tuple, place: dict[str, str], output: str) -> None:
+def _run(function: Callable, arguments: tuple, environment: dict[str, str], output: str) -> None:
     with open(output, "wb", buffering=0) as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
-    os.environ.update(place)
+    os.environ.update(environment)
     import torch
 
     torch.set_num_threads(1)
@@ -42,8 +42,8 @@ def run_on_ranks(function: Callable, *arguments: Any, count: int = 2, timeout: f
     outputs = [folder / f"{rank}.log" for rank in range(count)]
     places = [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)]
     processes = [
-        forked(_run, (function, arguments, place, str(output)))
-        for place, output in zip(places, outputs)
+        forked(_run, (function, arguments, environment, str(output)))
+        for environment, output in zip(places, outputs)
     ]
     try:
         for process in processes:
@@ -52,7 +52,7 @@ def run_on_ranks(function: Callable, *arguments: Any, count: int = 2, timeout: f
             process.join(timeout)
         statuses = [process.exitcode for process in processes]
         assert statuses == [0] * count, "\n".join(
-            f"{statuses}\n{one.read_text()[-3000:]}" for one in outputs
+            f"{statuses}\n{output_file.read_text()[-3000:]}" for output_file in outputs
         )
     finally:
         for process in processes:

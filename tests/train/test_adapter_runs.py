@@ -26,7 +26,7 @@ WORDS = [f"w{i}" for i in range(80)]
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory):
+def prepared(tmp_path_factory):
     "A text and a model to go on with."
     folder = tmp_path_factory.mktemp("adapters")
     lines = (" ".join(WORDS[(7 * i + j * j) % 80] for j in range(5 + i % 9)) for i in range(120))
@@ -38,11 +38,11 @@ def place(tmp_path_factory):
     return folder
 
 
-def run(place, output, steps, resume=False, **options):
+def run(prepared, output, steps, resume=False, **options):
     seed_everything(0)
-    data = PretrainingDataModule(str(place / "text.txt"), word_tokenizer(WORDS), max_sequence_length=32,
+    data = PretrainingDataModule(str(prepared / "text.txt"), word_tokenizer(WORDS), max_sequence_length=32,
                                  train_batch_size=4, val_batch_size=8)  # fmt: skip
-    module = PretrainingModule(pretrained_model_name_or_path=str(place / "base"), learning_rate=1e-2,
+    module = PretrainingModule(pretrained_model_name_or_path=str(prepared / "base"), learning_rate=1e-2,
                                scheduler_warmup_steps=2, **options)  # fmt: skip
     history = History()
     saving = TrainingCheckpoint(output / "checkpoints", 3, models=output / "models")
@@ -68,33 +68,34 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_a_run_that_was_stopped_goes_on_bit_by_bit(name, place, tmp_path):
-    whole = run(place, tmp_path / "whole", 6, **OPTIONS[name])
-    run(place, tmp_path / "parts", 3, **OPTIONS[name])
-    parts = run(place, tmp_path / "parts", 6, resume=True, **OPTIONS[name])
+def test_a_run_that_was_stopped_goes_on_bit_by_bit(name, prepared, tmp_path):
+    uninterrupted = run(prepared, tmp_path / "whole", 6, **OPTIONS[name])
+    run(prepared, tmp_path / "parts", 3, **OPTIONS[name])
+    parts = run(prepared, tmp_path / "parts", 6, resume=True, **OPTIONS[name])
     assert all(
-        torch.equal(a, b) for a, b in zip(whole.state_dict().values(), parts.state_dict().values())
+        torch.equal(a, b)
+        for a, b in zip(uninterrupted.state_dict().values(), parts.state_dict().values())
     )
-    moved = {n for n, p in whole.model.named_parameters() if p.requires_grad}
-    assert moved and len(moved) < len(list(whole.model.parameters()))
+    moved = {n for n, p in uninterrupted.model.named_parameters() if p.requires_grad}
+    assert moved and len(moved) < len(list(uninterrupted.model.parameters()))
 
 
-def test_a_runs_model_and_adapter_open_in_plain_transformers(place, tmp_path):
-    module = run(place, tmp_path, 4, adapter={"type": "lora", "r": 4})
+def test_a_runs_model_and_adapter_open_in_plain_transformers(prepared, tmp_path):
+    module = run(prepared, tmp_path, 4, adapter={"type": "lora", "r": 4})
     model_at = max(tmp_path.glob("models/step-*"))
-    theirs = transformers.AutoModelForMaskedLM.from_pretrained(model_at).eval()
-    assert type(theirs).__module__.startswith("transformers")
+    reference = transformers.AutoModelForMaskedLM.from_pretrained(model_at).eval()
+    assert type(reference).__module__.startswith("transformers")
     ids = torch.randint(5, 60, (2, 9))
     want = module.model.eval()(ids).logits
-    torch.testing.assert_close(theirs(ids).logits, want, rtol=0, atol=1e-5)
-    base = transformers.AutoModelForMaskedLM.from_pretrained(place / "base").eval()
+    torch.testing.assert_close(reference(ids).logits, want, rtol=0, atol=1e-5)
+    base = transformers.AutoModelForMaskedLM.from_pretrained(prepared / "base").eval()
     assert (base(ids).logits - want).abs().max() > 1e-3  # the adapter has learned something
     opened = peft.PeftModel.from_pretrained(base, model_at / "adapter").eval()
     torch.testing.assert_close(opened(ids).logits, want, rtol=0, atol=1e-5)
 
 
-def test_a_checkpoint_loads_without_its_first_weights(place, tmp_path):
-    module = run(place, tmp_path, 3, adapter="lora")
+def test_a_checkpoint_loads_without_its_first_weights(prepared, tmp_path):
+    module = run(prepared, tmp_path, 3, adapter="lora")
     again = PretrainingModule.load_from_checkpoint(
         latest_checkpoint(tmp_path / "checkpoints"), pretrained_tokenizer_name_or_path=word_tokenizer(WORDS),
         weights_only=True)  # fmt: skip
@@ -102,11 +103,11 @@ def test_a_checkpoint_loads_without_its_first_weights(place, tmp_path):
     torch.testing.assert_close(again.model.eval()(ids).logits, module.model.eval()(ids).logits)
 
 
-def test_recomputed_activations_give_the_same_gradient(place):
+def test_recomputed_activations_give_the_same_gradient(prepared):
     grads = []
     for setting in (False, "full"):
         seed_everything(0)
-        module = PretrainingModule(pretrained_model_name_or_path=str(place / "base"), adapter="lora",
+        module = PretrainingModule(pretrained_model_name_or_path=str(prepared / "base"), adapter="lora",
                                    gradient_checkpointing=setting)  # fmt: skip
         module.configure_model()
         ids = torch.arange(5, 29).view(2, 12)
@@ -116,9 +117,9 @@ def test_recomputed_activations_give_the_same_gradient(place):
     assert len(grads[0]) and all(torch.equal(a, b) for a, b in zip(*grads))
 
 
-def test_an_adapter_on_random_weights_is_refused(place):
+def test_an_adapter_on_random_weights_is_refused(prepared):
     data = PretrainingDataModule(
-        str(place / "text.txt"), word_tokenizer(WORDS), max_sequence_length=32
+        str(prepared / "text.txt"), word_tokenizer(WORDS), max_sequence_length=32
     )
     module = PretrainingModule(
         copy.deepcopy(CONFIG), adapter="lora", pretrained_tokenizer_name_or_path=data.tokenizer
@@ -127,10 +128,10 @@ def test_an_adapter_on_random_weights_is_refused(place):
         make_trainer(1, "32-true", accelerator="cpu").fit(module, data)
 
 
-def test_a_run_of_another_adapter_is_not_gone_on_with(place, tmp_path):
-    run(place, tmp_path, 3, adapter="lora")
+def test_a_run_of_another_adapter_is_not_gone_on_with(prepared, tmp_path):
+    run(prepared, tmp_path, 3, adapter="lora")
     module = PretrainingModule(
-        pretrained_model_name_or_path=str(place / "base"), adapter={"type": "lora", "r": 2}
+        pretrained_model_name_or_path=str(prepared / "base"), adapter={"type": "lora", "r": 2}
     )
     with pytest.raises(ValueError, match="adapter"):
         check_resume(latest_checkpoint(tmp_path / "checkpoints"), module, None, 5)

@@ -99,23 +99,26 @@ def test_what_is_written_and_validated_is_the_average(text, tmp_path):
 
     average = EMA(0.9)
     module, seen, _ = run(text, tmp_path, 6, average)
-    (place,) = find_models([tmp_path], last=1)
-    theirs = transformers.AutoModelForMaskedLM.from_pretrained(place)
-    table = theirs.get_input_embeddings().weight
+    (path,) = find_models([tmp_path], last=1)
+    reference = transformers.AutoModelForMaskedLM.from_pretrained(path)
+    table = reference.get_input_embeddings().weight
     torch.testing.assert_close(table, average.averages["encoder.embeddings.tokens.weight"])
     assert not torch.equal(table, module.model.get_input_embeddings().weight)
 
 
 def test_a_resume_continues_weights_and_average(text, tmp_path):
-    whole, parts = EMA(0.9), EMA(0.9)
-    one, _, _ = run(text, tmp_path / "whole", 6, whole)
+    uninterrupted, parts = EMA(0.9), EMA(0.9)
+    scored, _, _ = run(text, tmp_path / "whole", 6, uninterrupted)
     run(text, tmp_path / "parts", 3, EMA(0.9))
     two, _, _ = run(text, tmp_path / "parts", 6, parts, resume=True)
     assert all(
-        torch.equal(a, b) for a, b in zip(one.state_dict().values(), two.state_dict().values())
+        torch.equal(a, b) for a, b in zip(scored.state_dict().values(), two.state_dict().values())
     )
-    assert whole.num_averaged == parts.num_averaged == 6
-    assert all(torch.equal(whole.averages[name], parts.averages[name]) for name in whole.averages)
+    assert uninterrupted.num_averaged == parts.num_averaged == 6
+    assert all(
+        torch.equal(uninterrupted.averages[name], parts.averages[name])
+        for name in uninterrupted.averages
+    )
 
 
 def test_frozen_weights_have_no_average(text, tmp_path):
@@ -136,10 +139,10 @@ def test_a_mean_of_models_is_that_of_their_numbers():
     weights = [{"a": torch.tensor([float(i)]), "n": torch.tensor([3])} for i in (1, 2, 6)]
     assert average_weights(weights)["a"].item() == 3
     assert average_weights(weights, [0, 1, 1])["a"].item() == 4
-    for other in ({"a": torch.ones(2), "n": torch.tensor([3])}, {"n": torch.tensor([3])},
+    for another in ({"a": torch.ones(2), "n": torch.tensor([3])}, {"n": torch.tensor([3])},
                   {"a": torch.ones(1), "n": torch.tensor([4])}):  # fmt: skip
         with pytest.raises(ValueError):
-            average_weights([weights[0], other])
+            average_weights([weights[0], another])
     with pytest.raises(ValueError, match="shares"):
         average_weights(weights, [0, 0, 0])
 
@@ -158,14 +161,14 @@ def test_a_greedy_soup_keeps_what_helps():
                (("far", 0.0), ("four", 4.0), ("seven", 7.0), ("six", 6.5))}  # fmt: skip
     calls = []
 
-    def score(one):
-        calls.append(one["a"].item())
-        return -abs(one["a"].item() - 5)
+    def score(scored):
+        calls.append(scored["a"].item())
+        return -abs(scored["a"].item() - 5)
 
     soup, chosen, singles = greedy_soup(weights, score)
     assert chosen == ["four", "six"] and soup["a"].item() == 5.25 and singles["far"] == -5
     assert len(calls) == 7
-    _, lower, _ = greedy_soup(weights, lambda one: -score(one), higher=False)
+    _, lower, _ = greedy_soup(weights, lambda scored: -score(scored), higher=False)
     assert lower == chosen
 
 
@@ -175,7 +178,9 @@ def test_a_model_whose_score_is_undefined_is_in_no_soup(higher):
         name: {"a": torch.tensor([value])}
         for name, value in (("lost", 0.0), ("one", 1.0), ("two", 2.0))
     }
-    score = lambda one: float("nan") if one["a"].item() in (0.0, 1.5) else 1 + 0.1 * one["a"].item()
+    score = lambda scored: (
+        float("nan") if scored["a"].item() in (0.0, 1.5) else 1 + 0.1 * scored["a"].item()
+    )
     _, chosen, _ = greedy_soup(weights, score, higher)
     assert chosen == (["two"] if higher else ["one"])
     with pytest.raises(ValueError, match="lost"):
@@ -199,13 +204,14 @@ def test_a_written_mean_opens_in_plain_transformers(tmp_path, num_layers):
     }  # of the first model: not the mean's
     for name in measured:
         (paths[0] / name).write_text('{"val_loss": 1.0}')
-    place = save_average(paths, tmp_path / "mean")
-    assert not measured & {path.name for path in place.iterdir()}
+    directory = save_average(paths, tmp_path / "mean")
+    assert not measured & {path.name for path in directory.iterdir()}
     assert (
-        len({path.stat().st_mode for path in place.iterdir()}) == 1
+        len({path.stat().st_mode for path in directory.iterdir()}) == 1
     )  # weights are not for their owner alone
     mean, *parts = (
-        transformers.AutoModelForMaskedLM.from_pretrained(p).state_dict() for p in (place, *paths)
+        transformers.AutoModelForMaskedLM.from_pretrained(p).state_dict()
+        for p in (directory, *paths)
     )
     for name, weight in mean.items():
         torch.testing.assert_close(weight, (parts[0][name] + parts[1][name]) / 2)
@@ -220,7 +226,7 @@ SMALL = dict(vocab_size=100, hidden_size=32, num_attention_heads=2, intermediate
 
 
 def put(
-    place,
+    path,
     seed=0,
     tokenizer=None,
     config=modernbert_tiny,
@@ -235,7 +241,7 @@ def put(
             dict(enumerate(labels)),
             {name: i for i, name in enumerate(labels)},
         )
-    return save_model(head(shape), tokenizer, place)
+    return save_model(head(shape), tokenizer, path)
 
 
 @pytest.mark.parametrize(
@@ -262,27 +268,27 @@ def test_models_that_only_look_alike_have_no_mean(tmp_path, name, here, there, o
     ]
     with pytest.raises(
         ValueError, match={"labels": "id2label", "global_rope_theta": "rope"}.get(name, name)
-    ) as told:
+    ) as error:
         save_average(paths, tmp_path / "mean")
     values = ("0: 'neg'", "0: 'pos'") if name == "labels" else map(str, (here, there))
-    assert all(value in str(told.value) for value in values) and not (tmp_path / "mean").exists()
+    assert all(value in str(error.value) for value in values) and not (tmp_path / "mean").exists()
 
 
 def test_settings_that_no_score_reads_keep_no_models_apart(tmp_path):
     first = put(tmp_path / "0", config=bert_tiny)
-    others = [put(tmp_path / "1", 1, config=bert_tiny, hidden_dropout=0.3, classifier_dropout=0.2, local_attention=8),
+    alternatives = [put(tmp_path / "1", 1, config=bert_tiny, hidden_dropout=0.3, classifier_dropout=0.2, local_attention=8),
               put(tmp_path / "2", 2, config=bert_tiny, initializer_range=0.1, global_rope_theta=99.0)]  # fmt: skip
     for (
-        place
-    ) in others:  # as another version of transformers, and another type of numbers, write it
-        content = json.loads((place / "config.json").read_text())
+        path
+    ) in alternatives:  # as another version of transformers, and another type of numbers, write it
+        content = json.loads((path / "config.json").read_text())
         content |= {
             "transformers_version": "4.57.0",
             "dtype": "bfloat16",
-            "_name_or_path": str(place),
+            "_name_or_path": str(path),
         }
-        (place / "config.json").write_text(json.dumps(content))
-    assert save_average([first, *others], tmp_path / "mean").is_dir()
+        (path / "config.json").write_text(json.dumps(content))
+    assert save_average([first, *alternatives], tmp_path / "mean").is_dir()
 
 
 def test_models_that_read_other_tokens_have_no_mean(tmp_path):
@@ -291,9 +297,9 @@ def test_models_that_read_other_tokens_have_no_mean(tmp_path):
         [first, put(tmp_path / "1", 1, word_tokenizer(WORDS)), put(tmp_path / "2", 2)],
         tmp_path / "mean",
     )
-    other = put(tmp_path / "3", 1, word_tokenizer([word.upper() for word in WORDS]))
+    another = put(tmp_path / "3", 1, word_tokenizer([word.upper() for word in WORDS]))
     with pytest.raises(ValueError, match="tokenizer is"):
-        save_average([first, other], tmp_path / "x")
+        save_average([first, another], tmp_path / "x")
     file = first / "tokenizer.json"  # the same words, and no capitals in front of them
     file.write_text(
         json.dumps({**json.loads(file.read_text()), "normalizer": {"type": "Lowercase"}})
@@ -317,6 +323,6 @@ def test_models_that_cannot_be_read_are_refused_in_one_line(tmp_path):
 
 
 def test_one_model_by_two_names_is_one_model(tmp_path):
-    place = put(tmp_path / "a")
+    path = put(tmp_path / "a")
     (tmp_path / "best").symlink_to("a")
-    assert find_models([place, tmp_path / "best", tmp_path / "best" / ".." / "a"]) == [place]
+    assert find_models([path, tmp_path / "best", tmp_path / "best" / ".." / "a"]) == [path]

@@ -37,9 +37,9 @@ def falling(step):
 
 
 def test_module_and_data_with_other_words_are_refused():
-    other = word_tokenizer([f"x{word}" for word in WORDS])  # as many words, others
-    assert len(other) == len(TOKENIZER)
-    data = PretrainingDataModule(None, other, max_sequence_length=32, train_batch_size=8)
+    another = word_tokenizer([f"x{word}" for word in WORDS])  # as many words, others
+    assert len(another) == len(TOKENIZER)
+    data = PretrainingDataModule(None, another, max_sequence_length=32, train_batch_size=8)
     data.set_datasets(TEXTS[40:], TEXTS[:40])
     with pytest.raises(
         ValueError,
@@ -71,12 +71,12 @@ def trainer_of(limit, overfit=0, epoch=0):
 
 @pytest.mark.parametrize("limit", [0.5, 7])
 def test_limited_epochs_are_equally_long_and_leave_nothing_out(limit):
-    whole = told(None)
-    expected = int(len(whole) * limit) if isinstance(limit, float) else limit
+    full = told(None)
+    expected = int(len(full) * limit) if isinstance(limit, float) else limit
     loader = told(trainer_of(limit))
     epochs = [list(loader) for _ in range(5)]
     assert [len(epoch) for epoch in epochs] == [expected] * 5
-    plain = [batch for _ in range(5) for batch in whole]
+    plain = [batch for _ in range(5) for batch in full]
     assert [batch for epoch in epochs for batch in epoch] == plain[: 5 * expected]
 
 
@@ -87,9 +87,9 @@ def test_overfitting_repeats_the_same_batches_with_the_same_masks():
 
 
 def test_a_new_loader_begins_where_its_trainer_is():
-    begun = told(None)
-    list(begun), list(begun)
-    assert next(iter(told(trainer_of(1.0, epoch=2)))) == next(iter(begun))
+    resumed = told(None)
+    list(resumed), list(resumed)
+    assert next(iter(told(trainer_of(1.0, epoch=2)))) == next(iter(resumed))
     short = told(trainer_of(5))
     list(short), list(short)
     assert next(iter(told(trainer_of(5, epoch=2)))) == next(iter(short))
@@ -153,17 +153,17 @@ def test_numbers_of_numpy_and_paths_are_plain_in_a_checkpoint(tmp_path):
     module = module_of(learning_rate=np.float64(3e-3), weight_decay=np.float32(0.5))
     trainer, _ = fit(module, data_of(), 2)
     trainer.save_checkpoint(tmp_path / "run.ckpt")
-    kept = torch.load(tmp_path / "run.ckpt", weights_only=True)["hyper_parameters"]
-    assert type(kept["learning_rate"]) is float and kept["weight_decay"] == 0.5
-    found = plain_options({"a": [Path("x"), np.int64(3)], "b": {"c": (np.float64(1.5),)}, "optimizer_class": Halved,
+    saved = torch.load(tmp_path / "run.ckpt", weights_only=True)["hyper_parameters"]
+    assert type(saved["learning_rate"]) is float and saved["weight_decay"] == 0.5
+    plain = plain_options({"a": [Path("x"), np.int64(3)], "b": {"c": (np.float64(1.5),)}, "optimizer_class": Halved,
                            "schedule": lambda step: 1.0}, {"optimizer_class": "adamw", "schedule": None})  # fmt: skip
-    assert found == {
+    assert plain == {
         "a": ["x", 3],
         "b": {"c": (1.5,)},
         "optimizer_class": f"{__name__}.Halved",
         "schedule": None,
     }
-    assert type(found["a"][1]) is int
+    assert type(plain["a"][1]) is int
     nested = plain_options(
         {
             "kwargs": {
@@ -201,10 +201,10 @@ def test_a_function_in_a_schedule_leaves_a_usable_checkpoint(function, name, tmp
 
     run(2)
     path = latest_checkpoint(tmp_path)
-    kept = torch.load(path, weights_only=True)["hyper_parameters"]
+    saved = torch.load(path, weights_only=True)["hyper_parameters"]
     assert (
-        kept["schedule"] == "torch.optim.lr_scheduler.LambdaLR"
-        and (kept.get("scheduler_kwargs") or {}).get("lr_lambda") == name
+        saved["schedule"] == "torch.optim.lr_scheduler.LambdaLR"
+        and (saved.get("scheduler_kwargs") or {}).get("lr_lambda") == name
     )
     assert run(4, path) == pytest.approx(1e-3 * falling(4))
     PretrainingModule.load_from_checkpoint(path, pretrained_tokenizer_name_or_path=TOKENIZER)
@@ -242,8 +242,8 @@ def test_a_subclass_with_more_parts_writes_its_directories(tmp_path):
 def test_the_causal_twin_is_stretched_as_its_encoder_is():
     torch.manual_seed(0)
     stretch = {"rope_type": "linear", "factor": 4.0}
-    models = [BertLabForCausalLM(BertLabConfig(**{**SHAPE, "vocab_size": 60, "initializer_range": 0.5, "rope_scaling": one})).eval()
-              for one in (None, stretch)]  # fmt: skip
+    models = [BertLabForCausalLM(BertLabConfig(**{**SHAPE, "vocab_size": 60, "initializer_range": 0.5, "rope_scaling": factor})).eval()
+              for factor in (None, stretch)]  # fmt: skip
     models[1].load_state_dict(models[0].state_dict())
     ids = torch.randint(5, 60, (1, 16))
     plain, stretched = (model(ids).logits for model in models)

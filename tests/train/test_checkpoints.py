@@ -109,8 +109,8 @@ def test_a_kill_while_a_model_is_written_leaves_the_old_one(tmp_path, existed, n
     (checkpoints / ".other.tmp").write_bytes(b"not ours")
     train(Texts(), 3, [TrainingCheckpoint(checkpoints, 9, models=path.parent)])
     assert names(checkpoints) == [".other.tmp", "step-00000003.ckpt"]
-    left = [name for name in names(path.parent) if name != "step-00000003"]
-    assert left == (["step-00000004"] if existed else [])
+    remaining = [name for name in names(path.parent) if name != "step-00000003"]
+    assert remaining == (["step-00000004"] if existed else [])
     assert not existed or names(path) == ["old"]
 
 
@@ -476,7 +476,7 @@ def test_a_run_on_the_cpu_leaves_a_gpu_alone(monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def begun(tmp_path_factory):
+def started(tmp_path_factory):
     "A run of 4 steps on a text file, and how to make its parts again."
     folder = tmp_path_factory.mktemp("begun")
     rng = np.random.default_rng(0)
@@ -497,8 +497,8 @@ def begun(tmp_path_factory):
     return folder / "checkpoints" / "step-00000004.ckpt", make_data, make_module
 
 
-def test_the_same_run_may_continue_and_its_model_is_not_built(begun):
-    path, make_data, make_module = begun
+def test_the_same_run_may_continue_and_its_model_is_not_built(started):
+    path, make_data, make_module = started
     module = make_module()
     assert check_resume(path, module, make_data(), 8) == 4 and module.model is None
     assert check_resume(path, module, make_data(num_workers=2), -1) == 4
@@ -531,23 +531,23 @@ class Momentum(torch.optim.SGD):
     ({}, {"weight_decay": 0.1}, "weight_decay is .* there and 0.1 here"),
     ({}, {"optimizer_kwargs": {"betas": [0.9, 0.5]}}, "optimizer_kwargs is None there and"),
 ])  # fmt: skip
-def test_another_run_is_refused_before_anything_is_built(begun, data, module, message):
-    path, make_data, make_module = begun
-    other = make_module(**module)
+def test_another_run_is_refused_before_anything_is_built(started, data, module, message):
+    path, make_data, make_module = started
+    another = make_module(**module)
     with pytest.raises(ValueError, match=message) as caught:
-        check_resume(path, other, make_data(**data), 8)
-    assert str(path) in str(caught.value) and other.model is None
+        check_resume(path, another, make_data(**data), 8)
+    assert str(path) in str(caught.value) and another.model is None
 
 
-def test_lightning_refuses_another_run_without_check_resume(begun):
-    path, make_data, make_module = begun
+def test_lightning_refuses_another_run_without_check_resume(started):
+    path, make_data, make_module = started
     trainer = make_trainer(8, callbacks=[TrainingCheckpoint(path.parent)], **CPU)
     with pytest.raises(ValueError, match="cannot resume .*seed is 0 there and 1 here"):
         trainer.fit(make_module(), make_data(seed=1), ckpt_path=path)
 
 
-def test_a_module_loaded_from_a_checkpoint_continues_its_run(begun, tmp_path):
-    _, make_data, make_module = begun
+def test_a_module_loaded_from_a_checkpoint_continues_its_run(started, tmp_path):
+    _, make_data, make_module = started
 
     def fit(module, steps, path=None):
         trainer = make_trainer(steps, callbacks=[TrainingCheckpoint(tmp_path, 2)], **CPU)
@@ -559,15 +559,15 @@ def test_a_module_loaded_from_a_checkpoint_continues_its_run(begun, tmp_path):
     assert fit(PretrainingModule.load_from_checkpoint(path), 3, path) == 3
 
 
-def test_a_changed_length_is_announced(begun, capsys):
-    path, make_data, make_module = begun
+def test_a_changed_length_is_announced(started, capsys):
+    path, make_data, make_module = started
     assert check_resume(path, make_module(), make_data(), 4 + 12) == 4
     (line,) = capsys.readouterr().out.strip().splitlines()
     assert all(part in line for part in ("max_steps was 4", "is 16 now", "step 4"))
 
 
-def test_a_checkpoint_that_cannot_be_continued_is_refused(begun, tmp_path):
-    path, make_data, make_module = begun
+def test_a_checkpoint_that_cannot_be_continued_is_refused(started, tmp_path):
+    path, make_data, make_module = started
     for max_steps in (1, 4):
         with pytest.raises(ValueError, match=f"max_steps={max_steps} is already passed.* step 4"):
             check_resume(path, make_module(), make_data(), max_steps)
@@ -575,8 +575,8 @@ def test_a_checkpoint_that_cannot_be_continued_is_refused(begun, tmp_path):
         check_resume(tmp_path / "none.ckpt", make_module(), make_data(), 8)
 
 
-def test_other_rows_in_a_step_are_another_run_unless_steered(begun):
-    path, make_data, make_module = begun
+def test_other_rows_in_a_step_are_another_run_unless_steered(started):
+    path, make_data, make_module = started
     trainer = make_trainer(
         8, callbacks=[TrainingCheckpoint(path.parent)], accumulate_grad_batches=4, **CPU
     )
@@ -595,9 +595,11 @@ class StepRows(Callback):
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
         rows = self.rows.setdefault(trainer.global_step, set())
-        for number, row in enumerate(batch["attention_mask"]):
+        for row_index, row in enumerate(batch["attention_mask"]):
             if row.any():
-                parts = (batch[name][number].numpy().tobytes() for name in ("input_ids", "labels"))
+                parts = (
+                    batch[name][row_index].numpy().tobytes() for name in ("input_ids", "labels")
+                )
                 rows.add(hash(tuple(parts)))
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
@@ -621,10 +623,10 @@ def fit_in_steps(folder, steps, make_module, make_data, rows, window, path=None,
     return watch, trainer
 
 
-def assert_same_steps(whole, later, steps):
-    assert [later.rows[step] for step in steps] == [whole.rows[step] for step in steps]
+def assert_same_steps(uninterrupted, later, steps):
+    assert [later.rows[step] for step in steps] == [uninterrupted.rows[step] for step in steps]
     assert [later.losses[step] for step in steps] == pytest.approx(
-        [whole.losses[step] for step in steps], abs=2e-5
+        [uninterrupted.losses[step] for step in steps], abs=2e-5
     )
 
 
@@ -632,55 +634,55 @@ def assert_same_steps(whole, later, steps):
 @pytest.mark.parametrize("streaming", [False, True])
 @pytest.mark.parametrize("rows, window", [(2, 4), (8, 1)])
 def test_micro_batches_of_another_size_make_the_same_steps(
-    begun, tmp_path, rows, window, streaming, stop
+    started, tmp_path, rows, window, streaming, stop
 ):
-    _, make_data, make_module = begun
-    more = {"streaming": True} if streaming else {"packing_pad_to_budget": True}
-    parts = make_module, lambda **options: make_data(**options, **more)
+    _, make_data, make_module = started
+    extra = {"streaming": True} if streaming else {"packing_pad_to_budget": True}
+    parts = make_module, lambda **options: make_data(**options, **extra)
     options = {"every": stop, "val_check_steps": 5}
-    whole, trainer = fit_in_steps(tmp_path / "whole", 16, *parts, 4, 2, **options)
+    uninterrupted, trainer = fit_in_steps(tmp_path / "whole", 16, *parts, 4, 2, **options)
     assert streaming or len(trainer.datamodule.batches) == 22
     path = tmp_path / "whole" / f"step-{stop:08}.ckpt"
     later, trainer = fit_in_steps(tmp_path / "later", 16, *parts, rows, window, path, **options)
     assert trainer.global_step == 16 and sorted(later.rows) == list(range(stop, 16))
-    assert later.validated == [step for step in whole.validated if step > stop] != []
+    assert later.validated == [step for step in uninterrupted.validated if step > stop] != []
     # A stream fills its last round with blank rows, and the next pass begins after it.
-    assert_same_steps(whole, later, range(stop, 10 if streaming and stop < 10 else 16))
+    assert_same_steps(uninterrupted, later, range(stop, 10 if streaming and stop < 10 else 16))
 
 
-def test_an_epoch_that_was_over_begins_anew_in_smaller_batches(begun, tmp_path):
-    _, make_data, make_module = begun
+def test_an_epoch_that_was_over_begins_anew_in_smaller_batches(started, tmp_path):
+    _, make_data, make_module = started
     parts = make_module, lambda **options: make_data(packing_pad_to_budget=False, **options)
     _, trainer = fit_in_steps(tmp_path / "whole", 10, *parts, 8, 1)
     batches = trainer.datamodule.batches
     assert len(batches) == batches.delivered == 10  # the epoch's last
-    rest = len(trainer.datamodule.train_dataset) - 80
-    assert rest // 2, "smaller batches have one more in an epoch"
+    remaining = len(trainer.datamodule.train_dataset) - 80
+    assert remaining // 2, "smaller batches have one more in an epoch"
     path = tmp_path / "whole" / "step-00000010.ckpt"
     later, _ = fit_in_steps(tmp_path / "later", 13, *parts, 2, 4, path)
     straight, _ = fit_in_steps(tmp_path / "straight", 20, *parts, 2, 4)
-    second = 10 + bool(rest // 2)  # the step with which the second epoch begins there
+    second = 10 + bool(remaining // 2)  # the step with which the second epoch begins there
     assert [later.rows[10 + n] for n in range(3)] == [straight.rows[second + n] for n in range(3)]
     assert all(len(later.rows[10 + n]) == 8 for n in range(3))
 
 
-def test_several_files_continue_in_micro_batches_of_another_size(begun, tmp_path):
-    _, make_data, make_module = begun
+def test_several_files_continue_in_micro_batches_of_another_size(started, tmp_path):
+    _, make_data, make_module = started
     (tmp_path / "own").mkdir()
     for name in ("a", "b", "c"):
         lines = (f"w{n} w{n % 7} w{n % 11}" for n in range(80))
         (tmp_path / "own" / f"{name}.txt").write_text("\n".join(lines))
     parts = make_module, lambda **options: make_data(tmp_path / "own", streaming=True, **options)
-    whole, trainer = fit_in_steps(tmp_path / "whole", 8, *parts, 4, 2, every=3)
+    uninterrupted, trainer = fit_in_steps(tmp_path / "whole", 8, *parts, 4, 2, every=3)
     assert trainer.datamodule.batches.stream.num_shards == 3
     path = tmp_path / "whole" / "step-00000003.ckpt"
     later, _ = fit_in_steps(tmp_path / "later", 8, *parts, 2, 4, path, every=3)
     assert sorted(later.rows) == list(range(3, 8))
-    assert_same_steps(whole, later, range(3, 8))
+    assert_same_steps(uninterrupted, later, range(3, 8))
 
 
-def test_positions_that_other_batches_cannot_take_are_refused(begun, tmp_path):
-    _, make_data, make_module = begun
+def test_positions_that_other_batches_cannot_take_are_refused(started, tmp_path):
+    _, make_data, make_module = started
 
     def parts(rows, window):
         saving = TrainingCheckpoint(tmp_path, 2)
@@ -695,8 +697,8 @@ def test_positions_that_other_batches_cannot_take_are_refused(begun, tmp_path):
         check_resume(tmp_path / "step-00000002.ckpt", module, data, 4, trainer=trainer)
 
 
-def test_rows_that_make_no_full_batches_of_another_size_are_refused(begun):
-    _, make_data, _ = begun
+def test_rows_that_make_no_full_batches_of_another_size_are_refused(started):
+    _, make_data, _ = started
     before, after = make_data(train_batch_size=2), make_data(train_batch_size=4)
     for data in (before, after):
         data.prepare_data()
@@ -709,8 +711,8 @@ def test_rows_that_make_no_full_batches_of_another_size_are_refused(begun):
     assert loader.delivered == len(loader) + 2
 
 
-def test_a_checkpoint_without_a_fingerprint_is_asked_for_its_step_alone(begun, tmp_path):
-    path, make_data, make_module = begun
+def test_a_checkpoint_without_a_fingerprint_is_asked_for_its_step_alone(started, tmp_path):
+    path, make_data, make_module = started
     state = torch.load(path)
     del state["fingerprint"]
     torch.save(state, tmp_path / "last.ckpt")
@@ -720,16 +722,16 @@ def test_a_checkpoint_without_a_fingerprint_is_asked_for_its_step_alone(begun, t
 # ---- fingerprints ---------------------------------------------------------------------------------
 
 
-def test_a_fingerprint_is_plain_and_knows_a_stream_by_its_sources(begun):
-    _, make_data, make_module = begun
+def test_a_fingerprint_is_plain_and_knows_a_stream_by_its_sources(started):
+    _, make_data, make_module = started
     stream = run_fingerprint(make_module(), make_data(streaming=True))
     assert json.loads(json.dumps(stream)) == stream
     assert stream["training text"] != run_fingerprint(
         make_module(), make_data("other.txt", streaming=True))["training text"]  # fmt: skip
 
 
-def test_a_collator_is_known_by_class_and_by_name(begun):
-    _, make_data, make_module = begun
+def test_a_collator_is_known_by_class_and_by_name(started):
+    _, make_data, make_module = started
     by_class, by_name = (
         run_fingerprint(make_module(), make_data(collator=collator))
         for collator in (Shy, "test_checkpoints.Shy")
@@ -742,8 +744,8 @@ def test_a_collator_is_known_by_class_and_by_name(begun):
     (True, {"mixture_weights": [0.5, 0.5]}, {"mixture_weights": [0.4, 0.6]}),
     (True, {"mixture_weights": [0.5, 0.5]}, {"max_repetition": 2}),
 ])  # fmt: skip
-def test_texts_that_are_mixed_otherwise_are_another_run(begun, streaming, options, changed):
-    path, _, make_module = begun
+def test_texts_that_are_mixed_otherwise_are_another_run(started, streaming, options, changed):
+    path, _, make_module = started
     files = [str(path.parents[1] / name) for name in ("text.txt", "other.txt")]
 
     def fingerprint(**changes):

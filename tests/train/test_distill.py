@@ -30,19 +30,19 @@ OBJECTIVE_NAMES = ["mlm", "diffusion", "enhanced_mlm"]
 CPU = {"accelerator": "cpu", "precision": "32-true"}
 
 
-def save(module, place):
+def save(module, path):
     "What a stage leaves behind."
     module.configure_model()
-    with atomic_directory(place) as inside:
+    with atomic_directory(path) as inside:
         save_model(module.model.eval(), TOKENIZER, inside)
-    return str(place)
+    return str(path)
 
 
 @pytest.fixture(scope="module")
 def references(tmp_path_factory):
     "A model for each objective, other than the one that `distilled` begins with."
-    place = tmp_path_factory.mktemp("references")
-    return {name: save(module_of(name, seed=7), place / name) for name in OBJECTIVE_NAMES}
+    path = tmp_path_factory.mktemp("references")
+    return {name: save(module_of(name, seed=7), path / name) for name in OBJECTIVE_NAMES}
 
 
 def distilled(reference, objective="mlm", seed=0, **options):
@@ -84,12 +84,12 @@ def gradient(module, data, **options):
 
 
 def test_two_words_by_hand():
-    ours = torch.zeros(1, 2, requires_grad=True)  # a half each
-    theirs = torch.tensor([[math.log(3.0), 0.0]])  # three quarters and a quarter
-    divergence = kl_divergence(ours, theirs, torch.tensor([0]))
+    result = torch.zeros(1, 2, requires_grad=True)  # a half each
+    reference = torch.tensor([[math.log(3.0), 0.0]])  # three quarters and a quarter
+    divergence = kl_divergence(result, reference, torch.tensor([0]))
     assert divergence.item() == pytest.approx(0.75 * math.log(1.5) + 0.25 * math.log(0.5))
     divergence.backward()
-    torch.testing.assert_close(ours.grad, torch.tensor([[0.5 - 0.75, 0.5 - 0.25]]))  # p - p_ref
+    torch.testing.assert_close(result.grad, torch.tensor([[0.5 - 0.75, 0.5 - 0.25]]))  # p - p_ref
 
 
 @settings(derandomize=True, deadline=None, max_examples=40)
@@ -98,33 +98,33 @@ def test_two_words_by_hand():
 )
 def test_the_divergence_is_that_of_torch_in_two_ways(seed, num_labels, vocab_size, temperature):
     g = torch.Generator().manual_seed(seed)
-    ours, theirs = torch.randn(2, num_labels, vocab_size, generator=g, dtype=torch.float64) * 3
+    result, reference = torch.randn(2, num_labels, vocab_size, generator=g, dtype=torch.float64) * 3
     labels = torch.zeros(num_labels, dtype=torch.int64)
-    got = kl_divergence(ours, theirs, labels, temperature)
-    soft, target = (ours / temperature).log_softmax(-1), (theirs / temperature).log_softmax(-1)
-    wanted = F.kl_div(soft, target, reduction="sum", log_target=True) * temperature**2
-    torch.testing.assert_close(got, wanted)
-    p, q = (torch.distributions.Categorical(logits=x / temperature) for x in (theirs, ours))
+    got = kl_divergence(result, reference, labels, temperature)
+    soft, target = (result / temperature).log_softmax(-1), (reference / temperature).log_softmax(-1)
+    expected = F.kl_div(soft, target, reduction="sum", log_target=True) * temperature**2
+    torch.testing.assert_close(got, expected)
+    p, q = (torch.distributions.Categorical(logits=x / temperature) for x in (reference, result))
     torch.testing.assert_close(got, torch.distributions.kl_divergence(p, q).sum() * temperature**2)
     assert got >= -1e-12
 
 
 def test_equal_answers_cost_nothing_and_pull_nowhere():
-    ours = torch.randn(6, 9, dtype=torch.float64, requires_grad=True)
+    result = torch.randn(6, 9, dtype=torch.float64, requires_grad=True)
     divergence = kl_divergence(
-        ours, ours.detach() + 4.0, torch.arange(6)
+        result, result.detach() + 4.0, torch.arange(6)
     )  # a shift is no other answer
     divergence.backward()
-    assert abs(divergence.item()) < 1e-12 and ours.grad.abs().max() < 1e-12
+    assert abs(divergence.item()) < 1e-12 and result.grad.abs().max() < 1e-12
 
 
 def test_half_precision_scores_are_compared_in_float32():
     torch.manual_seed(2)
-    ours, theirs = torch.randn(2, 3, 400).bfloat16()
-    got = kl_divergence(ours, theirs, torch.zeros(3, dtype=torch.int64))
+    result, reference = torch.randn(2, 3, 400).bfloat16()
+    got = kl_divergence(result, reference, torch.zeros(3, dtype=torch.int64))
     assert got.dtype == torch.float32
-    wanted = kl_divergence(ours.double(), theirs.double(), torch.zeros(3, dtype=torch.int64))
-    assert got.item() == pytest.approx(wanted.item(), rel=1e-5)
+    expected = kl_divergence(result.double(), reference.double(), torch.zeros(3, dtype=torch.int64))
+    assert got.item() == pytest.approx(expected.item(), rel=1e-5)
 
 
 # --- the gradient ---------------------------------------------------------------------------------
@@ -150,20 +150,23 @@ def test_the_gradient_is_that_of_loss_plus_divergence(references):
     module.configure_model()
     teacher = load_reference(references["mlm"], "mlm", len(TOKENIZER))
     inputs = {k: batch[k] for k in ("input_ids", "attention_mask", "position_ids")}
-    ours, theirs = (m(**inputs).logits[batch["labels"] != -100] for m in (module.model, teacher))
+    result, reference = (
+        m(**inputs).logits[batch["labels"] != -100] for m in (module.model, teacher)
+    )
     truth = batch["labels"][batch["labels"] != -100]
     divergence = (
-        F.kl_div((ours / 2).log_softmax(-1), (theirs / 2).softmax(-1), reduction="batchmean") * 4
+        F.kl_div((result / 2).log_softmax(-1), (reference / 2).softmax(-1), reduction="batchmean")
+        * 4
     )
-    (F.cross_entropy(ours, truth) + 2.0 * divergence).backward()
-    wanted = torch.cat([p.grad.flatten() for p in module.model.parameters()]).double()
-    assert cosine(anchored, wanted) == pytest.approx(1, abs=1e-6)
-    assert logged["gradient_norm"].item() == pytest.approx(wanted.norm().item(), rel=1e-4)
+    (F.cross_entropy(result, truth) + 2.0 * divergence).backward()
+    expected = torch.cat([p.grad.flatten() for p in module.model.parameters()]).double()
+    assert cosine(anchored, expected) == pytest.approx(1, abs=1e-6)
+    assert logged["gradient_norm"].item() == pytest.approx(expected.norm().item(), rel=1e-4)
     assert logged["train_kl"].item() == pytest.approx(
         divergence.item(), rel=1e-4
     )  # without its weight
     assert logged["train_loss"].item() == pytest.approx(
-        F.cross_entropy(ours, truth).item(), rel=1e-5
+        F.cross_entropy(result, truth).item(), rel=1e-5
     )
 
 
@@ -191,19 +194,19 @@ def test_of_diffusion_the_divergence_is_weighed_as_the_loss_is(references):
 
 def test_without_weight_the_reference_is_not_even_read_and_the_run_is_the_plain_one():
     module = distilled("no/such/place", kl_weight=0.0, learning_rate=3e-3)
-    _, ours = fit(module, data_of(), 3)
+    _, result = fit(module, data_of(), 3)
     _, plain = fit(module_of(scheduler_warmup_steps=0), data_of(), 3)
-    assert ours.column("train_loss").tolist() == plain.column("train_loss").tolist()
-    assert "val_kl" not in ours.validation[-1]
+    assert result.column("train_loss").tolist() == plain.column("train_loss").tolist()
+    assert "val_kl" not in result.validation[-1]
 
 
 def test_a_rule_that_keeps_no_scores_does_not_keep_the_reference_from_being_compared(references):
-    found = []
+    kinds_seen = []
     for rule in ({}, {"loss_only": True}):
         module = distilled(references["mlm"], loss_kwargs=rule)
         module.configure_model()
-        found.append(gradient(module, data_of()))
-    torch.testing.assert_close(*found)
+        kinds_seen.append(gradient(module, data_of()))
+    torch.testing.assert_close(*kinds_seen)
 
 
 def test_model_and_reference_run_once_for_each_batch(references):
@@ -234,9 +237,10 @@ def test_the_reference_is_frozen_and_in_no_list_of_weights(references, tmp_path)
     assert not trained & {id(p) for p in reference.parameters()}
     assert not {id(p) for p in module.parameters()} & {id(p) for p in reference.parameters()}
     trainer.save_checkpoint(tmp_path / "here.ckpt")
-    kept = torch.load(tmp_path / "here.ckpt", weights_only=False)
+    retained = torch.load(tmp_path / "here.ckpt", weights_only=False)
     assert (
-        kept["reference_hash"] == before and kept["state_dict"].keys() == plain.state_dict().keys()
+        retained["reference_hash"] == before
+        and retained["state_dict"].keys() == plain.state_dict().keys()
     )
 
 
@@ -266,11 +270,11 @@ def test_validation_reports_loss_and_divergence(references):
         for batch in data.val_dataloader():
             inputs = {k: batch[k] for k in ("input_ids", "attention_mask", "position_ids")}
             keep = batch["labels"] != -100
-            ours, theirs = (
+            result, reference = (
                 m(**inputs).logits[keep].log_softmax(-1)
                 for m in (module.model.eval(), module._reference[0])
             )
-            total += F.kl_div(ours, theirs, reduction="sum", log_target=True).item()
+            total += F.kl_div(result, reference, reduction="sum", log_target=True).item()
             count += keep.sum().item()
     assert metrics["val_kl"] == pytest.approx(total / count, rel=1e-4)
 
@@ -309,11 +313,11 @@ def test_a_reference_of_another_vocabulary_head_or_objective_is_refused(referenc
 
 
 def test_a_reference_whose_ids_mean_other_words_is_refused(references):
-    others = word_tokenizer(
+    other_words = word_tokenizer(
         ["zebra", *sorted(set(TOKENIZER.get_vocab()) - set(TOKENIZER.all_special_tokens))[1:]]
     )
-    assert len(others) == len(TOKENIZER)
-    refused(["another tokenizer", "id"], check_same_words, references["mlm"], others)
+    assert len(other_words) == len(TOKENIZER)
+    refused(["another tokenizer", "id"], check_same_words, references["mlm"], other_words)
     check_same_words(references["mlm"], TOKENIZER)
     check_same_words(references["mlm"], None)
 
@@ -349,12 +353,14 @@ def run(reference, folder, steps, resume=None):
 
 
 def test_a_resume_needs_the_same_reference(references, tmp_path):
-    whole, losses = run(references["mlm"], tmp_path / "whole", 6)
+    uninterrupted, losses = run(references["mlm"], tmp_path / "whole", 6)
     run(references["mlm"], tmp_path / "parts", 4)
     again, resumed = run(
         references["mlm"], tmp_path / "parts", 6, tmp_path / "parts" / "step-00000002.ckpt"
     )
-    assert losses == resumed and all(torch.equal(whole[name], again[name]) for name in whole)
+    assert losses == resumed and all(
+        torch.equal(uninterrupted[name], again[name]) for name in uninterrupted
+    )
     moved = save(module_of(seed=8), tmp_path / "moved")
     refused(
         ["another reference", "put the original back"],
@@ -373,17 +379,17 @@ def test_a_hash_sees_one_bit_one_name_and_one_shape():
     with torch.no_grad():
         layers[1].bias[0] = torch.nextafter(layers[1].bias[0], torch.tensor(9.0))
     assert state_dict_hash(layers[0]) != state_dict_hash(layers[1])
-    flat, named = torch.nn.Module(), torch.nn.Module()
+    flat, renamed = torch.nn.Module(), torch.nn.Module()
     flat.register_buffer("a", torch.zeros(4))
-    named.register_buffer("a", torch.zeros(2, 2))
-    assert state_dict_hash(flat) != state_dict_hash(named)
+    renamed.register_buffer("a", torch.zeros(2, 2))
+    assert state_dict_hash(flat) != state_dict_hash(renamed)
 
 
-@pytest.mark.parametrize("asked", [False, None, True])
-def test_the_reference_is_compiled_where_the_model_is_and_nowhere_else(references, asked):
-    module = distilled(references["mlm"], compile_model=asked)
+@pytest.mark.parametrize("requested", [False, None, True])
+def test_the_reference_is_compiled_where_the_model_is_and_nowhere_else(references, requested):
+    module = distilled(references["mlm"], compile_model=requested)
     module.configure_model()  # on a CPU: None compiles nothing
     compiled = [
         model.encoder.compiled_blocks is not None for model in (module.model, *module._reference)
     ]
-    assert compiled == [asked is True] * 2
+    assert compiled == [requested is True] * 2

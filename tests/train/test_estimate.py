@@ -43,8 +43,8 @@ def real_peak(module, rows, length, num_labels, with_states=False):
     "The most bytes of a real step's tensors, counted while they live; and of the optimizer's states."
     with MemoryTracker() as ledger:
         module.configure_model()
-        made = sum(p.numel() * p.element_size() for p in module.model.parameters())
-        base = ledger.now - made
+        num_bytes = sum(p.numel() * p.element_size() for p in module.model.parameters())
+        base = ledger.now - num_bytes
         ledger.history.clear()
         optimizer = build_optimizer(module.model, module.hparams, 1000)["optimizer"]
         for _ in range(2):
@@ -71,9 +71,9 @@ def real_peak(module, rows, length, num_labels, with_states=False):
 def test_the_estimate_is_within_a_tenth_of_a_real_step(name):
     options = {"model_config_kwargs": modernbert_tiny(**SHAPE).to_diff_dict(), **CASES[name]}
     module = PretrainingModule(**copy.deepcopy(options))
-    said = estimate_memory(module, 12, 64, 0.25, "32-true", find_largest=False)
+    message = estimate_memory(module, 12, 64, 0.25, "32-true", find_largest=False)
     real = real_peak(module, 12, 64, 16)
-    assert abs(said.step.peak / real - 1) < 0.1, (said.step, real)
+    assert abs(message.step.peak / real - 1) < 0.1, (message.step, real)
 
 
 WIDE = dict(vocab_size=700, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2,
@@ -118,8 +118,8 @@ def test_nothing_moves_and_nothing_is_allocated():
     module = PretrainingModule(modernbert_tiny(vocab_size=50_000, hidden_size=1024, num_attention_heads=16,
                                                intermediate_size=2048, num_hidden_layers=8).to_diff_dict())  # fmt: skip
     before, states = available_bytes(), rng_state()["torch"].clone()
-    said = estimate_memory(module, 64, 512, precision="32-true", find_largest=False)
-    assert said.step.peak > 2**34  # which this process never held
+    message = estimate_memory(module, 64, 512, precision="32-true", find_largest=False)
+    assert message.step.peak > 2**34  # which this process never held
     assert torch.equal(states, rng_state()["torch"]) and module.model is None
     assert before is None or available_bytes() > before - 2**31
 
@@ -132,11 +132,11 @@ def test_the_largest_micro_batch_fits_and_more_does_not(monkeypatch):
     monkeypatch.setattr(estimate, "process_bytes", lambda: 0)
     monkeypatch.setattr(estimate, "HEAP_OVERHEAD", 1.0)
     monkeypatch.setattr(estimate, "available_bytes", lambda device="cpu": room)
-    said = estimate_memory(module, 4, 64, precision="32-true", saves_models=False)
+    message = estimate_memory(module, 4, 64, precision="32-true", saves_models=False)
     peak = lambda rows: (
         estimate_memory(module, rows, 64, precision="32-true", find_largest=False).step.peak
     )
-    assert peak(said.largest_rows) <= room < peak(said.largest_rows + 2)
+    assert peak(message.largest_rows) <= room < peak(message.largest_rows + 2)
 
 
 @pytest.mark.parametrize("options, word", [
@@ -150,15 +150,16 @@ def test_what_cannot_be_estimated_is_refused(options, word):
 
 
 @pytest.mark.parametrize(
-    "short, whole", [(32, "32-true"), ("32", "32-true"), ("bf16", "bf16-mixed"), (16, "16-mixed")]
+    "short, full_name",
+    [(32, "32-true"), ("32", "32-true"), ("bf16", "bf16-mixed"), (16, "16-mixed")],
 )
-def test_a_precision_may_be_as_short_as_a_run_takes_it(short, whole):
+def test_a_precision_may_be_as_short_as_a_run_takes_it(short, full_name):
     module = PretrainingModule(modernbert_tiny(**SHAPE).to_diff_dict())
-    found = [
+    result = [
         estimate_memory(module, 2, 64, precision=name, find_largest=False).step.peak
-        for name in (short, whole)
+        for name in (short, full_name)
     ]
-    assert found[0] == found[1] > 0
+    assert result[0] == result[1] > 0
 
 
 def test_a_run_that_fits_is_measured_by_a_few_steps(tmp_path, monkeypatch, capsys):
@@ -249,16 +250,16 @@ def test_the_command_estimates_the_model_of_a_bare_run(estimate_of):
 def test_the_search_for_the_largest_batch_ends_beside_the_edge_in_a_few_traces(peak_of, room):
     from bertlab.train.estimate import _largest_fitting
 
-    asked = []
+    tried = []
 
     def counted(n):
-        asked.append(n)
+        tried.append(n)
         return peak_of(n)
 
-    found = _largest_fitting(counted, 4, 100, room)
-    assert found == 0 or peak_of(found) <= room
-    assert peak_of(found + max(1, found // 50)) > room
-    assert len(asked) <= 40
+    result = _largest_fitting(counted, 4, 100, room)
+    assert result == 0 or peak_of(result) <= room
+    assert peak_of(result + max(1, result // 50)) > room
+    assert len(tried) <= 40
 
 
 def test_an_estimate_says_nothing_of_micro_batches_that_nobody_looked_for():
@@ -267,13 +268,13 @@ def test_an_estimate_says_nothing_of_micro_batches_that_nobody_looked_for():
             vocab_size=128, hidden_size=32, intermediate_size=32, num_attention_heads=1
         ).to_diff_dict()
     )
-    said = replace(
+    message = replace(
         estimate_memory(module, 2, 16, precision="32-true", find_largest=False), available=2**40
     )
     assert (
-        said.largest_rows is None
-        and "micro-batch" not in said.describe()
-        and "it fits" in said.describe()
+        message.largest_rows is None
+        and "micro-batch" not in message.describe()
+        and "it fits" in message.describe()
     )
-    assert "no micro-batch fits" in replace(said, largest_rows=0).describe()
-    assert "largest micro-batch: 7 rows" in replace(said, largest_rows=7).describe()
+    assert "no micro-batch fits" in replace(message, largest_rows=0).describe()
+    assert "largest micro-batch: 7 rows" in replace(message, largest_rows=7).describe()

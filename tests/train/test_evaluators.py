@@ -19,8 +19,8 @@ from bertlab.train.modules import PretrainingModule
 from bertlab.train.resume import latest_checkpoint
 from bertlab.train.trainer import make_trainer
 
-TEXTS = [f"the {noun} {verb} the {other} ." for noun in ("cat", "dog", "cow") for verb in ("sees", "hears", "likes")
-         for other in ("bird", "fish", "hen", "fox")]  # fmt: skip
+TEXTS = [f"the {noun} {verb} the {another} ." for noun in ("cat", "dog", "cow") for verb in ("sees", "hears", "likes")
+         for another in ("bird", "fish", "hen", "fox")]  # fmt: skip
 SHAPE = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=1)
 
 
@@ -156,9 +156,9 @@ def test_a_probe_has_the_same_vectors_where_weights_are_sharded(tokenizer, tmp_p
     np.testing.assert_allclose(vectors["fsdp"], vectors["auto"], atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["wordpiece", "bpe"])  # bpe marks the space before a word
-def test_a_gap_is_right_where_the_best_guess_is_one_of_the_words(kind, tmp_path):
-    tokenizer = train_tokenizer(TEXTS * 5, 320 if kind == "bpe" else 100, kind=kind)
+@pytest.mark.parametrize("algorithm", ["wordpiece", "bpe"])  # bpe marks the space before a word
+def test_a_gap_is_right_where_the_best_guess_is_one_of_the_words(algorithm, tmp_path):
+    tokenizer = train_tokenizer(TEXTS * 5, 320 if algorithm == "bpe" else 100, kind=algorithm)
     lines = "the cat [MASK] the bird .\tsees\n\nthe [MASK] sees the fox .\tcat | dog|cow\n"
     (tmp_path / "facts.tsv").write_text(lines)
     module, metrics = run(tokenizer)[0], {}
@@ -195,7 +195,7 @@ def one_label(tokenizer, path):
     prepared(ProbeEvaluator("p", table, batch={"rows": 2}, duration=1), tokenizer)
 
 
-@pytest.mark.parametrize("make, named", [
+@pytest.mark.parametrize("make, fragment", [
     (lambda *_: build_evaluator({"kind": "los", "name": "a"}), "'los'.*did you mean 'loss'"),
     (lambda *_: build_evaluator({"kind": "loss", "name": "a", "surce": 1}), "surce|source"),
     (lambda *_: LossEvaluator("a", [], every_n_steps=0), "every_n_steps=0"),
@@ -206,8 +206,8 @@ def one_label(tokenizer, path):
     (gaps("two [MASK] [MASK]\tword"), "line 2"), (gaps("the [MASK]\tunheardofword"), "line 2"),
     (one_label, "p: 2 rows of .*a.csv"),
 ])  # fmt: skip
-def test_mistakes_are_named_before_the_first_step(tokenizer, tmp_path, make, named):
-    with pytest.raises(ValueError, match=named):
+def test_mistakes_are_named_before_the_first_step(tokenizer, tmp_path, make, fragment):
+    with pytest.raises(ValueError, match=fragment):
         make(tokenizer, tmp_path)
 
 

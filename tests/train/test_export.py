@@ -55,7 +55,7 @@ def make_model(tokenizer, config=bert_tiny, **settings):
 
 
 @pytest.fixture(scope="module")
-def place(tokenizer, tmp_path_factory):
+def export_dir(tokenizer, tmp_path_factory):
     "A BERT that transformers opens, exported with all outputs."
     folder = tmp_path_factory.mktemp("export")
     save_model(make_model(tokenizer), tokenizer, folder / "model", family="bert")
@@ -68,20 +68,20 @@ def rows(tokenizer, texts):
     return encoded["input_ids"], encoded["attention_mask"]
 
 
-def theirs_of(place):
+def theirs_of(export_dir):
     "The same weights in transformers' own class, which shares no line with the exported module."
-    directory = place / "model"
+    directory = export_dir / "model"
     model = transformers.BertForMaskedLM.from_pretrained(directory, attn_implementation="eager")
     return model.eval()
 
 
 @pytest.mark.parametrize("texts", [TEXTS[:1], TEXTS[1:4], TEXTS[8:20]], ids=["1", "3", "12"])
-def test_float_files_equal_transformers_for_any_shape(place, tokenizer, texts):
+def test_float_files_equal_transformers_for_any_shape(export_dir, tokenizer, texts):
     ids, mask = rows(tokenizer, texts)
     positions = torch.tensor([[1, 3]] * len(texts))
-    exported = OnnxModel.load(place / "exported", "fp32")
+    exported = OnnxModel.load(export_dir / "exported", "fp32")
     results = exported.run(ids.numpy(), mask.numpy(), positions.numpy())
-    model = theirs_of(place)
+    model = theirs_of(export_dir)
     with torch.no_grad():
         expected = model(ids, mask, output_attentions=True, output_hidden_states=True)
         lens = torch.stack([model.cls(state)[:, [1, 3]] for state in expected.hidden_states], 1)
@@ -95,9 +95,11 @@ def test_float_files_equal_transformers_for_any_shape(place, tokenizer, texts):
 
 
 @pytest.mark.parametrize("precision", FILES)
-def test_attention_ignores_padding_and_the_last_lens_is_the_answer(place, tokenizer, precision):
+def test_attention_ignores_padding_and_the_last_lens_is_the_answer(
+    export_dir, tokenizer, precision
+):
     ids, mask = (t.numpy() for t in rows(tokenizer, [TEXTS[0], TEXTS[8]]))
-    exported = OnnxModel.load(place / "exported", precision)
+    exported = OnnxModel.load(export_dir / "exported", precision)
     results = exported.run(ids, mask, np.array([[2], [4]]))
     np.testing.assert_allclose(results["attentions"].sum(-1), 1, atol=1e-5)
     length = int(mask[0].sum())
@@ -106,25 +108,25 @@ def test_attention_ignores_padding_and_the_last_lens_is_the_answer(place, tokeni
     np.testing.assert_allclose(results["lens"][:, -1, 0], answers, atol=1e-4)
 
 
-def test_masks_are_filled_as_torch_fills_them(place, tokenizer):
+def test_masks_are_filled_as_torch_fills_them(export_dir, tokenizer):
     texts = ["the red [MASK] sees the dog.", "the [MASK] likes the [MASK]."]
-    ours = OnnxModel.load(place / "exported", "fp32").fill_mask(texts, 4)
-    theirs = fill_masks(theirs_of(place), tokenizer, texts, 4)
-    assert [len(masks) for masks in ours] == [1, 2]
-    for guesses, expected in zip(sum(ours, []), sum(theirs, [])):
+    answers = OnnxModel.load(export_dir / "exported", "fp32").fill_mask(texts, 4)
+    reference = fill_masks(theirs_of(export_dir), tokenizer, texts, 4)
+    assert [len(masks) for masks in answers] == [1, 2]
+    for guesses, expected in zip(sum(answers, []), sum(reference, [])):
         assert [word for word, _ in guesses] == [word for word, _ in expected]
         np.testing.assert_allclose([p for _, p in guesses], [p for _, p in expected], atol=1e-4)
 
 
-def test_the_report_states_what_an_independent_count_finds(place, tokenizer):
-    report = json.loads((place / "exported/export.json").read_text())
+def test_the_report_states_what_an_independent_count_finds(export_dir, tokenizer):
+    report = json.loads((export_dir / "exported/export.json").read_text())
     assert list(report["files"]) == list(FILES.values())
     for name, row in report["files"].items():
-        content = (place / "exported" / name).read_bytes()
+        content = (export_dir / "exported" / name).read_bytes()
         assert row["bytes"] == len(content) and row["sha256"] == hashlib.sha256(content).hexdigest()
-    batches, model = example_batches(tokenizer, TEXTS, 64), theirs_of(place)
+    batches, model = example_batches(tokenizer, TEXTS, 64), theirs_of(export_dir)
     assert report["predictions"] == sum(int(batch.masked.sum()) for batch in batches)
-    exported, same = OnnxModel.load(place / "exported", "int8"), 0
+    exported, same = OnnxModel.load(export_dir / "exported", "int8"), 0
     for batch in batches:
         logits = exported.run(batch.input_ids, batch.attention_mask)["logits"]
         with torch.no_grad():
@@ -149,18 +151,18 @@ def test_masked_examples_spare_special_tokens_and_padding(tokenizer):
 # ---- other tasks and families ---------------------------------------------------------------------
 
 
-def save_task_model(kind, tokenizer, directory):
+def save_task_model(task_name, tokenizer, directory):
     "A model of a task with random weights in a directory, and transformers' class that opens it."
     torch.manual_seed(0)
     vocabulary, labels = len(tokenizer), dict(num_labels=3)
-    if kind == "bertlab":
+    if task_name == "bertlab":
         save_model(
             BertLabForSequenceClassification(bert_tiny(vocab_size=vocabulary, **SHAPE, **labels)),
             tokenizer,
             directory,
         )
         return transformers.AutoModelForSequenceClassification
-    if kind == "distilbert":
+    if task_name == "distilbert":
         config = transformers.DistilBertConfig(
             vocab_size=vocabulary, dim=32, hidden_dim=48, n_layers=1, n_heads=2
         )
@@ -177,10 +179,12 @@ def save_task_model(kind, tokenizer, directory):
 
 
 @pytest.mark.parametrize(
-    "kind", ["bertlab", "distilbert", pytest.param("deberta-v2", marks=pytest.mark.slow)]
+    "task_name", ["bertlab", "distilbert", pytest.param("deberta-v2", marks=pytest.mark.slow)]
 )
-def test_tasks_of_any_family_equal_transformers(kind, tokenizer, tmp_path, monkeypatch, capsys):
-    auto = save_task_model(kind, tokenizer, tmp_path / "model")
+def test_tasks_of_any_family_equal_transformers(
+    task_name, tokenizer, tmp_path, monkeypatch, capsys
+):
+    auto = save_task_model(task_name, tokenizer, tmp_path / "model")
     export_model(tmp_path / "model", tmp_path / "out", texts=TEXTS, int8=False)
     model = auto.from_pretrained(tmp_path / "model").eval()
     results = OnnxModel.load(tmp_path / "out", "fp32")(TEXTS[20:27])
@@ -195,7 +199,7 @@ def test_tasks_of_any_family_equal_transformers(kind, tokenizer, tmp_path, monke
     assert check_card(card) and FILES["fp32"] in card
     monkeypatch.chdir(tmp_path / "out")
     exec(re.findall(r"```python\n(.*?)```", card, re.DOTALL)[-1], {})  # the script on the card
-    if kind == "bertlab":
+    if task_name == "bertlab":
         assert len(re.findall(r"-?\d+\.\d+", capsys.readouterr().out)) == 3  # one score a label
 
 
@@ -247,25 +251,25 @@ def test_models_that_transformers_lacks_are_exported_too(name, tokenizer, tmp_pa
 # ---- mistakes and failures ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("source, target, named", [
+@pytest.mark.parametrize("source, target, fragment", [
     ("headless", "new", "BertModel"), ("model", "exported", "exists"), ("nothing", "new", "config.json"),
 ])  # fmt: skip
 def test_mistakes_are_named_before_weights_are_read(
-    place, tokenizer, monkeypatch, source, target, named
+    export_dir, tokenizer, monkeypatch, source, target, fragment
 ):
-    if not (place / "headless").exists():
+    if not (export_dir / "headless").exists():
         headless = BertLabModel(bert_tiny(vocab_size=len(tokenizer), **SHAPE))
-        save_model(headless, tokenizer, place / "headless")
-        (place / "nothing").mkdir()
+        save_model(headless, tokenizer, export_dir / "headless")
+        (export_dir / "nothing").mkdir()
     monkeypatch.setattr(exporting, "load_model", lambda *_: pytest.fail("weights were read"))
-    with pytest.raises(ValueError, match=named):
-        export_model(place / source, place / target)
-    assert not (place / "new").exists()
+    with pytest.raises(ValueError, match=fragment):
+        export_model(export_dir / source, export_dir / target)
+    assert not (export_dir / "new").exists()
 
 
-def test_unknown_outputs_are_named(place):
+def test_unknown_outputs_are_named(export_dir):
     with pytest.raises(ValueError, match="outputs='looks'"):
-        export_model(place / "model", place / "new", ["logits", "looks"])
+        export_model(export_dir / "model", export_dir / "new", ["logits", "looks"])
 
 
 @pytest.mark.parametrize("name", ["BertLabForEnhancedMaskedLM", "BertForMultipleChoice", None])
@@ -275,14 +279,14 @@ def test_a_head_without_an_export_is_named(name, tmp_path):
         check_exportable(tmp_path)
 
 
-def test_a_missing_extra_is_named(place, monkeypatch):
+def test_a_missing_extra_is_named(export_dir, monkeypatch):
     monkeypatch.setattr(exporting, "find_spec", lambda name: None)
     with pytest.raises(ImportError, match="export"):
-        export_model(place / "model", place / "new")
+        export_model(export_dir / "model", export_dir / "new")
 
 
 @pytest.fixture
-def exported_before(place, monkeypatch):
+def exported_before(export_dir, monkeypatch):
     "Take the file that was exported already, which saves seconds."
 
     def use(directory):
@@ -290,7 +294,7 @@ def exported_before(place, monkeypatch):
             path = directory / "exported" / FILES[file]
             monkeypatch.setattr(exporting, name, lambda _, to, path=path: shutil.copy(path, to))
 
-    use(place)
+    use(export_dir)
     return use
 
 
@@ -307,28 +311,30 @@ def change_bias(monkeypatch, index, change):
     monkeypatch.setattr(exporting, "load_exportable", changed)
 
 
-def test_a_failed_step_leaves_nothing_behind(place, tmp_path, monkeypatch, exported_before):
+def test_a_failed_step_leaves_nothing_behind(export_dir, tmp_path, monkeypatch, exported_before):
     def fail(*_):
         raise OSError("no space left on device")
 
     monkeypatch.setattr(exporting, "quantize_int8", fail)
     with pytest.raises(OSError, match="no space"):
-        export_model(place / "model", tmp_path / "new", list(OUTPUTS), texts=TEXTS)
+        export_model(export_dir / "model", tmp_path / "new", list(OUTPUTS), texts=TEXTS)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_float_file_that_differs_is_not_written(place, tmp_path, monkeypatch, exported_before):
+def test_a_float_file_that_differs_is_not_written(
+    export_dir, tmp_path, monkeypatch, exported_before
+):
     change_bias(monkeypatch, 7, 0.5)
     with pytest.raises(ValueError, match="differ from torch"):
-        export_model(place / "model", tmp_path / "new", list(OUTPUTS), texts=TEXTS)
+        export_model(export_dir / "model", tmp_path / "new", list(OUTPUTS), texts=TEXTS)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_spare_vocabulary_rows_hide_no_difference(
-    place, tokenizer, tmp_path, monkeypatch, exported_before
+    export_dir, tokenizer, tmp_path, monkeypatch, exported_before
 ):
     monkeypatch.undo()
-    model = load_model(place / "model").model
+    model = load_model(export_dir / "model").model
     trimmed, fewer = trim_vocabulary(model, tokenizer, TEXTS[:20])
     assert trimmed.config.vocab_size > len(fewer), "there is no spare row to test with"
     save_model(trimmed, fewer, tmp_path / "model", family="bert")
@@ -342,7 +348,7 @@ def test_spare_vocabulary_rows_hide_no_difference(
 
 
 def test_a_quantized_file_that_returns_nan_is_not_written(
-    place, tmp_path, monkeypatch, exported_before
+    export_dir, tmp_path, monkeypatch, exported_before
 ):
     import onnx
 
@@ -356,12 +362,12 @@ def test_a_quantized_file_that_returns_nan_is_not_written(
 
     monkeypatch.setattr(exporting, "quantize_int8", spoil)
     with pytest.raises(ValueError, match="model_quantized.onnx.*int8=False"):
-        export_model(place / "model", tmp_path / "new", list(OUTPUTS), texts=TEXTS)
+        export_model(export_dir / "model", tmp_path / "new", list(OUTPUTS), texts=TEXTS)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_nan_counts_as_a_difference(place, tokenizer, monkeypatch):
-    exported = OnnxModel.load(place / "exported", "fp32")
+def test_nan_counts_as_a_difference(export_dir, tokenizer, monkeypatch):
+    exported = OnnxModel.load(export_dir / "exported", "fp32")
     compute = exported.run
 
     def spoil(*arrays):
@@ -377,7 +383,7 @@ def test_nan_counts_as_a_difference(place, tokenizer, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "call, named",
+    "call, fragment",
     [
         (lambda model: model.fill_mask(["the [MASK] " + "dog " * 80]), "64"),
         (lambda model: model.fill_mask(["the dog."]), r"\[MASK\]"),
@@ -385,13 +391,13 @@ def test_nan_counts_as_a_difference(place, tokenizer, monkeypatch):
         (lambda model: OnnxModel.load(model.path.parents[1], "int4"), "precision='int4'"),
     ],
 )
-def test_wrong_input_is_named(place, call, named):
-    with pytest.raises(ValueError, match=named):
-        call(OnnxModel.load(place / "exported"))
+def test_wrong_input_is_named(export_dir, call, fragment):
+    with pytest.raises(ValueError, match=fragment):
+        call(OnnxModel.load(export_dir / "exported"))
 
 
-def test_an_existing_card_is_kept_before_the_measurements(place, tmp_path, exported_before):
-    shutil.copytree(place / "model", tmp_path / "model")
+def test_an_existing_card_is_kept_before_the_measurements(export_dir, tmp_path, exported_before):
+    shutil.copytree(export_dir / "model", tmp_path / "model")
     (tmp_path / "model" / "README.md").write_text("# My notes\nNo card.\n")
     options = {"outputs": list(OUTPUTS), "texts": TEXTS, "int8": False, "name": "mine"}
     export_model(tmp_path / "model", tmp_path / "out", **options)

@@ -246,21 +246,21 @@ def judged(guard, losses, norms=None):
 
 @settings(derandomize=True, deadline=None, max_examples=40)
 @given(st.integers(2, 12), st.integers(0, 10), st.integers(0, 2**16), st.floats(1.0, 5.0))
-def test_the_ring_agrees_with_a_list(window, more, seed, sigmas):
+def test_the_ring_agrees_with_a_list(window, extra, seed, sigmas):
     rng, min_steps = np.random.default_rng(seed), max(2, window // 2)
-    losses, norms = rng.exponential(1.0, (2, 30 + more)) ** 3
+    losses, norms = rng.exponential(1.0, (2, 30 + extra)) ** 3
     losses[rng.random(len(losses)) < 0.1] = NAN
-    known, expected = [], []
+    ring_values, expected = [], []
     for now in np.float32(list(zip(losses, norms))):
         limits = np.array([INF, INF])
-        if len(known) >= min_steps:
-            last = np.log(np.maximum(np.array(known[-window:], dtype=np.float64), 1e-12))
+        if len(ring_values) >= min_steps:
+            last = np.log(np.maximum(np.array(ring_values[-window:], dtype=np.float64), 1e-12))
             limits = np.exp(
                 last.mean(0) + np.maximum(sigmas * last.std(0, ddof=1), np.log([1.2, 4]))
             )
         expected.append(not (now < limits).all())
         if np.isfinite(now).all():
-            known.append(np.minimum(now, limits))
+            ring_values.append(np.minimum(now, limits))
     guard = SpikeGuard(window, min_steps, sigmas)
     assert judged(guard, losses, norms) == expected and guard.num_skipped == sum(expected)
 
@@ -303,14 +303,14 @@ def test_no_healthy_step_of_a_long_tail_is_refused(spread):
     assert not any(judged(SpikeGuard(), losses, norms))
 
 
-@pytest.mark.parametrize("what", ["loss", "norm"])
-def test_spikes_among_recorded_steps_are_refused_and_no_other_step(calm_runs, what):
+@pytest.mark.parametrize("quantity", ["loss", "norm"])
+def test_spikes_among_recorded_steps_are_refused_and_no_other_step(calm_runs, quantity):
     for losses, norms in calm_runs.values():
         losses, norms = losses.copy(), norms.copy()
         spikes = list(
             range(190, len(losses), 97)
         )  # the first fall of the loss is out of the window
-        if what == "loss":
+        if quantity == "loss":
             losses[spikes] *= 3.0
         else:
             norms[spikes] *= 10.0
@@ -324,11 +324,11 @@ def test_a_skipped_step_is_printed_and_logged(tmp_path, capsys):
     slow = lambda w: torch.optim.SGD(w, lr=0.01)  # noqa: E731
     bad, guards = {30: NAN, 80: 1e4, 83: 1e4}, [SpikeGuard(), NonFiniteGuard(50)]
     fit(99, Numbered(range(100), bad), guards, slow, logger=build_loggers(["csv"], tmp_path))
-    said = [line for line in capsys.readouterr().out.splitlines() if "skipped by" in line]
-    assert [line.split(":")[0] for line in said] == [
+    message = [line for line in capsys.readouterr().out.splitlines() if "skipped by" in line]
+    assert [line.split(":")[0] for line in message] == [
         "step 31 skipped by SpikeGuard", "step 31 skipped by NonFiniteGuard",
         "step 81 skipped by SpikeGuard", "step 84 skipped by SpikeGuard"]  # fmt: skip
-    assert "loss nan" in said[0] and "gradient norm" in said[2] and "limit" in said[2]
+    assert "loss nan" in message[0] and "gradient norm" in message[2] and "limit" in message[2]
     (path,) = tmp_path.rglob("metrics.csv")
     with open(path) as file:
         last = [row for row in csv.DictReader(file) if row["step"]][-1]
@@ -378,21 +378,21 @@ def test_counts_and_histories_survive_a_resume(tmp_path, stop_at):
     path, bad = tmp_path / "last.ckpt", {70: 1e4, 71: NAN, 75: 1e4, 80: 1e4}
     make = lambda: [SpikeGuard(), NonFiniteGuard()]  # noqa: E731
     slow = lambda w: torch.optim.AdamW(w, lr=0.01, fused=True)  # noqa: E731
-    whole, record, _ = fit(90, Numbered(range(90), bad), one := make(), slow)
+    uninterrupted, record, _ = fit(90, Numbered(range(90), bad), guard_1 := make(), slow)
     fit(stop_at, Numbered(range(90), bad), [*make(), TrainingCheckpoint(path)], slow)
     resumed, again, _ = fit(90, Numbered(range(90), bad), two := make(), slow, path)
-    assert same_weights(whole, resumed)
-    assert [g.num_skipped for g in one] == [g.num_skipped for g in two] == [4, 1]
-    assert torch.equal(one[0].recent.values_2W, two[0].recent.values_2W)
+    assert same_weights(uninterrupted, resumed)
+    assert [g.num_skipped for g in guard_1] == [g.num_skipped for g in two] == [4, 1]
+    assert torch.equal(guard_1[0].recent.values_2W, two[0].recent.values_2W)
     np.testing.assert_array_equal(record.column("train_loss"), again.column("train_loss"))
 
 
 def test_another_window_after_a_resume_starts_afresh():
-    guard, other = SpikeGuard(8, 4), SpikeGuard(16, 4)
+    guard, another = SpikeGuard(8, 4), SpikeGuard(16, 4)
     judged(guard, [1.0, 2.0, 1.0, 2.0, 90.0])
-    other.load_state_dict(guard.state_dict())
-    assert other.num_skipped == 1 and other.recent.num_seen == 0
-    assert not any(judged(other, [1.0, 2.0, 1.0, 90.0]))
+    another.load_state_dict(guard.state_dict())
+    assert another.num_skipped == 1 and another.recent.num_seen == 0
+    assert not any(judged(another, [1.0, 2.0, 1.0, 90.0]))
 
 
 def test_a_verdict_is_a_tensor_of_the_same_shape_whatever_the_data():
@@ -439,10 +439,15 @@ def with_one_bad_rank(folder):
 
 def test_two_processes_decide_alike_about_one_bad_batch(tmp_path):
     run_on_ranks(with_one_bad_rank, str(tmp_path))
-    one, two = (torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in (0, 1))
-    assert torch.equal(one[0], two[0]) and one[0].isfinite().all()
-    assert one[1:] == two[1:] and one[1] == 96 and one[2] == [7, 8] and "6 steps" in one[3]
-    assert one[4] == [19 * step for step in range(1, 97)], "tokens of both processes"
+    guard_1, two = (torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in (0, 1))
+    assert torch.equal(guard_1[0], two[0]) and guard_1[0].isfinite().all()
+    assert (
+        guard_1[1:] == two[1:]
+        and guard_1[1] == 96
+        and guard_1[2] == [7, 8]
+        and "6 steps" in guard_1[3]
+    )
+    assert guard_1[4] == [19 * step for step in range(1, 97)], "tokens of both processes"
 
 
 def test_fused_kernels_that_read_no_flag_are_given_none():

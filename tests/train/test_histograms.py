@@ -75,14 +75,14 @@ def test_weights_are_recorded_before_the_first_step_and_every_n(tmp_path):
     callback = WeightHistograms(["*.bias", "*norm*"], 2, path=tmp_path / "h.npz")
     train(Texts(), 7, [callback])
     assert {(h.step, h.kind) for h in callback.histograms} == {
-        (0, "weight"), *((step, kind) for step in (2, 4, 6) for kind in ("weight", "gradient"))
+        (0, "weight"), *((step, tensor_type) for step in (2, 4, 6) for tensor_type in ("weight", "gradient"))
     }  # fmt: skip
     read = read_histograms(tmp_path / "h.npz")
     assert len(read) == len(callback.histograms) > 0
-    for ours, theirs in zip(callback.histograms, read):
-        for key, value in vars(ours).items():
-            np.testing.assert_array_equal(getattr(theirs, key), value)
-            assert type(getattr(theirs, key)) is type(value), key
+    for histogram, logged in zip(callback.histograms, read):
+        for key, value in vars(histogram).items():
+            np.testing.assert_array_equal(getattr(logged, key), value)
+            assert type(getattr(logged, key)) is type(value), key
 
 
 def test_histograms_and_bits_survive_a_resume(tmp_path):

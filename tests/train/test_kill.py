@@ -85,8 +85,10 @@ def run(folder, text, options, kill=None, at=None):
     if kill in globals():
         globals()[kill](at)
     folder.mkdir(exist_ok=True)
-    found = latest_checkpoint(folder / "checkpoints")
-    seed_everything(0 if found is None else time.time_ns() % 2**31)  # a checkpoint must not need it
+    result = latest_checkpoint(folder / "checkpoints")
+    seed_everything(
+        0 if result is None else time.time_ns() % 2**31
+    )  # a checkpoint must not need it
     tokenizer = word_tokenizer(WORDS)
     options = {"objective": "mlm", **options}
     data = PretrainingDataModule(str(text), tokenizer, max_sequence_length=32, train_batch_size=4,
@@ -99,9 +101,9 @@ def run(folder, text, options, kill=None, at=None):
                  TrainingCheckpoint(folder / "checkpoints", EVERY, 2, folder / "models")]  # fmt: skip
     trainer = make_trainer(STEPS, "32-true", accelerator="cpu", val_check_steps=4, callbacks=callbacks,
                            accumulate_grad_batches=WINDOW)  # fmt: skip
-    if found is not None:
-        check_resume(found, module, data, STEPS)
-    trainer.fit(module, data, ckpt_path=found)
+    if result is not None:
+        check_resume(result, module, data, STEPS)
+    trainer.fit(module, data, ckpt_path=result)
     history.write_csv(folder / "history.csv")
     torch.save((module.model.state_dict(), history.validation), folder / "end.pt")
 
@@ -138,22 +140,26 @@ def curve(folder):
     return [line.rsplit(",", 1)[0] for line in (folder / "history.csv").read_text().splitlines()]
 
 
-def same_end(whole, killed):
+def same_end(uninterrupted, killed):
     (weights, validation), (again, validated) = (
-        torch.load(folder / "end.pt", weights_only=False) for folder in (whole, killed))  # fmt: skip
+        torch.load(folder / "end.pt", weights_only=False) for folder in (uninterrupted, killed))  # fmt: skip
     assert validated == validation and all(torch.equal(again[k], weights[k]) for k in weights)
     for part in ("models", "checkpoints"):
-        names = [sorted(p.name for p in (folder / part).iterdir()) for folder in (whole, killed)]
+        names = [
+            sorted(p.name for p in (folder / part).iterdir()) for folder in (uninterrupted, killed)
+        ]
         assert names[0] == names[1], "something was left over, or is missing"
-    best = [load_json(folder / "models" / "best" / STATE_FILE) for folder in (whole, killed)]
+    best = [
+        load_json(folder / "models" / "best" / STATE_FILE) for folder in (uninterrupted, killed)
+    ]
     assert best[0] == best[1]
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_run_killed_again_and_again_ends_as_the_undisturbed_one(mode, tmp_path, text, start):
     draw, (options, num_deaths) = random.Random(mode), MODES[mode]
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    assert exit_code(start(whole, text, options)) == 0
+    uninterrupted, killed = tmp_path / "whole", tmp_path / "killed"
+    assert exit_code(start(uninterrupted, text, options)) == 0
     deaths = [
         ("step", draw.randint(7, 14)),  # a micro-batch, inside a window or between two
         ("die_while_writing", draw.randint(1, 2)),
@@ -163,14 +169,14 @@ def test_a_run_killed_again_and_again_ends_as_the_undisturbed_one(mode, tmp_path
     for kill, at in deaths[:num_deaths]:
         assert exit_code(start(killed, text, options, kill, at)) == -signal.SIGKILL
     assert exit_code(start(killed, text, options)) == 0
-    assert len(curve(whole)) == STEPS + 1 and curve(killed) == curve(whole)
-    same_end(whole, killed)
+    assert len(curve(uninterrupted)) == STEPS + 1 and curve(killed) == curve(uninterrupted)
+    same_end(uninterrupted, killed)
 
 
 def test_a_run_killed_at_random_moments_ends_as_the_undisturbed_one(tmp_path, text, start):
     draw = random.Random(7)
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    assert exit_code(start(whole, text, {})) == 0
+    uninterrupted, killed = tmp_path / "whole", tmp_path / "killed"
+    assert exit_code(start(uninterrupted, text, {})) == 0
     for _ in range(3):
         process, position = start(killed, text, {}), killed / "position"
         position.unlink(missing_ok=True)
@@ -184,19 +190,19 @@ def test_a_run_killed_at_random_moments_ends_as_the_undisturbed_one(tmp_path, te
             os.kill(process.pid, signal.SIGKILL)
         assert exit_code(process) in (-signal.SIGKILL, 0)
     assert (killed / "end.pt").exists() or exit_code(start(killed, text, {})) == 0
-    assert curve(killed) == curve(whole)
-    same_end(whole, killed)
+    assert curve(killed) == curve(uninterrupted)
+    same_end(uninterrupted, killed)
 
 
 def test_the_comparison_would_see_a_lost_generator(tmp_path, text, start):
     "The control: a checkpoint without its generators gives another curve."
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    assert exit_code(start(whole, text, {})) == 0
+    uninterrupted, killed = tmp_path / "whole", tmp_path / "killed"
+    assert exit_code(start(uninterrupted, text, {})) == 0
     assert exit_code(start(killed, text, {}, "step", 20)) == -signal.SIGKILL
     path = latest_checkpoint(killed / "checkpoints")
     state = torch.load(path)
     del state["rng_state"]
     torch.save(state, path)
     assert exit_code(start(killed, text, {})) == 0
-    same = [a == b for a, b in zip(curve(whole), curve(killed))]
+    same = [a == b for a, b in zip(curve(uninterrupted), curve(killed))]
     assert all(same[: state["global_step"] + 1]) and not any(same[state["global_step"] + 1 :])

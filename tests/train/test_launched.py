@@ -29,7 +29,7 @@ ROWS = 8  # of an optimizer step, over all processes
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory):
+def prepared(tmp_path_factory):
     "A text whose rows no number of processes divides, and the run of one process."
     folder = tmp_path_factory.mktemp("launched")
     lots = random.Random(0)
@@ -40,13 +40,13 @@ def place(tmp_path_factory):
     return folder
 
 
-def words_of(output: str, rows: int, steps: int, *more: str) -> list[str]:
+def words_of(output: str, rows: int, steps: int, *extra: str) -> list[str]:
     model = "{hidden_size: 32, intermediate_size: 32, num_hidden_layers: 2, num_attention_heads: 2}"
     return ["-m", "bertlab.cli", "pretrain", "--model.model_config_kwargs", model, "--data.train_dataset_name_or_path", "text.txt",
             "--run.recipe", "reference", "--data.max_sequence_length", "64", "--data.train_batch_size", str(rows), "--trainer.max_steps", str(steps),
             "--trainer.accelerator", "cpu", "--trainer.precision", "32-true", "--run.vocab_size", "300", "--run.progress", "none",
             "--run.checkpoint_every_steps", "2", "--run.keep_last", "9", "--run.val_every_steps", "6", "--run.measure_every_steps",
-            "0", "--run.output", output, *more]  # fmt: skip
+            "0", "--run.output", output, *extra]  # fmt: skip
 
 
 def free_port() -> int:
@@ -59,26 +59,26 @@ ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
 
 def start(
-    folder: Path, output: str, processes: int, *more: str, steps: int = 8, rows: int | None = None
+    folder: Path, output: str, processes: int, *extra: str, steps: int = 8, rows: int | None = None
 ) -> subprocess.Popen:
     "One process without a launcher (0), or so many of torchrun."
-    own = words_of(output, rows or ROWS // max(1, processes), steps, *more)
+    command_words = words_of(output, rows or ROWS // max(1, processes), steps, *extra)
     launcher = [f"--nproc-per-node={processes}", f"--master-port={free_port()}"]
     command = (
-        [sys.executable, "-m", "torch.distributed.run", *launcher, *own]
+        [sys.executable, "-m", "torch.distributed.run", *launcher, *command_words]
         if processes
-        else [sys.executable, *own]
+        else [sys.executable, *command_words]
     )
     return subprocess.Popen(command, cwd=folder, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
                             start_new_session=True)  # fmt: skip
 
 
 def run(
-    folder: Path, output: str, processes: int, *more: str, **options
+    folder: Path, output: str, processes: int, *extra: str, **options
 ) -> subprocess.CompletedProcess:
-    process = start(folder, output, processes, *more, **options)
-    said = process.communicate(timeout=300)[0]
-    return subprocess.CompletedProcess(process.args, process.returncode, said)
+    process = start(folder, output, processes, *extra, **options)
+    output_text = process.communicate(timeout=300)[0]
+    return subprocess.CompletedProcess(process.args, process.returncode, output_text)
 
 
 def losses(folder: Path, output: str) -> list[float]:
@@ -92,16 +92,16 @@ def token_counts(folder: Path, output: str) -> list[float]:
 
 
 def same(folder: Path, output: str, tolerance: float = 2e-5) -> None:
-    one, found = losses(folder, "one"), losses(folder, output)
-    assert len(one) == len(found) == 8
-    assert found == pytest.approx(one, abs=tolerance)
+    single, result = losses(folder, "one"), losses(folder, output)
+    assert len(single) == len(result) == 8
+    assert result == pytest.approx(single, abs=tolerance)
     assert token_counts(folder, output) == token_counts(folder, "one"), "of all processes"
 
 
-def test_two_processes_of_torchrun_have_the_losses_of_one(place):
-    done = run(place, "ddp", 2)
+def test_two_processes_of_torchrun_have_the_losses_of_one(prepared):
+    done = run(prepared, "ddp", 2)
     assert done.returncode == 0, done.stdout[-3000:]
-    same(place, "ddp")
+    same(prepared, "ddp")
     assert done.stdout.count("peak_memory_bytes") == 1, "the first process speaks for all"
 
 
@@ -182,28 +182,28 @@ def test_a_process_that_the_first_one_starts_takes_the_tokenizer_that_is_written
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["fsdp", "fsdp-shards"])
-def test_fsdp2_has_the_losses_of_one(place, strategy):
-    done = run(place, strategy, 2, "--trainer.strategy", strategy)
+def test_fsdp2_has_the_losses_of_one(prepared, strategy):
+    done = run(prepared, strategy, 2, "--trainer.strategy", strategy)
     assert done.returncode == 0, done.stdout[-3000:]
-    same(place, strategy)
+    same(prepared, strategy)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["tensor", "context"])
-def test_processes_that_share_rows_have_the_losses_of_one(place, strategy):
-    done = run(place, strategy, 2, "--trainer.strategy", strategy, rows=ROWS)
+def test_processes_that_share_rows_have_the_losses_of_one(prepared, strategy):
+    done = run(prepared, strategy, 2, "--trainer.strategy", strategy, rows=ROWS)
     assert done.returncode == 0, done.stdout[-3000:]
-    same(place, strategy)
+    same(prepared, strategy)
     for newer in ("step-00000006.ckpt", "step-00000008.ckpt"):
-        (place / strategy / "checkpoints" / newer).unlink()
+        (prepared / strategy / "checkpoints" / newer).unlink()
     done = run(
-        place, strategy, 0, "--resume", "--trainer.strategy", "auto", "--trainer.devices", "1"
+        prepared, strategy, 0, "--resume", "--trainer.strategy", "auto", "--trainer.devices", "1"
     )  # where 2 stopped, 1 goes on
     assert done.returncode == 0, done.stdout[-3000:]
-    same(place, strategy)
+    same(prepared, strategy)
 
 
-@pytest.mark.parametrize("more, words", [
+@pytest.mark.parametrize("extra, words", [
     (["--trainer.strategy", "tensor", "--trainer.devices", "3"], ["tensor_parallel_size=3", "num_attention_heads=2"]),
     (["--trainer.strategy", "tensor:2", "--trainer.devices", "3"], ["3 process"]),
     (["--trainer.strategy", "tensor", "--trainer.devices", "2", "--model.optimizer_class", "muon"], ["muon", "adamw"]),
@@ -212,19 +212,19 @@ def test_processes_that_share_rows_have_the_losses_of_one(place, strategy):
     (["--trainer.strategy", "fsdp", "--trainer.precision", "64-true"], ["precision='64-true'", "precision='32-true'"]),
 ])  # fmt: skip
 def test_a_run_that_processes_cannot_share_is_refused_before_it_begins(
-    tmp_path, monkeypatch, more, words
+    tmp_path, monkeypatch, extra, words
 ):
     from called import pretrain
 
     monkeypatch.chdir(tmp_path)
     Path("text.txt").write_text("some words\n" * 50)
     with pytest.raises(ValueError) as refused:
-        pretrain(words_of("run", 4, 2, *more)[3:])
+        pretrain(words_of("run", 4, 2, *extra)[3:])
     assert all(word in str(refused.value) for word in words) and not Path("run").exists()
 
 
 @pytest.mark.slow
-def test_two_nodes_of_slurm_have_the_losses_of_one(place):
+def test_two_nodes_of_slurm_have_the_losses_of_one(prepared):
     port = free_port()
     started = []
     for rank in range(2):
@@ -233,21 +233,23 @@ def test_two_nodes_of_slurm_have_the_losses_of_one(place):
                  "SLURM_NODELIST": "127.0.0.1", "SLURM_JOB_NODELIST": "127.0.0.1", "MASTER_ADDR": "127.0.0.1",
                  "MASTER_PORT": str(port), "SLURM_STEP_NUM_TASKS": "2"}  # fmt: skip
         command = [sys.executable, *words_of("slurm", ROWS // 2, 8)]
-        started.append(subprocess.Popen(command, cwd=place, env={**ENVIRONMENT, **slurm}, stdout=subprocess.PIPE,
+        started.append(subprocess.Popen(command, cwd=prepared, env={**ENVIRONMENT, **slurm}, stdout=subprocess.PIPE,
                                         stderr=subprocess.STDOUT, text=True))  # fmt: skip
-    said = [process.communicate(timeout=300)[0] for process in started]
-    assert [process.returncode for process in started] == [0, 0], said[0][-2000:] + said[1][-2000:]
-    same(place, "slurm")
+    output_text = [process.communicate(timeout=300)[0] for process in started]
+    assert [process.returncode for process in started] == [0, 0], (
+        output_text[0][-2000:] + output_text[1][-2000:]
+    )
+    same(prepared, "slurm")
 
 
 @pytest.mark.slow
-def test_one_task_of_slurm_starts_the_processes_of_its_devices_and_has_the_losses_of_one(place):
+def test_one_task_of_slurm_starts_the_processes_of_its_devices_and_has_the_losses_of_one(prepared):
     slurm = {"SLURM_NTASKS": "1", "SLURM_NNODES": "1", "SLURM_NTASKS_PER_NODE": "1", "SLURM_PROCID": "0", "SLURM_LOCALID": "0",
              "SLURM_NODEID": "0", "SLURM_JOB_ID": "79", "SLURM_JOB_NAME": "bert", "SLURM_NODELIST": "127.0.0.1"}  # fmt: skip
     command = [sys.executable, *words_of("task", ROWS // 2, 8, "--trainer.devices", "2")]
     done = subprocess.run(
         command,
-        cwd=place,
+        cwd=prepared,
         env={**ENVIRONMENT, **slurm},
         capture_output=True,
         text=True,
@@ -255,29 +257,29 @@ def test_one_task_of_slurm_starts_the_processes_of_its_devices_and_has_the_losse
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.count("peak_memory_bytes") == 1, "the first process speaks for all"
-    same(place, "task")
+    same(prepared, "task")
 
 
 @pytest.mark.slow
-def test_a_run_of_one_process_goes_on_in_two_and_in_smaller_micro_batches(place):
-    shutil.copytree(place / "one", place / "smaller")
+def test_a_run_of_one_process_goes_on_in_two_and_in_smaller_micro_batches(prepared):
+    shutil.copytree(prepared / "one", prepared / "smaller")
     for newer in ("step-00000006.ckpt", "step-00000008.ckpt"):
-        (place / "smaller" / "checkpoints" / newer).unlink()
+        (prepared / "smaller" / "checkpoints" / newer).unlink()
     done = run(
-        place, "smaller", 2, "--resume", "--trainer.accumulate_grad_batches", "2", rows=ROWS // 4
+        prepared, "smaller", 2, "--resume", "--trainer.accumulate_grad_batches", "2", rows=ROWS // 4
     )
     assert done.returncode == 0, done.stdout[-3000:]
-    same(place, "smaller")
+    same(prepared, "smaller")
 
 
 @pytest.fixture(scope="module")
-def halfway(place):
+def halfway(prepared):
     "A run of two processes that stopped after 4 of 8 steps, with a distributed checkpoint."
-    done = run(place, "whole", 2, "--trainer.strategy", "fsdp-shards")
+    done = run(prepared, "whole", 2, "--trainer.strategy", "fsdp-shards")
     assert done.returncode == 0, done.stdout[-3000:]
     for newer in ("step-00000006.ckpt", "step-00000008.ckpt"):
-        shutil.rmtree(place / "whole" / "checkpoints" / newer)
-    return place / "whole"
+        shutil.rmtree(prepared / "whole" / "checkpoints" / newer)
+    return prepared / "whole"
 
 
 def on_a_rank(words: list[str], folder: str) -> None:
@@ -322,9 +324,9 @@ def wait_for_data(folder: str) -> None:
     signal.pause()
 
 
-def is_running(number: int) -> bool:
+def is_running(process_id: int) -> bool:
     try:
-        state = Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[0]
+        state = Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[0]
     except FileNotFoundError:
         return False
     return state != "Z"  # ended, and nobody has asked
@@ -353,15 +355,19 @@ def test_a_killed_first_process_leaves_no_rank_and_no_worker(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, 2, 4])
-def test_a_distributed_checkpoint_goes_on_with_any_number_of_processes(place, halfway, processes):
-    shutil.copytree(halfway, place / f"on-{processes}")
-    done = run(place, f"on-{processes}", processes, "--trainer.strategy", "fsdp-shards", "--resume")
+def test_a_distributed_checkpoint_goes_on_with_any_number_of_processes(
+    prepared, halfway, processes
+):
+    shutil.copytree(halfway, prepared / f"on-{processes}")
+    done = run(
+        prepared, f"on-{processes}", processes, "--trainer.strategy", "fsdp-shards", "--resume"
+    )
     assert done.returncode == 0, done.stdout[-3000:]
-    same(place, f"on-{processes}")
+    same(prepared, f"on-{processes}")
 
 
 @pytest.mark.slow
-def test_stages_on_two_devices_have_the_losses_of_one(place):
+def test_stages_on_two_devices_have_the_losses_of_one(prepared):
     shape = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2,
              "num_attention_heads": 2, "vocab_size": 300}  # fmt: skip
     torchrun = ["-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}"]
@@ -379,16 +385,16 @@ def test_stages_on_two_devices_have_the_losses_of_one(place):
             },
             "trainer": {"accelerator": "cpu", "precision": "32-true", "max_steps": 3, **devices},
         }
-        (place / "stages.yaml").write_text(yaml.safe_dump({**shared, "stages": stages}))
+        (prepared / "stages.yaml").write_text(yaml.safe_dump({**shared, "stages": stages}))
         output = f"stages-{name}"
         done = subprocess.run(
             [sys.executable, *launcher, "-m", "bertlab.cli", "distill", "stages.yaml", "--output", output],
-            cwd=place, env=ENVIRONMENT, capture_output=True, text=True, timeout=300,
+            cwd=prepared, env=ENVIRONMENT, capture_output=True, text=True, timeout=300,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr[-3000:]
         losses[name] = []
-        for number in (1, 2):
-            with open(place / output / f"stage-{number}" / "history.csv") as file:
+        for process_id in (1, 2):
+            with open(prepared / output / f"stage-{process_id}" / "history.csv") as file:
                 losses[name] += [float(row["train_loss"]) for row in csv.DictReader(file)]
     assert len(losses[1]) == 6
     assert losses[2] == pytest.approx(losses[1], abs=2e-5)
@@ -397,19 +403,19 @@ def test_stages_on_two_devices_have_the_losses_of_one(place):
 
 def child_of(process: subprocess.Popen) -> list[int]:
     "The workers of torchrun."
-    found = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    return [int(number) for number in found]
+    result = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    return [int(process_id) for process_id in result]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(int(os.environ.get("BERTLAB_KILLS", 3))))
-def test_one_process_is_killed_and_the_run_goes_on_bit_by_bit(place, seed):
+def test_one_process_is_killed_and_the_run_goes_on_bit_by_bit(prepared, seed):
     output, lots = f"killed-{seed}", random.Random(seed)
-    assert run(place, f"calm-{seed}", 2).returncode == 0
-    process = start(place, output, 2)
+    assert run(prepared, f"calm-{seed}", 2).returncode == 0
+    process = start(prepared, output, 2)
     deadline = time.time() + 120
     while (
-        not list((place / output / "checkpoints").glob("step-*"))
+        not list((prepared / output / "checkpoints").glob("step-*"))
         and time.time() < deadline
         and process.poll() is None
     ):
@@ -418,18 +424,18 @@ def test_one_process_is_killed_and_the_run_goes_on_bit_by_bit(place, seed):
     victims = child_of(process) if process.poll() is None else []
     if victims:
         os.kill(lots.choice(victims), signal.SIGKILL)
-    began = time.time()
+    start_time = time.time()
     process.communicate(timeout=120)
-    assert time.time() - began < 60, "nobody waits for the one that is gone"
-    done = run(place, output, 2, "--resume")
+    assert time.time() - start_time < 60, "nobody waits for the one that is gone"
+    done = run(prepared, output, 2, "--resume")
     if "already passed" in done.stdout:  # it was killed after its last step
         return
     assert done.returncode == 0, done.stdout[-3000:]
-    assert losses(place, output) == losses(place, f"calm-{seed}")
+    assert losses(prepared, output) == losses(prepared, f"calm-{seed}")
 
 
 @pytest.mark.slow
-def test_a_process_without_launcher_to_end_it_says_one_sentence_and_ends(place):
+def test_a_process_without_launcher_to_end_it_says_one_sentence_and_ends(prepared):
     "Under SLURM's variables nobody ends the others: the one that is left must notice."
     port, started = free_port(), []
     for rank in range(2):
@@ -438,10 +444,10 @@ def test_a_process_without_launcher_to_end_it_says_one_sentence_and_ends(place):
                  "SLURM_NODELIST": "127.0.0.1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
                  "SLURM_STEP_NUM_TASKS": "2"}  # fmt: skip
         command = [sys.executable, *words_of("lost", ROWS // 2, 4000)]
-        started.append(subprocess.Popen(command, cwd=place, env={**ENVIRONMENT, **slurm}, stdout=subprocess.PIPE,
+        started.append(subprocess.Popen(command, cwd=prepared, env={**ENVIRONMENT, **slurm}, stdout=subprocess.PIPE,
                                         stderr=subprocess.PIPE, text=True))  # fmt: skip
     deadline = time.time() + 120
-    while not list((place / "lost" / "checkpoints").glob("step-*")) and time.time() < deadline:
+    while not list((prepared / "lost" / "checkpoints").glob("step-*")) and time.time() < deadline:
         time.sleep(0.05)
     started[1].kill()
     errors = started[0].communicate(timeout=90)[1]

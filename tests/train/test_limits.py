@@ -117,7 +117,7 @@ def test_a_trainer_that_counts_epochs_has_a_last_step(epochs, expected, capsys):
 def test_a_stopped_run_resumes_bit_identically(tmp_path):
     path, val = tmp_path / "last.ckpt", Numbered(range(500, 503))
     adam = lambda w: torch.optim.AdamW(w, lr=0.02)  # noqa: E731
-    whole, record, _ = fit(30, Numbered(range(60)), (), adam, val=val, val_check_steps=4,
+    uninterrupted, record, _ = fit(30, Numbered(range(60)), (), adam, val=val, val_check_steps=4,
                            accumulate_grad_batches=2)  # fmt: skip
     for step in (7, 8):  # between two validations, and at one
         fit(30, Numbered(range(60)), [StopAt(step), TrainingCheckpoint(path)], adam, val=val,
@@ -125,7 +125,7 @@ def test_a_stopped_run_resumes_bit_identically(tmp_path):
         assert torch.load(latest_checkpoint(path), weights_only=True)["global_step"] == step
         resumed, again, _ = fit(30, Numbered(range(60)), (), adam, path, val, val_check_steps=4,
                                 accumulate_grad_batches=2)  # fmt: skip
-        assert same_weights(whole, resumed)
+        assert same_weights(uninterrupted, resumed)
         np.testing.assert_array_equal(record.column("train_loss"), again.column("train_loss"))
         in_turn = [v for v in again.validation if v["step"] % 4 == 0]
         assert in_turn == record.validation
@@ -185,11 +185,11 @@ def test_windows_grow_and_are_never_cut():
 
 
 def test_a_step_ends_with_the_epoch():
-    sizes, left = [], 7
+    sizes, remaining = [], 7
     for step in range(14):
-        size = min(WARMUP(step), left)
+        size = min(WARMUP(step), remaining)
         sizes.append(size)
-        left = left - size or 7
+        remaining = remaining - size or 7
     module, record, _ = fit(14, Numbered(range(7)), [BatchSizeScheduler(WARMUP)], MOMENTUM,
                             gradient_clip_val=None)  # fmt: skip
     np.testing.assert_array_equal(
@@ -224,7 +224,7 @@ def test_validation_counts_steps_while_the_batch_grows():
 def test_a_resume_keeps_to_the_windows(tmp_path, stop_at):
     path, val = tmp_path / "last.ckpt", Numbered(range(500, 502))
     options = dict(val=val, val_check_steps=4)
-    whole, record, _ = fit(
+    uninterrupted, record, _ = fit(
         16, Numbered(range(80)), [BatchSizeScheduler(WARMUP)], MOMENTUM, **options
     )
     stops = [BatchSizeScheduler(WARMUP), TrainingCheckpoint(path)]
@@ -232,7 +232,7 @@ def test_a_resume_keeps_to_the_windows(tmp_path, stop_at):
     resumed, again, _ = fit(
         16, Numbered(range(80)), [BatchSizeScheduler(WARMUP)], MOMENTUM, path, **options
     )
-    assert same_weights(whole, resumed) and again.validation == record.validation
+    assert same_weights(uninterrupted, resumed) and again.validation == record.validation
     np.testing.assert_array_equal(record.column("train_loss"), again.column("train_loss"))
     np.testing.assert_array_equal(record.column("tokens"), again.column("tokens"))
 
@@ -263,10 +263,10 @@ def with_two_clocks(folder):
     "What each of two processes does: the second one's clock is the fast one."
     rank, watch, steps = int(os.environ["RANK"]), Watch(), []
 
-    def run(steps_at_most, callbacks, kept=None):
+    def run(steps_at_most, callbacks, retained=None):
         data = Numbered(range(200), rank=rank)
         module, _, trainer = fit(
-            steps_at_most, data, callbacks, slow, kept, devices=2, strategy="ddp"
+            steps_at_most, data, callbacks, slow, retained, devices=2, strategy="ddp"
         )
         steps.append(trainer.global_step)
         return module

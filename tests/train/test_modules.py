@@ -127,21 +127,23 @@ def test_z_loss_is_reported_apart_from_the_loss():
     assert record.column("gradient_norm")[0] != with_z.column("gradient_norm")[0]
 
 
-@pytest.mark.parametrize("kind", ["bert", "roberta", "modernbert"])
+@pytest.mark.parametrize("family", ["bert", "roberta", "modernbert"])
 @pytest.mark.parametrize(
     "headless, objective", [(False, "mlm"), (True, "mlm"), (False, "diffusion")]
 )
-def test_an_encoder_of_transformers_continues(tmp_path, kind, headless, objective):
+def test_an_encoder_of_transformers_continues(tmp_path, family, headless, objective):
     small = dict(vocab_size=len(TOKENIZER), hidden_size=16, intermediate_size=32, num_hidden_layers=2,
                  num_attention_heads=2, max_position_embeddings=64, pad_token_id=0)  # fmt: skip
-    name = {"bert": "Bert", "roberta": "Roberta", "modernbert": "ModernBert"}[kind]
+    name = {"bert": "Bert", "roberta": "Roberta", "modernbert": "ModernBert"}[family]
     extra = {"bos_token_id": 2, "eos_token_id": 3, "cls_token_id": 2, "sep_token_id": 3}
     config = getattr(transformers, f"{name}Config")(
-        **small, **(extra if kind == "modernbert" else {})
+        **small, **(extra if family == "modernbert" else {})
     )
     torch.manual_seed(0)
-    theirs = getattr(transformers, f"{name}{'Model' if headless else 'ForMaskedLM'}")(config).eval()
-    theirs.save_pretrained(tmp_path)
+    reference = getattr(transformers, f"{name}{'Model' if headless else 'ForMaskedLM'}")(
+        config
+    ).eval()
+    reference.save_pretrained(tmp_path)
     TOKENIZER.save_pretrained(tmp_path)
     module = PretrainingModule(pretrained_model_name_or_path=str(tmp_path), objective=objective, learning_rate=1e-3,
                                scheduler_warmup_steps=2)  # fmt: skip
@@ -150,10 +152,10 @@ def test_an_encoder_of_transformers_continues(tmp_path, kind, headless, objectiv
     keys = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}
     with torch.no_grad():
         if headless:
-            ours, expected = module.model.eval().encoder(**keys)[0], theirs(**keys)[0]
+            result, expected = module.model.eval().encoder(**keys)[0], reference(**keys)[0]
         else:
-            ours, expected = module.model.eval()(**keys).logits, theirs(**keys).logits
-    torch.testing.assert_close(ours, expected, atol=1e-5, rtol=1e-4)
+            result, expected = module.model.eval()(**keys).logits, reference(**keys).logits
+    torch.testing.assert_close(result, expected, atol=1e-5, rtol=1e-4)
     module.model.train()
     _, record = fit(module, data_of(objective), 3)
     assert np.isfinite(record.column("train_loss")).all()
@@ -359,8 +361,8 @@ def test_the_compiled_loss_is_the_plain_one(monkeypatch):
     for a, b in zip(run(rule), want):
         torch.testing.assert_close(a, b)
     assert len(runs) == 1
-    for other in (LossConfig(), LossConfig(loss_only=True, chunk_size=4)):
-        for a, b in zip(run(other), want):
+    for another in (LossConfig(), LossConfig(loss_only=True, chunk_size=4)):
+        for a, b in zip(run(another), want):
             torch.testing.assert_close(a, b)
     assert len(runs) == 1 and model(ids, labels=labels).logits is not None
 
@@ -377,7 +379,7 @@ def test_a_compiled_step_on_a_gpu_is_that_of_the_plain_one(kernel):
     ids = torch.randint(5, 50, rows.shape, generator=g) * (rows > 0)
     labels = ids.masked_fill((torch.rand(rows.shape, generator=g) < 0.8) | (rows == 0), -100)
     batch = {"input_ids": ids.cuda(), "attention_mask": rows.cuda(), "labels": labels.cuda()}
-    found = []
+    result = []
     for compiled in (False, True):
         torch.manual_seed(0)
         config = BertLabConfig(**{**SHAPE, "vocab_size": 50, "hidden_size": 64, "num_attention_heads": 2,
@@ -388,8 +390,8 @@ def test_a_compiled_step_on_a_gpu_is_that_of_the_plain_one(kernel):
             compile_model(model)
         loss = model(**batch, loss_config=LossConfig(loss_only=True)).loss
         loss.backward()
-        found.append([loss.detach(), *(p.grad for p in model.parameters())])
-    for a, b in zip(*found):
+        result.append([loss.detach(), *(p.grad for p in model.parameters())])
+    for a, b in zip(*result):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
 
 
@@ -397,7 +399,7 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
 
 @pytest.mark.parametrize(
-    "asked, device, options",
+    "requested, device, options",
     [
         (None, CPU, None),
         (None, GPU, {}),
@@ -407,8 +409,8 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda")
         ({"dynamic": False}, CPU, {"dynamic": False}),
     ],
 )
-def test_compile_model_is_yes_no_a_mode_or_options(asked, device, options):
-    assert resolve_compile(asked, device) == options
+def test_compile_model_is_yes_no_a_mode_or_options(requested, device, options):
+    assert resolve_compile(requested, device) == options
 
 
 def test_a_compiled_program_makes_no_rotary_angles():
@@ -429,8 +431,8 @@ def test_a_compiled_program_makes_no_rotary_angles():
     plain = model.encoder(ids, attention_mask=rows).last_hidden_state
     torch._dynamo.reset()
     compile_model(model, backend=noted)
-    found = model.encoder(ids, attention_mask=rows).last_hidden_state
-    torch.testing.assert_close(found, plain, rtol=0, atol=0)
+    result = model.encoder(ids, attention_mask=rows).last_hidden_state
+    torch.testing.assert_close(result, plain, rtol=0, atol=0)
     (graph,) = graphs
     assert not [node for node in graph.graph.nodes if str(node.target) in ("cos", "sin")]
 
@@ -444,9 +446,9 @@ def test_compiled_parts_run_as_they_are_on_another_device():
     head = lambda x, weight: x @ weight.mT
     sums = [
         model.compiled_head(
-            head, weight.to(kind), x.to(kind), labels.to(kind), LossConfig()
+            head, weight.to(family), x.to(family), labels.to(family), LossConfig()
         ).loss_sum
-        for kind in ("meta", "cpu", "meta")
+        for family in ("meta", "cpu", "meta")
     ]
     assert len(graphs) == 1 and sums[1].item() == pytest.approx(2 * math.log(9))
 
@@ -464,7 +466,7 @@ def test_compiled_layers_choose_a_kernel_of_static_shapes(monkeypatch):
     assert [setting.compiled for setting in settings] == [False, True]
 
 
-@pytest.mark.parametrize("asked, want", [
+@pytest.mark.parametrize("requested, want", [
     ({}, "auto"),
     (dict(model_kwargs={"attn_implementation": "eager"}), "eager"),
     (dict(model_config_kwargs={**SHAPE, "attn_implementation": "flex"}), "flex"),
@@ -472,8 +474,8 @@ def test_compiled_layers_choose_a_kernel_of_static_shapes(monkeypatch):
     (dict(compile_model=False), "sdpa"),  # slower so, on an H100
     (dict(compile_model=False, model_kwargs={"attn_implementation": "auto"}), "auto"),
 ])  # fmt: skip
-def test_the_kernel_is_left_to_the_device(asked, want, tmp_path):
-    module = module_of(**asked)
+def test_the_kernel_is_left_to_the_device(requested, want, tmp_path):
+    module = module_of(**requested)
     module.configure_model()
     assert module.model.config._attn_implementation == want
     module.model.save_pretrained(tmp_path)
@@ -483,20 +485,20 @@ def test_the_kernel_is_left_to_the_device(asked, want, tmp_path):
 
 def test_flops_count_real_context_and_the_sparse_head():
     module = module_of()
-    one, far = module.num_flops_per_token(8, 0.15), module.num_flops_per_token(16, 0.15)
+    near, far = module.num_flops_per_token(8, 0.15), module.num_flops_per_token(16, 0.15)
     dense = module.num_flops_per_token(8, 1.0)
     module.configure_model()
     assert module.num_flops_per_token(seq_len=8) == module.model.num_flops_per_token(8)
-    assert one < module.num_flops_per_token(8) < dense, "0.3 of the tokens, if nothing is said"
+    assert near < module.num_flops_per_token(8) < dense, "0.3 of the tokens, if nothing is said"
     hidden, vocab, layers = 16, len(TOKENIZER), 2
     # The window of 64 on each side is wider than both contexts, so every layer sees all of it.
-    assert far - one == pytest.approx(12 * hidden * 8 * layers)
+    assert far - near == pytest.approx(12 * hidden * 8 * layers)
     head = hidden * hidden + vocab * hidden
     last = hidden * hidden + matmul_parameters(module.config)["MLP"]  # behind the last attention
-    assert dense - one == pytest.approx(6 * 0.85 * (head + last))
+    assert dense - near == pytest.approx(6 * 0.85 * (head + last))
 
 
-@pytest.mark.parametrize("asked, within", [
+@pytest.mark.parametrize("requested, within", [
     (dict(freeze="embeddings"), 1e-9),
     (dict(freeze=1), 1e-9),
     (dict(freeze=2), 1e-9),
@@ -507,10 +509,10 @@ def test_flops_count_real_context_and_the_sparse_head():
     (dict(adapter={"type": "lora", "r": 2}), 0.1),  # what the adapter costs forward is left out
     (dict(objective="enhanced_mlm"), 0.35),  # it multiplies all pairs of tokens, and half of them are of use
 ], ids=str)  # fmt: skip
-def test_flops_leave_out_what_is_frozen(asked, within):
+def test_flops_leave_out_what_is_frozen(requested, within):
     from torch.utils.flop_counter import FlopCounterMode
 
-    module = module_of(**asked)
+    module = module_of(**requested)
     everything = module.num_flops_per_token(8, 1.0)
     module.configure_model()
     model, ids = module.model, torch.arange(16).view(2, 8) + 5
@@ -520,17 +522,19 @@ def test_flops_leave_out_what_is_frozen(asked, within):
     assert module.num_flops_per_token(8, 1.0) == pytest.approx(
         counter.get_total_flops() / 16, rel=within
     )
-    assert (module.num_flops_per_token(8, 1.0) < 0.95 * everything) == ("objective" not in asked)
+    assert (module.num_flops_per_token(8, 1.0) < 0.95 * everything) == (
+        "objective" not in requested
+    )
 
 
 @pytest.mark.parametrize("objective", sorted(OBJECTIVES))
 def test_the_size_of_every_model_is_known_unbuilt(objective):
     module = module_of(objective=objective)
     drawn = torch.get_rng_state()
-    told = module.num_params()
+    num_params = module.num_params()
     assert torch.equal(torch.get_rng_state(), drawn), "a look at the size changes no run"
     module.configure_model()
-    assert told == sum(parameter.numel() for parameter in module.model.parameters())
+    assert num_params == sum(parameter.numel() for parameter in module.model.parameters())
 
 
 @pytest.mark.parametrize(
@@ -601,14 +605,14 @@ def with_words(words):
 LAST = len(TOKENIZER) - 1
 
 
-def published(place, tokenizer=TOKENIZER, rows=len(TOKENIZER), **settings):
+def published(path, tokenizer=TOKENIZER, rows=len(TOKENIZER), **settings):
     "A model with its tokenizer, as somebody else has written it."
     module = module_of(model_config_kwargs={**SHAPE, "vocab_size": rows, **settings})
     module.configure_model()
-    module.model.save_pretrained(place)
+    module.model.save_pretrained(path)
     if tokenizer is not None:
-        tokenizer.save_pretrained(place)
-    return str(place)
+        tokenizer.save_pretrained(path)
+    return str(path)
 
 
 @pytest.mark.parametrize("tokenizer, words", [
@@ -632,20 +636,20 @@ def test_a_tokenizer_with_other_ids_is_refused_before_loading(
     TOKENIZER, None, with_words({LAST: None}), with_words({LAST + 1: "more"}), with_words({7: "renamed", LAST: "anew"}),
 ], ids=["same", "its own", "smaller", "larger", "renamed"])  # fmt: skip
 def test_a_tokenizer_may_have_fewer_or_more_tokens(tokenizer, tmp_path):
-    place = published(tmp_path, rows=len(TOKENIZER) + 3)
+    path = published(tmp_path, rows=len(TOKENIZER) + 3)
     module = PretrainingModule(
-        pretrained_model_name_or_path=place, pretrained_tokenizer_name_or_path=tokenizer
+        pretrained_model_name_or_path=path, pretrained_tokenizer_name_or_path=tokenizer
     )
     assert module.config.vocab_size == len(TOKENIZER) + 3
 
 
 def test_special_ids_are_those_of_the_tokenizer(tmp_path):
     "Diffusion counts by them which tokens could have been hidden."
-    place = published(tmp_path, cls_token_id=9, sep_token_id=None, pad_token_id=8)
-    module = PretrainingModule(pretrained_model_name_or_path=place)
+    path = published(tmp_path, cls_token_id=9, sep_token_id=None, pad_token_id=8)
+    module = PretrainingModule(pretrained_model_name_or_path=path)
     for name in ("pad_token_id", "cls_token_id", "sep_token_id", "mask_token_id"):
         assert getattr(module.config, name) == getattr(TOKENIZER, name)
-    module = PretrainingModule({"cls_token_id": 9}, pretrained_model_name_or_path=place)
+    module = PretrainingModule({"cls_token_id": 9}, pretrained_model_name_or_path=path)
     assert module.config.cls_token_id == 9, "somebody has said so"
 
 
@@ -665,17 +669,17 @@ def test_a_roberta_continues_under_another_padding(tmp_path):
     )
     model = module.model.eval()
     save_model(model, tokenizer, tmp_path / "written")
-    theirs = transformers.AutoModelForMaskedLM.from_pretrained(tmp_path / "written").eval()
+    reference = transformers.AutoModelForMaskedLM.from_pretrained(tmp_path / "written").eval()
     batch = tokenizer(
         ["\u2603 a \u2603 b c", "d"], padding=True, return_tensors="pt"
     )  # [UNK] has id 1
     mask = batch["attention_mask"].bool()
     with torch.no_grad():
-        found, expected = (
-            theirs(**batch).logits[mask],
+        result, expected = (
+            reference(**batch).logits[mask],
             model(batch["input_ids"], batch["attention_mask"]).logits[mask],
         )
-    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(result, expected, atol=1e-5, rtol=1e-4)
 
 
 def test_weights_that_do_not_fit_are_refused(tmp_path):
@@ -690,14 +694,14 @@ def test_weights_that_do_not_fit_are_refused(tmp_path):
         )
 
 
-@pytest.mark.parametrize("kind, changed, lost", [
+@pytest.mark.parametrize("family, changed, lost", [
     ({"tie_word_embeddings": False}, {"tie_word_embeddings": True}, "head.decoder"),
     ({}, {"num_hidden_layers": 1}, "encoder.blocks.1."),
     ({"attention_bias": True}, {"attention_bias": False, "attention_dropout": 0.1}, "qkv.bias"),
 ], ids=["untied", "layers", "biases"])  # fmt: skip
 @pytest.mark.parametrize("options", [{}, {"objective": "diffusion"}], ids=["mlm", "diffusion"])
-def test_settings_do_not_throw_trained_weights_away(kind, changed, lost, options, tmp_path):
-    path = published(tmp_path, num_hidden_layers=2, **kind)
+def test_settings_do_not_throw_trained_weights_away(family, changed, lost, options, tmp_path):
+    path = published(tmp_path, num_hidden_layers=2, **family)
     with pytest.raises(ValueError, match=f"would drop .*{lost}") as refused:
         PretrainingModule(changed, path, **options)
     assert next(iter(changed)) in str(refused.value)
@@ -731,15 +735,15 @@ def test_rate_and_warmup_follow_from_the_weights_and_the_length(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "ours, theirs", [("diffusion", "mlm"), ("mlm", "enhanced_mlm"), ("causal", "mlm")]
+    "result, reference", [("diffusion", "mlm"), ("mlm", "enhanced_mlm"), ("causal", "mlm")]
 )
-def test_module_and_data_of_two_objectives_are_refused(ours, theirs):
-    data = data_of(theirs)
-    with pytest.raises(ValueError, match=f"{theirs!r}.*{ours!r}"):
-        fit(module_of(ours), data)
+def test_module_and_data_of_two_objectives_are_refused(result, reference):
+    data = data_of(reference)
+    with pytest.raises(ValueError, match=f"{reference!r}.*{result!r}"):
+        fit(module_of(result), data)
     data.setup("fit")
-    with pytest.raises(ValueError, match=f"{theirs!r}.*{ours!r}"):
-        make_trainer(2, "32-true", "cpu").fit(module_of(ours), data.train_dataloader())
+    with pytest.raises(ValueError, match=f"{reference!r}.*{result!r}"):
+        make_trainer(2, "32-true", "cpu").fit(module_of(result), data.train_dataloader())
 
 
 def test_a_key_of_the_batch_that_no_model_takes_is_named():
@@ -755,12 +759,12 @@ def test_a_key_of_the_batch_that_no_model_takes_is_named():
 def test_bytes_are_counted_exactly_in_16_bits():
     bytes_V = torch.tensor([0.0, 3.0, 7.0], dtype=torch.float16)
     ids = torch.full((203, 127), 2)
-    for more, values_V in (
+    for extra, values_V in (
         ({}, bytes_V),
         ({"loss_weights": ids}, bytes_V.bfloat16()),
     ):  # more than float16 holds
         assert (
-            label_bytes({"input_ids": ids, "labels": ids, **more}, values_V).item()
+            label_bytes({"input_ids": ids, "labels": ids, **extra}, values_V).item()
             == 7 * ids.numel()
         )
 
@@ -843,11 +847,11 @@ def test_a_plain_trainer_leaves_a_directory_beside_each_checkpoint(tmp_path, sav
     assert [path.name for path in directories] == (checkpoints if saved else [])
     assert len(checkpoints) == 2
     if saved:
-        theirs = transformers.AutoModelForMaskedLM.from_pretrained(directories[-1]).eval()
+        reference = transformers.AutoModelForMaskedLM.from_pretrained(directories[-1]).eval()
         batch = TOKENIZER(TEXTS[0], return_tensors="pt")
         inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
-        ours = module.model.eval()(**inputs).logits
-        torch.testing.assert_close(theirs(**inputs).logits, ours, atol=1e-5, rtol=1e-4)
+        result = module.model.eval()(**inputs).logits
+        torch.testing.assert_close(reference(**inputs).logits, result, atol=1e-5, rtol=1e-4)
         np.testing.assert_array_equal(losses, train()[1])  # no generator was moved
 
 
@@ -865,8 +869,8 @@ class Renaming(PretrainingModule):
         return {f"my_{name}": w for name, w in state_dict.items() if name != "model.head.bias"}
 
     def state_dict_to_load(self, state_dict):
-        own = {name.removeprefix("my_"): weight for name, weight in state_dict.items()}
-        return {**self.state_dict(), **own}
+        renamed = {name.removeprefix("my_"): weight for name, weight in state_dict.items()}
+        return {**self.state_dict(), **renamed}
 
 
 def test_every_saved_checkpoint_brings_a_model_directory(tmp_path):
@@ -886,9 +890,9 @@ def test_every_saved_checkpoint_brings_a_model_directory(tmp_path):
     assert directories == {"x", "no_ending-model", "loss=2.31-model", "mine"}
     assert [path.name for path in mine.iterdir()] == ["config.json"]
     inputs = {"input_ids": TOKENIZER(TEXTS[0], return_tensors="pt")["input_ids"]}
-    ours = module.eval()(**inputs).logits
-    theirs = transformers.AutoModelForMaskedLM.from_pretrained(tmp_path / "x").eval()
-    torch.testing.assert_close(theirs(**inputs).logits, ours, atol=1e-5, rtol=1e-4)
+    result = module.eval()(**inputs).logits
+    reference = transformers.AutoModelForMaskedLM.from_pretrained(tmp_path / "x").eval()
+    torch.testing.assert_close(reference(**inputs).logits, result, atol=1e-5, rtol=1e-4)
     saved = torch.load(tmp_path / "x.ckpt", weights_only=True)["state_dict"]
     assert all(name.startswith("my_model.") for name in saved) and len(saved) > 5
     loaded = Renaming.load_from_checkpoint(tmp_path / "x.ckpt").state_dict()

@@ -22,9 +22,9 @@ BATCH = {"input_ids": IDS, "attention_mask": torch.ones_like(IDS), "labels": IDS
 @pytest.fixture(autouse=True)
 def tables_as_they_were():
     tables = OBJECTIVES, layers.NORMS, layers.MLPS, layers.ACTIVATIONS, shapes.CHOICES
-    kept = [dict(table) for table in tables]
+    saved = [dict(table) for table in tables]
     yield
-    for table, rows in zip(tables, kept):
+    for table, rows in zip(tables, saved):
         table.clear()
         table.update(rows)
 
@@ -55,8 +55,8 @@ def test_an_objective_is_one_row_of_one_table():
     plain = bertlab.PretrainingModule(SIZES, compile_model=False)
     plain.configure_model()
     plain.model.load_state_dict(module.model.state_dict())
-    halves, whole = (m.eval().label_loss(BATCH).loss_sum.item() for m in (module, plain))
-    assert halves == pytest.approx(whole / 2)
+    halves, full = (m.eval().label_loss(BATCH).loss_sum.item() for m in (module, plain))
+    assert halves == pytest.approx(full / 2)
 
 
 def test_an_own_objective_is_known_by_its_class():
@@ -65,10 +65,10 @@ def test_an_own_objective_is_known_by_its_class():
         Weighed(shapes.BertLabConfig(**SIZES)),
         bertlab.BertLabForMaskedLM(shapes.BertLabConfig(**SIZES)),
     )
-    theirs = {**BATCH, "importance": torch.ones(2)}
-    check_batch(theirs, weighed, "weighed")
+    reference = {**BATCH, "importance": torch.ones(2)}
+    check_batch(reference, weighed, "weighed")
     with pytest.raises(ValueError, match="objective='weighed'.*objective='mlm'"):
-        check_batch(theirs, plain, "mlm")
+        check_batch(reference, plain, "mlm")
     with pytest.raises(ValueError, match="no importance.*objective='weighed'"):
         check_batch(BATCH, weighed, "weighed")
     with pytest.raises(ValueError, match="objective='diffusion'"):
@@ -140,7 +140,7 @@ def test_matrices_of_an_own_layer_are_initialized(initialization, tmp_path):
         tmp_path, state_dict={key: state[key] for key in state if ".mlp." not in key}
     )
     completed = bertlab.BertLabForMaskedLM.from_pretrained(tmp_path)
-    for mlp in (one.encoder.blocks[0].mlp for one in (model, completed)):
+    for mlp in (built_model.encoder.blocks[0].mlp for built_model in (model, completed)):
         for weight in (mlp.up_proj.weight, mlp.down_proj.weight):
             assert (
                 len(weight.unique()) == weight.numel() and abs(weight.mean()) < weight.std() < 0.5
@@ -181,11 +181,11 @@ def built(**settings):
     return module.model
 
 
-@pytest.mark.parametrize("given, name", [
+@pytest.mark.parametrize("value, name", [
     (Scaled, f"{__name__}.Scaled"), (f"{__name__}.Scaled", f"{__name__}.Scaled"), (nn.Mish, "torch.nn.modules.activation.Mish"),
     ("torch.nn.PReLU", "torch.nn.PReLU"), (twice, f"{__name__}.twice")])  # fmt: skip
-def test_an_activation_is_a_function_or_a_module_class(given, name, tmp_path):
-    model = built(hidden_activation=given)
+def test_an_activation_is_a_function_or_a_module_class(value, name, tmp_path):
+    model = built(hidden_activation=value)
     assert model.config.hidden_activation == name
     parts = [block.mlp.activation for block in model.encoder.blocks] + [model.head.activation]
     if isinstance(parts[0], nn.Module):
@@ -213,8 +213,8 @@ def test_add_layer_names_modules_and_partials():
     bertlab.register_layer(
         "hidden_activation", "soft", partial(nn.functional.gelu, approximate="tanh")
     )
-    one, other = built(hidden_activation="mish"), built(hidden_activation="mish").eval()
-    assert one.head.activation.training and not other.head.activation.training
+    built_model, another = built(hidden_activation="mish"), built(hidden_activation="mish").eval()
+    assert built_model.head.activation.training and not another.head.activation.training
     built(hidden_activation="soft")
     with pytest.raises(ValueError, match="own weights.*give the class"):
         bertlab.register_layer("hidden_activation", "scaled", Scaled())
@@ -233,8 +233,8 @@ def test_a_layer_defined_anew_replaces_its_old_self(tmp_path, monkeypatch):
             module = importlib.import_module("norm_in_a_notebook")
         else:
             module = importlib.reload(module)
-        given = "norm_in_a_notebook.Norm" if version == 1 else module.Norm
-        norms.append(built(norm=given).encoder.final_norm)
+        value = "norm_in_a_notebook.Norm" if version == 1 else module.Norm
+        norms.append(built(norm=value).encoder.final_norm)
     assert [norm.version for norm in norms] == [0, 1, 2]
 
 

@@ -84,8 +84,8 @@ def test_a_family_is_trained_and_saved_as_itself(source, tmp_path):
     inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
     real = inputs["attention_mask"].bool()
     with torch.no_grad():
-        ours, theirs = (m(**inputs).logits[real] for m in (module.model.eval(), reopened))
-    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
+        result, reference = (m(**inputs).logits[real] for m in (module.model.eval(), reopened))
+    torch.testing.assert_close(result, reference, rtol=0, atol=1e-5)
 
 
 def test_loss_and_gradient_are_those_of_transformers(source):
@@ -115,10 +115,12 @@ def test_a_blank_row_changes_nothing(source):
     mask = torch.ones_like(ids)
     mask[2] = 0
     labels = ids.masked_fill(mask == 0, -100)
-    whole = predict_tokens(model, {"input_ids": ids, "attention_mask": mask, "labels": labels})
+    uninterrupted = predict_tokens(
+        model, {"input_ids": ids, "attention_mask": mask, "labels": labels}
+    )
     alone = predict_tokens(model, {"input_ids": ids[:2], "labels": labels[:2]})
-    torch.testing.assert_close(whole.loss_sum, alone.loss_sum)
-    whole.loss.backward()
+    torch.testing.assert_close(uninterrupted.loss_sum, alone.loss_sum)
+    uninterrupted.loss.backward()
     assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
 
 
@@ -212,11 +214,13 @@ def test_batches_by_length_hold_each_row_once():
 
 @pytest.mark.parametrize("num_workers, delivered", [(2, 0), (0, 7), (2, 7)])
 def test_batches_by_length_depend_on_no_worker_and_no_stop(num_workers, delivered):
-    whole = list(batches_of())
-    assert list(batches_of(num_workers=num_workers, delivered=delivered)) == whole[delivered:]
+    uninterrupted = list(batches_of())
+    assert (
+        list(batches_of(num_workers=num_workers, delivered=delivered)) == uninterrupted[delivered:]
+    )
 
 
 def test_two_processes_share_the_batches_of_one():
     parts = [list(batches_of(rank, 2, batch_size=4)) for rank in (0, 1)]
-    whole = list(batches_of(batch_size=8))
-    assert [a + b for a, b in zip(*parts, strict=True)] == whole
+    uninterrupted = list(batches_of(batch_size=8))
+    assert [a + b for a, b in zip(*parts, strict=True)] == uninterrupted

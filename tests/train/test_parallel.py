@@ -128,9 +128,9 @@ def run(size, accumulate=1, steps=2, strategy="auto", seed=0, dropout=0.0, resum
                       optimizer_kwargs={"eps": 1e-5})  # fmt: skip
     losses, batches = Losses(), Batches(size)
     rows = size * batches.world
-    more = {"val_check_steps": 1, "limit_val_batches": 2 * ROWS // rows} if validate else {}
+    extra = {"val_check_steps": 1, "limit_val_batches": 2 * ROWS // rows} if validate else {}
     trainer = make_trainer(steps, "32-true", "cpu", batches.world, [losses, *callbacks],
-                           accumulate_grad_batches=accumulate, strategy=strategy, **more)  # fmt: skip
+                           accumulate_grad_batches=accumulate, strategy=strategy, **extra)  # fmt: skip
     trainer.fit(module, batches, Batches(size) if validate else None, ckpt_path=resume and latest_checkpoint(resume),
                 weights_only=False)  # fmt: skip
     held = held_bytes(module, trainer.optimizers[0])
@@ -198,12 +198,12 @@ def worker(folder):
         ),
         "refused": run(8, strategy="fsdp", callbacks=[RefuseAll()]),
     }
-    for kind in ("ddp", "fsdp"):
-        options = {"dropout": 0.1, "strategy": kind}
-        results[f"{kind} straight"] = run(8, steps=6, **options)
-        run(8, steps=3, callbacks=checkpoint(f"{kind} half"), **options)
-        results[f"{kind} resumed"] = run(
-            8, steps=6, seed=99, resume=folder / f"{kind} half", **options
+    for strategy in ("ddp", "fsdp"):
+        options = {"dropout": 0.1, "strategy": strategy}
+        results[f"{strategy} straight"] = run(8, steps=6, **options)
+        run(8, steps=3, callbacks=checkpoint(f"{strategy} half"), **options)
+        results[f"{strategy} resumed"] = run(
+            8, steps=6, seed=99, resume=folder / f"{strategy} half", **options
         )
     results["variants"] = sharded_variants()
     try:
@@ -222,18 +222,18 @@ def folder(tmp_path_factory):
 def results(folder):
     "Of process 0, of process 1, and of one process that takes the whole batch."
     run_on_ranks(worker, folder)
-    one = run(ROWS, validate=True)
-    return *(torch.load(folder / f"{r}.pt", weights_only=False) for r in range(2)), one
+    single = run(ROWS, validate=True)
+    return *(torch.load(folder / f"{r}.pt", weights_only=False) for r in range(2)), single
 
 
-def assert_same_step(got, one):
+def assert_same_step(got, single):
     "Loss, norm, gradient after division and before clipping, and weights after the steps."
-    np.testing.assert_allclose(got["losses"], one["losses"], rtol=1e-6)
-    np.testing.assert_allclose(got["norms"], one["norms"], rtol=1e-5)
-    assert got["gradients"].keys() == one["gradients"].keys()
-    for name, gradient in one["gradients"].items():
+    np.testing.assert_allclose(got["losses"], single["losses"], rtol=1e-6)
+    np.testing.assert_allclose(got["norms"], single["norms"], rtol=1e-5)
+    assert got["gradients"].keys() == single["gradients"].keys()
+    for name, gradient in single["gradients"].items():
         torch.testing.assert_close(got["gradients"][name], gradient, atol=1e-6, rtol=0)
-    for name, weight in one["weights"].items():
+    for name, weight in single["weights"].items():
         torch.testing.assert_close(got["weights"][name], weight, atol=1e-6, rtol=0)
 
 
@@ -263,15 +263,15 @@ def test_under_fsdp2_each_process_holds_half_of_everything(results):
     assert results[0]["ddp"]["held in the step"] == whole_bytes
     assert whole_bytes["moments"] == 2 * whole_bytes["weights"] == 2 * whole_bytes["gradients"]
     shares = [results[r]["fsdp"]["held in the step"] for r in range(2)]
-    for kind, whole_size in whole_bytes.items():
-        assert shares[0][kind] + shares[1][kind] == whole_size
-        assert abs(shares[0][kind] - shares[1][kind]) < 0.02 * whole_size
+    for strategy, whole_size in whole_bytes.items():
+        assert shares[0][strategy] + shares[1][strategy] == whole_size
+        assert abs(shares[0][strategy] - shares[1][strategy]) < 0.02 * whole_size
 
 
 def test_a_validation_leaves_no_weight_whole(results):
     for r in range(2):
-        kept = results[r]["fsdp"]
-        assert kept["held"]["weights"] == kept["held in the step"]["weights"]
+        retained = results[r]["fsdp"]
+        assert retained["held"]["weights"] == retained["held in the step"]["weights"]
 
 
 def test_fsdp2_begins_with_the_weights_of_process_0(results):
@@ -286,9 +286,9 @@ def test_a_refused_step_moves_nothing_under_fsdp2(results):
         assert torch.equal(results[0]["refused"]["weights"][name], weight)
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-def test_a_resume_on_2_processes_is_bit_identical(results, kind):
-    straight, resumed = results[0][f"{kind} straight"], results[0][f"{kind} resumed"]
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_resume_on_2_processes_is_bit_identical(results, strategy):
+    straight, resumed = results[0][f"{strategy} straight"], results[0][f"{strategy} resumed"]
     np.testing.assert_array_equal(resumed["losses"], straight["losses"][3:])
     for name, weight in straight["weights"].items():
         assert torch.equal(resumed["weights"][name], weight)
@@ -340,13 +340,13 @@ def test_what_was_put_together_is_split_again(rows, accumulate, length, world_si
     assert split_batch_tokens(batch, rows * length, length, world_size) == (rows, accumulate)
 
 
-@pytest.mark.parametrize("sizes, named", [
+@pytest.mark.parametrize("sizes, fragment", [
     (("1M", None, 512, 8), "batch_tokens=1M.*999,424 and 1,003,520"), ((0, None, 128), "batch_tokens=0"),
     (("2h", None, 128), "batch_tokens='2h'"), (("64K", "7K", 128), "microbatch_tokens=7K.*500 rows"),
     ((65_536, 3 * 128, 128), "microbatch_tokens=384.*512 rows"), ((4096, 0, 128), "microbatch_tokens=0"),
 ])  # fmt: skip
-def test_sizes_that_do_not_divide_are_refused(sizes, named):
-    with pytest.raises(ValueError, match=named):
+def test_sizes_that_do_not_divide_are_refused(sizes, fragment):
+    with pytest.raises(ValueError, match=fragment):
         split_batch_tokens(*sizes)
 
 
@@ -359,8 +359,8 @@ def test_processes_are_counted_as_lightning_counts_them():
     assert num_processes({"devices": 8, "accelerator": "tpu"}) == 1
 
 
-@pytest.mark.parametrize("told", [None, True])  # Lightning says None, whatever `fit` was told
-def test_a_hostile_checkpoint_runs_no_code(tmp_path, monkeypatch, told):
+@pytest.mark.parametrize("answer", [None, True])  # Lightning says None, whatever `fit` was told
+def test_a_hostile_checkpoint_runs_no_code(tmp_path, monkeypatch, answer):
     from test_checkpoints import Trap
 
     path, sprung = tmp_path / "run.ckpt", tmp_path / "sprung"
@@ -368,11 +368,11 @@ def test_a_hostile_checkpoint_runs_no_code(tmp_path, monkeypatch, told):
     strategy = get_strategy("fsdp")
     monkeypatch.setattr(strategy, "broadcast", lambda value, src=0: value)  # there is one process
     with pytest.raises(ValueError, match="which safe loading refuses"):
-        strategy.load_checkpoint(path, weights_only=told)
+        strategy.load_checkpoint(path, weights_only=answer)
     assert not sprung.exists()
     path.write_bytes(path.read_bytes()[:-30])
     with pytest.raises(ValueError, match="is damaged or cut short"):
-        strategy.load_checkpoint(path, weights_only=told)
+        strategy.load_checkpoint(path, weights_only=answer)
 
 
 def test_a_number_of_numpy_beside_shards_is_read(tmp_path, monkeypatch):

@@ -45,8 +45,8 @@ def fit(steps, *callbacks, module=None, data=None):
 
 def generator_states():
     states = rng_state()
-    name, keys, *rest = states["numpy"]
-    return states["python"], (name, keys.tolist(), *rest), states["torch"].tolist()
+    name, keys, *remaining = states["numpy"]
+    return states["python"], (name, keys.tolist(), *remaining), states["torch"].tolist()
 
 
 class Draws(Callback):
@@ -166,17 +166,17 @@ class Never(Callback):
         raise AssertionError("training has begun")
 
 
-@pytest.mark.parametrize("make, named", [
+@pytest.mark.parametrize("make, fragment", [
     (lambda: FillMaskPreview(["no gap"], TOKENIZER), "no gap"),
     (lambda: DiffusionPreview([" ".join([ONE] * 40)], TOKENIZER), "shorten it"),
     (lambda: FillMaskPreview([ONE], TOKENIZER, 0), "every_n_steps=0"),
     (lambda: DiffusionPreview([ONE], TOKENIZER, sampler="best"), "sampler='best'"),
     (lambda: FillMaskPreview([ONE]), "tokenizer="),
 ])  # fmt: skip
-def test_mistakes_are_named_before_the_first_step(make, named):
+def test_mistakes_are_named_before_the_first_step(make, fragment):
     data = Texts()
     data.setup("fit")
-    with pytest.raises(ValueError, match=named):
+    with pytest.raises(ValueError, match=fragment):
         fit(3, make(), Never(), data=data.train_dataloader())  # a loader has no tokenizer
 
 

@@ -47,11 +47,11 @@ def make_run(text, tmp_path):
         }
         trainer = {"max_steps": steps, "accelerator": "cpu", "precision": "32-true",
                    "limit_val_batches": 1}  # fmt: skip
-        made = Run({"model": model, "data": data, "trainer": trainer, "run": run},
+        prepared_run = Run({"model": model, "data": data, "trainer": trainer, "run": run},
                    build_pretraining, resume)  # fmt: skip
-        made.trainer.callbacks[1:1] = callbacks
-        made.prepare()
-        return made
+        prepared_run.trainer.callbacks[1:1] = callbacks
+        prepared_run.prepare()
+        return prepared_run
 
     return make
 
@@ -73,9 +73,9 @@ def poison(module):
 
 
 def test_weights_that_are_not_finite_replace_no_checkpoint(make_run, tmp_path):
-    made = make_run(callbacks=[At(5, poison)], keep_last=1, skip_nonfinite=False)
+    run = make_run(callbacks=[At(5, poison)], keep_last=1, skip_nonfinite=False)
     with pytest.raises(TrainingStopped, match="step 6.*step-00000004.ckpt"):
-        made.fit()
+        run.fit()
     assert [p.name for p in (tmp_path / "run/checkpoints").iterdir()] == ["step-00000004.ckpt"]
     assert (tmp_path / "run/models/step-00000004/model.safetensors").exists()
     assert "not finite" in load_json(tmp_path / "run/metrics.json")["stopped"]
@@ -88,8 +88,8 @@ def test_weights_that_are_not_finite_replace_no_checkpoint(make_run, tmp_path):
 def test_a_run_that_a_guard_ends_is_saved_and_fails(
     make_run, tmp_path, options, model, reason, capsys
 ):
-    made = make_run(40, model=model, **options)
-    assert run_command("pretrain", made.fit) == 4
+    run = make_run(40, model=model, **options)
+    assert run_command("pretrain", run.fit) == 4
     assert reason in capsys.readouterr().err
     saved = load_json(tmp_path / "run/metrics.json")
     assert (tmp_path / f"run/checkpoints/step-{saved['steps']:08}.ckpt").exists()
@@ -112,8 +112,8 @@ def test_a_run_without_a_reader_is_saved_and_fails(make_run, tmp_path, monkeypat
         print_line("a line that nobody reads")
         monkeypatch.undo()
 
-    made = make_run(callbacks=[At(3, say)])
-    assert run_command("pretrain", made.fit) == 130
+    run = make_run(callbacks=[At(3, say)])
+    assert run_command("pretrain", run.fit) == 130
     assert (tmp_path / "run/checkpoints/step-00000003.ckpt").exists()
     with monkeypatch.context() as patched, pytest.raises(BrokenPipeError):
         patched.setattr(sys, "stdout", Gone())
@@ -121,11 +121,11 @@ def test_a_run_without_a_reader_is_saved_and_fails(make_run, tmp_path, monkeypat
 
 
 def test_a_stopped_run_names_its_best_weights(make_run, tmp_path):
-    made = make_run(
+    run = make_run(
         callbacks=[At(3, lambda _: signal.raise_signal(signal.SIGINT))], val_every_steps=2
     )
     with pytest.raises(TrainingInterrupted) as stopped:
-        made.fit()
+        run.fit()
     (line,) = stopped.value._render_traceback_()  # all that a notebook shows
     assert "step 3" in line and str(tmp_path / "run/models/best") in line
 
@@ -187,23 +187,23 @@ def test_an_optimizer_with_averages_is_refused_before_a_file(make_run, tmp_path)
 
 
 def test_a_run_that_saved_nothing_does_not_block_the_next(make_run, tmp_path, monkeypatch):
-    made = make_run(2, validate_first=True)
+    run = make_run(2, validate_first=True)
 
     def interrupted(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(made.module, "validation_step", interrupted)
+    monkeypatch.setattr(run.module, "validation_step", interrupted)
     with pytest.raises((KeyboardInterrupt, SystemExit)):
-        made.fit()
+        run.fit()
     assert make_run(2).fit()["steps"] == 2
     with pytest.raises(ValueError, match="already holds a run"):
         check_run_directory(tmp_path / "run")
 
 
 def test_checkpoints_hold_no_copy_of_the_history(make_run, tmp_path):
-    made = make_run(6, callbacks=[At(5, lambda _: signal.raise_signal(signal.SIGINT))])
+    run = make_run(6, callbacks=[At(5, lambda _: signal.raise_signal(signal.SIGINT))])
     with pytest.raises(TrainingInterrupted):
-        made.fit()
+        run.fit()
     state = torch.load(tmp_path / "run/checkpoints/step-00000005.ckpt", weights_only=False)
     assert state["callbacks"]["History"]["rows"] == 5
     with open(tmp_path / "run/history.csv", "a") as file:
@@ -211,13 +211,13 @@ def test_checkpoints_hold_no_copy_of_the_history(make_run, tmp_path):
     resumed = make_run(6, resume=True)
     resumed.fit()
     assert resumed.history.column("step").tolist() == [1, 2, 3, 4, 5, 6]
-    assert resumed.history.rows[:5] == made.history.rows
+    assert resumed.history.rows[:5] == run.history.rows
     lines = (tmp_path / "run/history.csv").read_text().splitlines()
     assert [line.split(",")[0] for line in lines] == ["step", *(f"{n}.0" for n in range(1, 7))]
 
 
 def test_metrics_are_json_without_nan(make_run, tmp_path):
-    made = make_run(2)
-    made.parts.facts = {"unigram_loss": float("nan")}
-    made.fit()
+    run = make_run(2)
+    run.parts.facts = {"unigram_loss": float("nan")}
+    run.fit()
     json.loads((tmp_path / "run/metrics.json").read_text(), parse_constant=pytest.fail)

@@ -37,7 +37,7 @@ def parts(objective="mlm"):
     return PretrainingModule(SHAPE, None, tokenizer, objective, scheduler_warmup_steps=1), data
 
 
-def run(directory, *more, steps=4, objective="mlm"):
+def run(directory, *extra, steps=4, objective="mlm"):
     module, data = parts(objective)
     seed_everything(0)
     history = History()
@@ -45,7 +45,7 @@ def run(directory, *more, steps=4, objective="mlm"):
         steps,
         "32-true",
         val_check_steps=2,
-        callbacks=[history, *more, RunReport(directory, history, "model: {a: 1}")],
+        callbacks=[history, *extra, RunReport(directory, history, "model: {a: 1}")],
     )
     trainer.fit(module, data)
     return trainer, module, data
@@ -107,9 +107,9 @@ def test_only_the_runs_own_validation_changes_its_report(tmp_path):
     trainer, module, data = run(tmp_path / "run")
     trainer.save_checkpoint(tmp_path / "last.ckpt")
     before = {path: path.read_bytes() for path in (tmp_path / "run").iterdir()}
-    _, other = parts()
-    other.set_datasets(TEXTS, TEXTS[:3])
-    trainer.validate(module, other, verbose=False)
+    _, second = parts()
+    second.set_datasets(TEXTS, TEXTS[:3])
+    trainer.validate(module, second, verbose=False)
     trainer.validate(
         module, data, ckpt_path=tmp_path / "last.ckpt", weights_only=True, verbose=False
     )
@@ -126,9 +126,9 @@ def test_a_run_on_loaders_is_validated_on_loaders(tmp_path):
     trainer = make_trainer(2, "32-true", callbacks=[history, RunReport(tmp_path, history)])
     trainer.fit(module, data.train_dataloader())
     assert "val_loss" not in json.loads((tmp_path / "metrics.json").read_text())
-    found = trainer.validate(module, data.val_dataloader(), verbose=False)[0]
+    metrics_now = trainer.validate(module, data.val_dataloader(), verbose=False)[0]
     assert json.loads((tmp_path / "metrics.json").read_text())["val_loss"] == pytest.approx(
-        found["val_loss"]
+        metrics_now["val_loss"]
     )
 
 
@@ -167,8 +167,10 @@ def test_the_callback_that_ended_a_run_is_named(tmp_path):
     trainer, _, _ = run(tmp_path, Asks(), steps=9)
     assert stop_reason(trainer) == "a callback stopped it" and trainer.global_step == 2
     trainer, _, _ = run(tmp_path, EarlyStopping("val_loss", min_delta=100.0, patience=1), steps=9)
-    said = stop_reason(trainer)  # older versions of Lightning say nothing
-    assert trainer.global_step == 4 and ("a callback" in said or "val_loss did not improve" in said)
+    reason = stop_reason(trainer)  # older versions of Lightning say nothing
+    assert trainer.global_step == 4 and (
+        "a callback" in reason or "val_loss did not improve" in reason
+    )
     monitor = TrainingMonitor()
     trainer, _, _ = run(tmp_path, monitor)
     assert stop_reason(trainer) == "its last step was reached" and monitor.reason is None
@@ -176,14 +178,14 @@ def test_the_callback_that_ended_a_run_is_named(tmp_path):
     assert stop_reason(trainer) == monitor.reason
 
 
-@pytest.mark.parametrize("metrics, whole", [
+@pytest.mark.parametrize("metrics, full", [
     ({}, False), ({"steps": 3}, False), ({"steps": 4}, False), ({"steps": 4, "validated_step": 4}, True),
     ({"steps": 4, "validated_step": 2}, False), ({"steps": 4, "validated_step": None}, False),
     ({"steps": 4, "validated_step": 4, "stopped": "stopped by a signal, and saved"}, False),
     ({"steps": 4, "validated_step": 4, "stopped": "an error: OSError"}, False),
 ])  # fmt: skip
-def test_a_run_is_finished_once_its_last_weights_are_validated(metrics, whole):
-    assert is_finished(metrics, 4, validates=True) is whole
+def test_a_run_is_finished_once_its_last_weights_are_validated(metrics, full):
+    assert is_finished(metrics, 4, validates=True) is full
     if "validated_step" in metrics and "stopped" not in metrics:
         assert is_finished(metrics, 4, validates=False)
 
@@ -191,9 +193,9 @@ def test_a_run_is_finished_once_its_last_weights_are_validated(metrics, whole):
 def test_validating_the_final_weights_updates_the_report(tmp_path):
     trainer, module, data = run(tmp_path, steps=3)  # validated after step 2, not after 3
     stale = json.loads((tmp_path / "metrics.json").read_text())
-    found = trainer.validate(module, data, verbose=False)[0]
+    metrics_now = trainer.validate(module, data, verbose=False)[0]
     fresh = json.loads((tmp_path / "metrics.json").read_text())
-    assert fresh["val_loss"] == pytest.approx(found["val_loss"]) != stale["val_loss"]
+    assert fresh["val_loss"] == pytest.approx(metrics_now["val_loss"]) != stale["val_loss"]
     assert fresh["steps"] == stale["steps"] == 3 and (
         stale["validated_step"],
         fresh["validated_step"],

@@ -88,9 +88,9 @@ def in_process(*arguments):  # the exit code
     return process.exitcode
 
 
-def write_text(folder, number=150):
+def write_text(folder, index=150):
     rng = np.random.default_rng(0)
-    lines = [" ".join(rng.choice(WORDS, rng.integers(3, 40))) for _ in range(number)]
+    lines = [" ".join(rng.choice(WORDS, rng.integers(3, 40))) for _ in range(index)]
     Path(folder, "text.txt").write_text("\n".join(lines) + "\n")
 
 
@@ -104,10 +104,12 @@ def test_a_run_killed_at_random_steps_sees_the_batches_of_an_undisturbed_one(mod
     for die_at in (first, second):
         assert in_process(tmp_path, "killed", options, die_at) == -signal.SIGKILL
     assert in_process(tmp_path, "killed", options) == 0
-    whole, killed = read_log(tmp_path / "whole.0"), read_log(tmp_path / "killed.0")
-    assert sorted(whole) == list(range(STEPS)) and all(len(h) == 1 for h in whole.values())
-    assert len(set.union(*whole.values())) == STEPS, "no batch comes twice"
-    assert killed == whole
+    uninterrupted, killed = read_log(tmp_path / "whole.0"), read_log(tmp_path / "killed.0")
+    assert sorted(uninterrupted) == list(range(STEPS)) and all(
+        len(h) == 1 for h in uninterrupted.values()
+    )
+    assert len(set.union(*uninterrupted.values())) == STEPS, "no batch comes twice"
+    assert killed == uninterrupted
 
 
 def test_two_processes_that_were_killed_see_the_batches_of_two_undisturbed_ones(tmp_path):
@@ -118,7 +120,9 @@ def test_two_processes_that_were_killed_see_the_batches_of_two_undisturbed_ones(
     assert in_process(tmp_path, "killed", {}, None, True, together) == 0
     logs = {}
     for rank in (0, 1):
-        whole, killed = (read_log(tmp_path / f"{name}.{rank}") for name in ("whole", "killed"))
-        assert killed == whole and len(whole) == STEPS
-        logs[rank] = set.union(*whole.values())
+        uninterrupted, killed = (
+            read_log(tmp_path / f"{name}.{rank}") for name in ("whole", "killed")
+        )
+        assert killed == uninterrupted and len(uninterrupted) == STEPS
+        logs[rank] = set.union(*uninterrupted.values())
     assert not logs[0] & logs[1]

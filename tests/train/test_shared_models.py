@@ -64,16 +64,16 @@ RULES = {
 }
 
 
-def make(name, kind="mlm", seed=0):
+def make(name, objective="mlm", seed=0):
     torch.manual_seed(seed)
-    return OBJECTIVES[kind](BertLabConfig(**{**FOUR, **VARIANTS[name]})).train()
+    return OBJECTIVES[objective](BertLabConfig(**{**FOUR, **VARIANTS[name]})).train()
 
 
-def batch_for(kind, *numbers):
+def batch_for(objective, *numbers):
     batch = batch_of(*numbers)
-    if kind == "enhanced_mlm":
+    if objective == "enhanced_mlm":
         batch["row_keys"] = torch.arange(len(numbers)) * 7919 + 5
-    if kind == "diffusion":
+    if objective == "diffusion":
         weights = torch.linspace(1, 3, LENGTH).expand(len(numbers), -1)
         batch["loss_weights"] = weights * (batch["labels"] != -100)
     return batch
@@ -97,10 +97,10 @@ def gradients(model):
     return reorder_rows(full, original_orders(model))
 
 
-def apart(name, way, kind="mlm", rule=LossConfig(), labels=True, recomputed=None):
+def apart(name, way, objective="mlm", rule=LossConfig(), labels=True, recomputed=None):
     "Largest differences of sums and of gradients between a whole model and one that two processes share."
     rank, size = dist.get_rank(), dist.get_world_size()
-    batch, results = batch_for(kind, 5, 9, 11), []
+    batch, results = batch_for(objective, 5, 9, 11), []
     if not labels:  # that is, none of them
         batch["labels"] = torch.full_like(batch["labels"], -100)
     if name == "no positions of labels":
@@ -108,7 +108,7 @@ def apart(name, way, kind="mlm", rule=LossConfig(), labels=True, recomputed=None
         del batch["label_positions"]
     for shared in (False, True):
         model = make(
-            name, kind, seed=rank if shared and way == "tensor" else 0
+            name, objective, seed=rank if shared and way == "tensor" else 0
         )  # process 0's weights count
         if recomputed:
             checkpoint_activations(model, recomputed)
@@ -117,8 +117,10 @@ def apart(name, way, kind="mlm", rule=LossConfig(), labels=True, recomputed=None
             apply_tp(model, init_device_mesh("cpu", (size,)))
         if shared and way == "context":
             share_rows(model, dist.group.WORLD)
-        own = deal_labels(batch, rank, size, (0, 1, 2)) if shared and way == "context" else batch
-        sums = parts_of(model, own, rule)
+        dealt_labels = (
+            deal_labels(batch, rank, size, (0, 1, 2)) if shared and way == "context" else batch
+        )
+        sums = parts_of(model, dealt_labels, rule)
         grads = gradients(model)
         if shared and way == "context":  # each has its labels' part
             for t in (sums, *grads.values()):
@@ -132,7 +134,7 @@ def apart(name, way, kind="mlm", rule=LossConfig(), labels=True, recomputed=None
 
 def scores(way):
     "Scores of a model that predicts, of all and of this process's model; and what a row of odd length gives."
-    whole, shared = (make("plain").eval() for _ in range(2))
+    full, shared = (make("plain").eval() for _ in range(2))
     if way == "tensor":
         apply_tp(shared, init_device_mesh("cpu", (2,)))
     else:
@@ -144,7 +146,7 @@ def scores(way):
     }
     odd = {k: v[:, :23] for k, v in batch.items()}
     with torch.no_grad():
-        return [(whole(**b).logits - shared(**b).logits).abs().max().item() for b in (batch, odd)]
+        return [(full(**b).logits - shared(**b).logits).abs().max().item() for b in (batch, odd)]
 
 
 class Shared(Batches):
@@ -217,18 +219,18 @@ def guarded(strategy, sharers):
 
     seed_everything(0)
     world = int(os.environ.get("WORLD_SIZE", 1))
-    batches, kept = Shared(ROWS // (world // sharers), sharers), []
+    batches, retained = Shared(ROWS // (world // sharers), sharers), []
     guard, module = NonFiniteGuard(), Poisoned(FOUR, learning_rate=3e-3, scheduler_warmup_steps=0)
 
     class Watch(Losses):
         def on_train_batch_end(self, trainer, pl_module, *args):
-            kept.append({k: v.clone() for k, v in full_state_dict(pl_module.model).items()})
+            retained.append({k: v.clone() for k, v in full_state_dict(pl_module.model).items()})
 
     trainer = make_trainer(
         3, "32-true", "cpu", world, [guard, SpikeGuard(), Watch()], strategy=strategy
     )
     trainer.fit(module, batches)
-    return {"skipped": guard.num_skipped, "weights": kept}
+    return {"skipped": guard.num_skipped, "weights": retained}
 
 
 def directory_run(folder, strategy, sharers):
@@ -254,7 +256,7 @@ def directory_run(folder, strategy, sharers):
 
 
 def refusals():
-    said = {}
+    messages = {}
     for name, strategy, module in (
         ("heads", "tensor", PretrainingModule({**FOUR, "num_attention_heads": 1})),
         ("units", "tensor", PretrainingModule({**FOUR, "intermediate_size": 49})),
@@ -272,8 +274,8 @@ def refusals():
         try:
             make_trainer(1, "32-true", "cpu", 2, strategy=strategy).fit(module, Shared(8, 2))
         except ValueError as error:
-            said[name] = str(error)
-    return said
+            messages[name] = str(error)
+    return messages
 
 
 def worker(folder):
@@ -302,7 +304,9 @@ def slow_worker(folder):
             name: apart("plain", way, rule=rule) for name, rule in RULES.items()
         }
         results[f"{way} objectives"] = {
-            kind: apart("plain", way, kind) for kind in OBJECTIVES if kind != "causal"
+            objective: apart("plain", way, objective)
+            for objective in OBJECTIVES
+            if objective != "causal"
         }
         results[f"{way} without labels"] = apart("plain", way, labels=False)
         results[f"{way} recomputed"] = {
@@ -326,7 +330,7 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def one(folder):
+def single(folder):
     "One process that does all by itself; its checkpoint is there before others start."
     return {
         "run": run(validate=True, callbacks=[TrainingCheckpoint(folder / "one")]),
@@ -335,20 +339,20 @@ def one(folder):
 
 
 @pytest.fixture(scope="module")
-def results(folder, one):
+def results(folder, single):
     return on_ranks(worker, folder, "result")
 
 
 @pytest.fixture(scope="module")
-def more(folder, one):
+def slow_results(folder, single):
     return on_ranks(slow_worker, folder, "slow")
 
 
 WAYS = pytest.mark.parametrize("way", ["tensor", "context"])
 
 
-def assert_alike(found, tolerance=2e-5):
-    assert found["sums"] < 1e-4 and found["gradients"] < tolerance and found["size"] > 10
+def assert_alike(result, tolerance=2e-5):
+    assert result["sums"] < 1e-4 and result["gradients"] < tolerance and result["size"] > 10
 
 
 @WAYS
@@ -367,60 +371,62 @@ def test_processes_that_share_layers_go_on_from_one_process_with_one_generator(r
 @pytest.mark.slow
 @WAYS
 @pytest.mark.parametrize("variant", [*VARIANTS, "no positions of labels"])
-def test_sharing_changes_no_sum_and_no_gradient_of(more, way, variant):
-    for result in more:
+def test_sharing_changes_no_sum_and_no_gradient_of(slow_results, way, variant):
+    for result in slow_results:
         assert_alike(result[f"{way} variants"][variant])
 
 
 @pytest.mark.slow
 @WAYS
 @pytest.mark.parametrize("rule", RULES)
-def test_every_term_of_the_loss_is_that_of_the_whole_vocabulary(more, way, rule):
-    for result in more:
+def test_every_term_of_the_loss_is_that_of_the_whole_vocabulary(slow_results, way, rule):
+    for result in slow_results:
         assert_alike(result[f"{way} rules"][rule])
 
 
 @pytest.mark.slow
 @WAYS
-@pytest.mark.parametrize("kind", [kind for kind in OBJECTIVES if kind != "causal"])
-def test_every_objective_can_be_shared(more, way, kind):
-    for result in more:
-        assert_alike(result[f"{way} objectives"][kind], 5e-5)
+@pytest.mark.parametrize(
+    "objective", [objective for objective in OBJECTIVES if objective != "causal"]
+)
+def test_every_objective_can_be_shared(slow_results, way, objective):
+    for result in slow_results:
+        assert_alike(result[f"{way} objectives"][objective], 5e-5)
 
 
 @pytest.mark.slow
 @WAYS
-def test_a_batch_without_any_label_is_no_exception(more, way):
-    found = more[0][f"{way} without labels"]
-    assert found["sums"] == found["gradients"] == 0
+def test_a_batch_without_any_label_is_no_exception(slow_results, way):
+    result = slow_results[0][f"{way} without labels"]
+    assert result["sums"] == result["gradients"] == 0
 
 
 @pytest.mark.slow
 @WAYS
 @pytest.mark.parametrize("mode", ["full", "selected_ops"])
-def test_a_backward_pass_that_computes_anew_meets_the_others_again(more, way, mode):
-    assert_alike(more[0][f"{way} recomputed"][mode])
+def test_a_backward_pass_that_computes_anew_meets_the_others_again(slow_results, way, mode):
+    assert_alike(slow_results[0][f"{way} recomputed"][mode])
 
 
 @pytest.mark.slow
 @WAYS
-def test_a_shared_model_predicts_all_words_for_rows_of_any_length(more, way):
-    for result in more:
+def test_a_shared_model_predicts_all_words_for_rows_of_any_length(slow_results, way):
+    for result in slow_results:
         assert max(result[f"{way} scores"]) < 1e-5
 
 
 @WAYS
-def test_two_processes_take_the_clipped_step_of_one(results, one, way):
-    assert_same_step(results[0][way], one["run"])
-    np.testing.assert_allclose(results[0][way]["val"], one["run"]["val"], rtol=1e-6)
-    assert results[0][way]["accuracy"] == pytest.approx(one["run"]["accuracy"], abs=1e-6)
-    assert min(one["run"]["norms"]) > 0.05, "the clip bites"
+def test_two_processes_take_the_clipped_step_of_one(results, single, way):
+    assert_same_step(results[0][way], single["run"])
+    np.testing.assert_allclose(results[0][way]["val"], single["run"]["val"], rtol=1e-6)
+    assert results[0][way]["accuracy"] == pytest.approx(single["run"]["accuracy"], abs=1e-6)
+    assert min(single["run"]["norms"]) > 0.05, "the clip bites"
 
 
 @pytest.mark.slow
 @WAYS
-def test_micro_batches_are_added_up(more, one, way):
-    assert_same_step(more[0][f"{way} in micro-batches"], one["run"])
+def test_micro_batches_are_added_up(slow_results, single, way):
+    assert_same_step(slow_results[0][f"{way} in micro-batches"], single["run"])
 
 
 def test_tensor_parallel_splits_attention_and_mlp(results):
@@ -432,48 +438,48 @@ def test_tensor_parallel_splits_attention_and_mlp(results):
 
 @pytest.mark.slow
 @WAYS
-def test_a_step_that_is_not_finite_in_one_process_is_skipped_in_all(more, way):
-    for result in more:
+def test_a_step_that_is_not_finite_in_one_process_is_skipped_in_all(slow_results, way):
+    for result in slow_results:
         assert result[f"{way} guarded"]["skipped"] == 1
-    first, second, third = more[0][f"{way} guarded"]["weights"]
+    first, second, third = slow_results[0][f"{way} guarded"]["weights"]
     assert all(torch.equal(first[name], second[name]) for name in first)
     assert any(not torch.equal(second[name], third[name]) for name in first)
 
 
 @WAYS
-def test_a_checkpoint_is_the_one_of_one_process(results, one, folder, way):
-    ours, theirs = (
+def test_a_checkpoint_is_the_one_of_one_process(results, single, folder, way):
+    result, reference = (
         torch.load(latest_checkpoint(folder / name), weights_only=False) for name in (way, "one")
     )
-    assert ours["state_dict"].keys() == theirs["state_dict"].keys()
-    for name, weight in theirs["state_dict"].items():
-        torch.testing.assert_close(ours["state_dict"][name], weight, atol=1e-6, rtol=0)
+    assert result["state_dict"].keys() == reference["state_dict"].keys()
+    for name, weight in reference["state_dict"].items():
+        torch.testing.assert_close(result["state_dict"][name], weight, atol=1e-6, rtol=0)
     alone = run(steps=4, seed=99, resume=folder / way)
-    np.testing.assert_allclose(alone["losses"], one["longer"]["losses"][2:], rtol=1e-5)
+    np.testing.assert_allclose(alone["losses"], single["longer"]["losses"][2:], rtol=1e-5)
 
 
 @WAYS
-def test_a_run_of_one_process_goes_on_in_two(results, one, way):
-    found, straight = results[0][f"{way} of one"], one["longer"]
-    np.testing.assert_allclose(found["losses"], straight["losses"][2:], rtol=1e-5)
+def test_a_run_of_one_process_goes_on_in_two(results, single, way):
+    result, straight = results[0][f"{way} of one"], single["longer"]
+    np.testing.assert_allclose(result["losses"], straight["losses"][2:], rtol=1e-5)
     for name, weight in straight["weights"].items():
-        torch.testing.assert_close(found["weights"][name], weight, atol=2e-6, rtol=0)
+        torch.testing.assert_close(result["weights"][name], weight, atol=2e-6, rtol=0)
 
 
 @pytest.mark.slow
 @WAYS
-def test_real_data_and_a_directory_for_transformers(more, folder, way):
+def test_real_data_and_a_directory_for_transformers(slow_results, folder, way):
     from transformers import pipeline
 
     alone = directory_run(folder / f"alone {way}", "auto", 1)
-    found = more[0][f"{way} directory"]
-    np.testing.assert_allclose(found["losses"], alone["losses"], rtol=1e-5)
-    assert found["val"] == pytest.approx(alone["val"], rel=1e-6) and found[
+    result = slow_results[0][f"{way} directory"]
+    np.testing.assert_allclose(result["losses"], alone["losses"], rtol=1e-5)
+    assert result["val"] == pytest.approx(alone["val"], rel=1e-6) and result[
         "accuracy"
     ] == pytest.approx(alone["accuracy"])
-    said = [pipeline("fill-mask", str(folder / place / "models" / "step-00000004"))("The [MASK] is a value.")
-            for place in (f"directory {way}", f"alone {way}")]  # fmt: skip
-    assert [w["token"] for w in said[0]] == [w["token"] for w in said[1]]
+    messages = [pipeline("fill-mask", str(folder / path / "models" / "step-00000004"))("The [MASK] is a value.")
+            for path in (f"directory {way}", f"alone {way}")]  # fmt: skip
+    assert [w["token"] for w in messages[0]] == [w["token"] for w in messages[1]]
 
 
 @pytest.mark.slow
@@ -481,8 +487,8 @@ def test_real_data_and_a_directory_for_transformers(more, folder, way):
     ("heads", ("tensor_parallel_size=2", "num_attention_heads=1")), ("units", ("intermediate_size=49",)),
     ("dropout", ("attention_dropout=0.1",)), ("activation", ("torch.nn.PReLU", "fsdp")), ("optimizer", ("muon", "adamw")),
     ("compile", ("compile_model",)), ("compile rows", ("compile_model",)), ("processes", ("3", "2 process"))])  # fmt: skip
-def test_what_cannot_be_shared_is_refused_in_one_sentence(more, name, words):
-    for result in more:
+def test_what_cannot_be_shared_is_refused_in_one_sentence(slow_results, name, words):
+    for result in slow_results:
         assert (
             all(word in result["refused"][name] for word in words)
             and "\n" not in result["refused"][name]
@@ -503,21 +509,21 @@ def test_heads_stay_with_the_keys_that_they_share():
 
 
 @pytest.mark.parametrize("size", [2, 3, 5])
-@pytest.mark.parametrize("kind", ["mlm", "diffusion"])
+@pytest.mark.parametrize("objective", ["mlm", "diffusion"])
 @pytest.mark.parametrize("positions", [True, False])
-def test_every_label_is_dealt_to_one_process(size, kind, positions):
-    batch = batch_for(kind, *range(12))
+def test_every_label_is_dealt_to_one_process(size, objective, positions):
+    batch = batch_for(objective, *range(12))
     if not positions:
         del batch["label_positions"]
     dealt = [deal_labels(batch, rank, size, (0, 1, 2)) for rank in range(size)]
     owned = torch.stack([d["labels"] != -100 for d in dealt])
     assert torch.equal(owned.sum(0), (batch["labels"] != -100).long())
-    for d, own in zip(dealt, owned):
-        assert torch.equal(d["labels"][own], batch["labels"][own])
+    for d, dealt_labels in zip(dealt, owned):
+        assert torch.equal(d["labels"][dealt_labels], batch["labels"][dealt_labels])
         scored = d["labels"].gather(1, d["label_positions"])
-        assert (scored != -100).sum() == own.sum(), "each is at one of the positions, once"
+        assert (scored != -100).sum() == dealt_labels.sum(), "each is at one of the positions, once"
         assert d["label_positions"].shape == (12, -(-(MOST if positions else LENGTH) // size))
-    if kind == "diffusion":
+    if objective == "diffusion":
         ordinary = (batch["attention_mask"] > 0) & ~torch.isin(
             batch["input_ids"], torch.tensor([0, 1, 2])
         )
@@ -552,22 +558,22 @@ def mesh_worker(folder):
         "tensor x context": dict(tensor_parallel_size=2, context_parallel_size=2), "replicas x shards": dict(replicas=2),
     }.items():  # fmt: skip
         sharers = FullyShardedStrategy(**options).sharers(4)
-        place = folder / name.replace(" ", "")
+        path = folder / name.replace(" ", "")
         results[name] = run(
             FullyShardedStrategy(**options),
             sharers,
             validate=True,
-            callbacks=[TrainingCheckpoint(place)],
+            callbacks=[TrainingCheckpoint(path)],
         )
         results[f"{name} resumed"] = run(
-            FullyShardedStrategy(**options), sharers, steps=4, seed=99, resume=place
+            FullyShardedStrategy(**options), sharers, steps=4, seed=99, resume=path
         )
     results["guarded"] = guarded(FullyShardedStrategy(tensor_parallel_size=2), 2)
     torch.save(results, folder / f"mesh-{os.environ['RANK']}.pt")
 
 
 @pytest.fixture(scope="module")
-def meshes(folder, one):
+def meshes(folder, single):
     return on_ranks(mesh_worker, folder, "mesh", 4)
 
 
@@ -576,15 +582,17 @@ MESHES = ["tensor x shards", "context x shards", "tensor x context", "replicas x
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", MESHES)
-def test_a_mesh_of_2_by_2_takes_the_clipped_step_of_one(meshes, one, mesh):
-    assert_same_step(meshes[0][mesh], one["run"])
-    np.testing.assert_allclose(meshes[0][mesh]["val"], one["run"]["val"], rtol=1e-6)
+def test_a_mesh_of_2_by_2_takes_the_clipped_step_of_one(meshes, single, mesh):
+    assert_same_step(meshes[0][mesh], single["run"])
+    np.testing.assert_allclose(meshes[0][mesh]["val"], single["run"]["val"], rtol=1e-6)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", MESHES)
-def test_a_mesh_writes_the_checkpoint_of_one_process_and_goes_on_from_it(meshes, one, folder, mesh):
-    straight = one["longer"]["losses"][2:]
+def test_a_mesh_writes_the_checkpoint_of_one_process_and_goes_on_from_it(
+    meshes, single, folder, mesh
+):
+    straight = single["longer"]["losses"][2:]
     np.testing.assert_allclose(meshes[0][f"{mesh} resumed"]["losses"], straight, rtol=1e-5)
     alone = run(steps=4, seed=99, resume=folder / mesh.replace(" ", ""))
     np.testing.assert_allclose(alone["losses"], straight, rtol=1e-5)

@@ -82,9 +82,9 @@ def equal(a, b):
 class Stop(TrainingCheckpoint):
     "A checkpoint that is asked to stop, as by Ctrl-C, during one step."
 
-    def __init__(self, path, at_step, number=signal.SIGINT, **options):
+    def __init__(self, path, at_step, signal_number=signal.SIGINT, **options):
         super().__init__(path, **options)
-        self.at_step, self.number = at_step, number
+        self.at_step, self.number = at_step, signal_number
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
         if trainer.global_step == self.at_step - 1 and not self.stop_requested:
@@ -92,10 +92,10 @@ class Stop(TrainingCheckpoint):
 
 
 def test_accumulating_over_micro_batches_equals_the_one_big_batch():
-    whole, _ = train(Texts(batch_size=8), 5, dropout=0.0)
+    uninterrupted, _ = train(Texts(batch_size=8), 5, dropout=0.0)
     parts, _ = train(Texts(batch_size=1), 5, dropout=0.0, accumulate_grad_batches=8)
-    for key in whole:
-        torch.testing.assert_close(parts[key], whole[key], atol=1e-5, rtol=1e-4)
+    for key in uninterrupted:
+        torch.testing.assert_close(parts[key], uninterrupted[key], atol=1e-5, rtol=1e-4)
 
 
 def test_a_run_that_broke_off_leaves_nothing_to_the_next():
@@ -122,21 +122,23 @@ def test_a_run_that_broke_off_leaves_nothing_to_the_next():
 
 
 def test_the_logged_loss_is_that_of_all_labels_of_the_window():
-    _, whole = train(Texts(batch_size=8), 3, dropout=0.0)
+    _, uninterrupted = train(Texts(batch_size=8), 3, dropout=0.0)
     _, parts = train(Texts(batch_size=2), 3, dropout=0.0, accumulate_grad_batches=4)
-    np.testing.assert_allclose(parts.column("train_loss"), whole.column("train_loss"), rtol=1e-5)
-    np.testing.assert_array_equal(parts.column("tokens"), whole.column("tokens"))
+    np.testing.assert_allclose(
+        parts.column("train_loss"), uninterrupted.column("train_loss"), rtol=1e-5
+    )
+    np.testing.assert_array_equal(parts.column("tokens"), uninterrupted.column("tokens"))
 
 
 # 43 rows, 11 batches an epoch: steps around the end of the epoch (11, 12) and the validation (6).
 @pytest.mark.parametrize(
-    "stop_at, number", zip([1, 5, 6, 7, 10, 11, 12, 14], SIGNALS * 2, strict=True)
+    "stop_at, signal_number", zip([1, 5, 6, 7, 10, 11, 12, 14], SIGNALS * 2, strict=True)
 )
-def test_a_run_stopped_at_any_step_and_resumed_is_bit_identical(tmp_path, stop_at, number):
+def test_a_run_stopped_at_any_step_and_resumed_is_bit_identical(tmp_path, stop_at, signal_number):
     data, path = Texts(), tmp_path / "last.ckpt"
     options = {"val_check_steps": 6}
     weights, record = train(data, 15, **options)
-    train(Texts(), 15, [Stop(path, stop_at, number, every_n_steps=1000)], **options)
+    train(Texts(), 15, [Stop(path, stop_at, signal_number, every_n_steps=1000)], **options)
     assert path.exists()
     resumed, again = train(Texts(), 15, [TrainingCheckpoint(path)], path, seed=77, **options)
     np.testing.assert_array_equal(again.column("train_loss"), record.column("train_loss"))
@@ -211,11 +213,11 @@ def test_a_run_ends_though_its_worker_hangs(tmp_path, monkeypatch, whole_runs):
 
 
 def test_signals_are_given_back_after_training(tmp_path):
-    before = [signal.getsignal(number) for number in SIGNALS]
+    before = [signal.getsignal(signal_number) for signal_number in SIGNALS]
     train(Texts(), 4, [TrainingCheckpoint(tmp_path / "last.ckpt")])
-    assert [signal.getsignal(number) for number in SIGNALS] == before
+    assert [signal.getsignal(signal_number) for signal_number in SIGNALS] == before
     train(Texts(), 4, [Stop(tmp_path / "stopped.ckpt", 2)])
-    assert [signal.getsignal(number) for number in SIGNALS] == before
+    assert [signal.getsignal(signal_number) for signal_number in SIGNALS] == before
 
 
 def test_a_run_under_nohup_continues_without_its_terminal(tmp_path):
@@ -311,13 +313,13 @@ def test_two_processes_give_the_loss_and_the_weights_of_one(tmp_path):
         out = tmp_path / f"{processes}.pt"
         run_on_ranks(four_steps, batch_size, processes, str(out), count=processes)
         results.append(torch.load(out, weights_only=False))
-    (one, losses, validation), (two, losses_2, validation_2) = results
+    (single, losses, validation), (two, losses_2, validation_2) = results
     np.testing.assert_allclose(losses_2, losses, rtol=1e-5)
     np.testing.assert_allclose(
         [v["val_loss"] for v in validation_2], [v["val_loss"] for v in validation], rtol=1e-5
     )
-    for key in one:
-        torch.testing.assert_close(two[key], one[key], atol=2e-5, rtol=1e-3)
+    for key in single:
+        torch.testing.assert_close(two[key], single[key], atol=2e-5, rtol=1e-3)
 
 
 def test_only_a_kernel_makes_a_notebook(monkeypatch):
@@ -326,9 +328,9 @@ def test_only_a_kernel_makes_a_notebook(monkeypatch):
     from bertlab.train.history import in_notebook
 
     code = "import ipykernel, IPython; from bertlab.train.history import in_notebook; print(in_notebook())"
-    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True,
+    displayed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True,
                            env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])})  # fmt: skip
-    assert shown.stdout.strip() == "False", "an import of ipykernel is no notebook"
+    assert displayed.stdout.strip() == "False", "an import of ipykernel is no notebook"
     shell = types.SimpleNamespace(kernel=object())
     monkeypatch.setitem(sys.modules, "IPython", types.SimpleNamespace(get_ipython=lambda: shell))
     assert in_notebook()
@@ -393,11 +395,14 @@ def test_weights_in_16_bits_leave_float_targets_alone(precision):
         if precision[0] == "b"
         else (HalfPrecisionFloatTargets(precision).convert_input)
     )  # a CPU has no float16
-    for found in (convert(batch), convert([batch])[0]):
-        assert all(torch.equal(found[name], numbers) for name in batch)
-    given = convert({"inputs_embeds": numbers, "input_ids": torch.tensor([3])})
-    assert given["inputs_embeds"].dtype == HalfPrecisionFloatTargets(precision)._desired_input_dtype
-    assert given["input_ids"].dtype == torch.int64 and convert("a text") == "a text"
+    for result in (convert(batch), convert([batch])[0]):
+        assert all(torch.equal(result[name], numbers) for name in batch)
+    converted = convert({"inputs_embeds": numbers, "input_ids": torch.tensor([3])})
+    assert (
+        converted["inputs_embeds"].dtype
+        == HalfPrecisionFloatTargets(precision)._desired_input_dtype
+    )
+    assert converted["input_ids"].dtype == torch.int64 and convert("a text") == "a text"
 
 
 def test_metrics_are_not_rounded_to_16_bits():
@@ -405,25 +410,25 @@ def test_metrics_are_not_rounded_to_16_bits():
     want = validation_metrics(sums)
     torch.set_default_dtype(torch.bfloat16)
     try:
-        found = validation_metrics(sums)
+        result = validation_metrics(sums)
     finally:
         torch.set_default_dtype(torch.float32)
-    assert {name: float(value) for name, value in found.items()} == {
+    assert {name: float(value) for name, value in result.items()} == {
         name: float(value) for name, value in want.items()
     }
-    assert float(found["val_bits_per_byte"]) == 800 / 900 / math.log(2)
-    assert float(found["val_perplexity"]) == pytest.approx(math.exp(4), rel=1e-7)
+    assert float(result["val_bits_per_byte"]) == 800 / 900 / math.log(2)
+    assert float(result["val_perplexity"]) == pytest.approx(math.exp(4), rel=1e-7)
 
 
 def test_a_strategy_that_divides_weights_computes_in_float32_where_a_gpu_has_no_bfloat16(
     monkeypatch,
 ):
     monkeypatch.setattr(
-        "bertlab.train.trainer.default_precision", lambda kind: ("16-mixed", "older than Ampere")
+        "bertlab.train.trainer.default_precision", lambda variant: ("16-mixed", "older than Ampere")
     )
     with pytest.warns(UserWarning, match="computes in float32"):
         assert make_trainer(1, accelerator="cpu", strategy="fsdp").precision == "32-true"
-    monkeypatch.setattr("bertlab.train.trainer.check_device", lambda *asked: "cuda")
+    monkeypatch.setattr("bertlab.train.trainer.check_device", lambda *requested: "cuda")
     with pytest.raises(ValueError, match="16-mixed.*precision='32-true'.*strategy='ddp'"):
         make_trainer(1, "16-mixed", strategy="tensor:2", devices=2)
 
@@ -458,10 +463,10 @@ def stalled_run(folder):
     data = Texts(batch_size=2)
     data.collator, data.prepare_data = Stuck(data.collator, 6), lambda: None
     train(data, 12, [TrainingCheckpoint(f"{folder}/stalled")], **options)
-    whole, record = train(Texts(batch_size=2), 12, **options)
+    uninterrupted, record = train(Texts(batch_size=2), 12, **options)
     series = [TrainingCheckpoint(f"{folder}/stalled")]
     resumed, again = train(Texts(batch_size=2), 12, series, f"{folder}/stalled", seed=7, **options)
-    assert equal(whole, resumed)
+    assert equal(uninterrupted, resumed)
     np.testing.assert_array_equal(again.column("train_loss"), record.column("train_loss"))
 
 

@@ -22,10 +22,10 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    place = tmp_path_factory.mktemp("web")
-    make_model(place / "my <model>")
-    export_web_page(place / "my <model>", place / "page", examples=EXAMPLES, texts=TEXTS)
-    return place
+    path = tmp_path_factory.mktemp("web")
+    make_model(path / "my <model>")
+    export_web_page(path / "my <model>", path / "page", examples=EXAMPLES, texts=TEXTS)
+    return path
 
 
 @pytest.fixture(scope="module")
@@ -47,10 +47,10 @@ def test_every_loaded_file_exists_with_the_stated_hash(folder, page):
         assert len(base64.b64decode(file["integrity"].removeprefix("sha384-"))) == 48
     loaded = sum((folder / "page" / file["url"]).stat().st_size for file in page["files"].values())
     assert page["bytes"] == RUNTIME_BYTES + loaded
-    shown = [
+    displayed = [
         path for path in (folder / "page").iterdir() if path.suffix in (".html", ".css", ".js")
     ]
-    assert {path.name for path in shown} == {
+    assert {path.name for path in displayed} == {
         "index.html",
         "page.css",
         "begin.js",
@@ -58,7 +58,7 @@ def test_every_loaded_file_exists_with_the_stated_hash(folder, page):
         "model.js",
         "draw.js",
     }
-    assert sum(path.stat().st_size for path in [*shown, folder / "page/page.json"]) < 300_000
+    assert sum(path.stat().st_size for path in [*displayed, folder / "page/page.json"]) < 300_000
     assert not (folder / "page/model.onnx").exists(), "the large file is of no use to the page"
 
 
@@ -116,9 +116,9 @@ def test_the_first_answer_is_that_of_the_file(folder, page):
 
 @pytest.mark.parametrize("name", ["..", ".", "a/b", "\0", "long " * 60])
 def test_any_title_is_a_title_and_never_a_path(folder, tmp_path, monkeypatch, name):
-    def note(place, made, *parts, **options):
-        check_output(made)
-        made.mkdir()
+    def note(path, created, *parts, **options):
+        check_output(created)
+        created.mkdir()
         raise ValueError(f"made for {options['name']}")
 
     monkeypatch.setattr(web_page, "export_model", note)
@@ -154,8 +154,8 @@ def test_only_the_known_files_of_packages_are_copied(tmp_path, monkeypatch):
     content, (package, *_) = b"answer(42)", [p for p in PACKAGES if "tokenizers" in p.name]
     path = next(iter(package.files.values()))[0]
     files = {"tokenizers": (path, sri(content))}
-    known = dataclasses.replace(package, files=files)
-    monkeypatch.setattr(web_page, "PACKAGES", [known])
+    package_files = dataclasses.replace(package, files=files)
+    monkeypatch.setattr(web_page, "PACKAGES", [package_files])
     file = tmp_path / package.name / path
     file.parent.mkdir(parents=True)
     file.write_bytes(content)

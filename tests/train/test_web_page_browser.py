@@ -30,25 +30,28 @@ KINDS = ("wordpiece", "bpe", "unigram")
 class Pages(dict):
     "The page of each kind of tokenizer with its model, made when somebody asks for it."
 
-    def __init__(self, place, packages):
-        self.place, self.packages = place, packages
+    def __init__(self, path, packages):
+        self.place, self.packages = path, packages
 
-    def __missing__(self, kind):
-        tokenizer, folder = make_model(self.place / kind, kind), self.place / f"page-{kind}"
-        export_web_page(self.place / kind, folder, self.packages, EXAMPLES, texts=TEXTS)
-        self[kind] = folder, OnnxModel(folder / "model_quantized.onnx", tokenizer)
-        return self[kind]
+    def __missing__(self, variant):
+        tokenizer, folder = (
+            make_model(self.place / variant, variant),
+            self.place / f"page-{variant}",
+        )
+        export_web_page(self.place / variant, folder, self.packages, EXAMPLES, texts=TEXTS)
+        self[variant] = folder, OnnxModel(folder / "model_quantized.onnx", tokenizer)
+        return self[variant]
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     "Pages with their packages; skipped where npm cannot install these."
-    place = tmp_path_factory.mktemp("pages")
+    path = tmp_path_factory.mktemp("pages")
     names = [f"{package.name}@{package.version}" for package in PACKAGES]
-    command = ["npm", "install", "--ignore-scripts", "--silent", "--prefix", str(place), *names]
+    command = ["npm", "install", "--ignore-scripts", "--silent", "--prefix", str(path), *names]
     if shutil.which("npm") is None or subprocess.run(command).returncode:
         pytest.skip("npm cannot install the packages of the page")
-    return Pages(place, place / "node_modules")
+    return Pages(path, path / "node_modules")
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +76,9 @@ def open_page(browser):
         page.elsewhere, page.complaints = [], []
         page.on(
             "console",
-            lambda said: page.complaints.append(said.text) if said.type == "error" else None,
+            lambda message: (
+                page.complaints.append(message.text) if message.type == "error" else None
+            ),
         )
         page.on("pageerror", lambda error: page.complaints.append(str(error)))
 
@@ -104,28 +109,28 @@ def ask(page, text):
     )
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_page_answers_as_python_does(folders, open_page, kind):
-    folder, exported = folders[kind]
+@pytest.mark.parametrize("variant", KINDS)
+def test_the_page_answers_as_python_does(folders, open_page, variant):
+    folder, exported = folders[variant]
     with served(folder) as (address, _):
         page = open_page(address)
         page.wait_for_function("() => globalThis.bertlab")  # the page has begun
         for text in SENTENCES:
-            if kind == "unigram" and "\ufb01" in text:
+            if variant == "unigram" and "\ufb01" in text:
                 continue  # the library keeps two unknown signs apart that Python's makes one of
-            wanted = page_answer(exported, text)
+            expected = page_answer(exported, text)
             got = page.evaluate("async text => { const a = await bertlab.ask(text);"
                                 " return {...a, attention: Array.from(a.attention)} }", text)  # fmt: skip
-            assert got["ids"] == wanted["ids"], text
+            assert got["ids"] == expected["ids"], text
             looks = np.array(got["attention"]).reshape(3, 4, len(got["ids"]), -1)
             np.testing.assert_allclose(looks.sum(-1), 1, atol=1e-5)
-            np.testing.assert_allclose(looks, wanted["attention"], atol=2e-2)
-            for gap, theirs in wanted["guesses"].items():
-                ours = got["guesses"][str(gap)]
-                assert ours[0][2] == theirs[0][2] and ours[0][0] == theirs[0][0], text
-                assert ours[0][1] == pytest.approx(theirs[0][1], abs=2e-2)
+            np.testing.assert_allclose(looks, expected["attention"], atol=2e-2)
+            for gap, reference in expected["guesses"].items():
+                result = got["guesses"][str(gap)]
+                assert result[0][2] == reference[0][2] and result[0][0] == reference[0][0], text
+                assert result[0][1] == pytest.approx(reference[0][1], abs=2e-2)
                 assert (
-                    got["lens"][str(gap)][-1][0][2] == ours[0][2]
+                    got["lens"][str(gap)][-1][0][2] == result[0][2]
                     and len(got["lens"][str(gap)]) == 4
                 )
         assert page.elsewhere == [] and page.complaints == []
@@ -133,11 +138,11 @@ def test_the_page_answers_as_python_does(folders, open_page, kind):
 
 def test_a_look_loads_little_and_a_question_is_answered_by_keyboard(folders, open_page):
     folder, exported = folders["wordpiece"]
-    with served(folder) as (address, asked):
+    with served(folder) as (address, requests):
         page = open_page(address)
         page.wait_for_selector("#guesses table")
         assert "came with the page" in page.inner_text("#status")
-        assert not [path for path in asked if "packages" in path or "onnx" in path], (
+        assert not [path for path in requests if "packages" in path or "onnx" in path], (
             "nobody has asked yet"
         )
         page.focus("#text")
@@ -147,13 +152,13 @@ def test_a_look_loads_little_and_a_question_is_answered_by_keyboard(folders, ope
         page.wait_for_function(
             "() => / ms/.test(document.getElementById('status').textContent)", timeout=120_000
         )
-        wanted = [
+        expected = [
             guesses[0][0] for guesses in exported.fill_mask(["a [MASK] likes the [MASK]."], 1)[0]
         ]
         assert page.locator("#guesses caption").all_inner_texts() == ["Gap 1 of 2", "Gap 2 of 2"]
         assert [
             page.locator("#guesses tbody").nth(n).locator("th").first.inner_text() for n in (0, 1)
-        ] == wanted
+        ] == expected
         # Walk over the pieces: the lens and the sentence about attention follow.
         page.focus(".piece[aria-pressed=true]")
         page.keyboard.press("Home")
@@ -203,12 +208,12 @@ def test_a_question_without_an_answer_gets_one_sentence(folders, open_page, text
     with served(folders["wordpiece"][0]) as (address, _):
         page = open_page(address)
         ask(page, text)
-        said = (
+        message = (
             page.inner_text("#mistake")
             if page.is_visible("#mistake")
             else page.inner_text("#status")
         )
-        assert word in said and "\n" not in said
+        assert word in message and "\n" not in message
 
 
 def bend(path, how):
@@ -238,11 +243,11 @@ def test_a_missing_or_damaged_file_gets_one_sentence_in_the_page(
         else:
             page.wait_for_selector("#guesses table")  # the first answer is there all the same
             ask(page, "the [MASK] sees.")
-        said = page.inner_text("#mistake")
-        assert name.split("/")[-1] in said and said.count("\n") == 0 and len(said) < 200
-        assert ("missing" in said) == (
+        message = page.inner_text("#mistake")
+        assert name.split("/")[-1] in message and message.count("\n") == 0 and len(message) < 200
+        assert ("missing" in message) == (
             how == "missing" or name == "draw.js"
-        ) or "or damaged" in said
+        ) or "or damaged" in message
 
 
 def test_a_model_that_passes_for_the_right_file_and_is_none_gets_one_sentence(
@@ -288,6 +293,6 @@ def test_no_width_scrolls_sideways_and_letters_keep_their_contrast(
             assert page.evaluate("() => document.documentElement.scrollWidth") <= width
             least, words = page.evaluate(CONTRAST, page.query_selector("body"))
             assert least >= 4.5, f"{words!r} has a contrast of {least:.2f}"
-        named = page.evaluate("""() => [...document.querySelectorAll('button, select, textarea')].filter(one =>
+        fragment = page.evaluate("""() => [...document.querySelectorAll('button, select, textarea')].filter(one =>
             !(one.innerText || '').trim() && !one.getAttribute('aria-label') && !one.labels?.length).length""")
-        assert named == 0
+        assert fragment == 0

@@ -69,10 +69,10 @@ def test_a_loader_that_never_settles_on_a_shape_is_warned_of_once():
 @pytest.fixture
 def counters(monkeypatch):
     "torch_xla's own, as its debug module names them."
-    known = {"aten::nonzero": 3, "aten::_local_scalar_dense": 7, "xla::add": 900, "MarkStep": 12}
+    counts = {"aten::nonzero": 3, "aten::_local_scalar_dense": 7, "xla::add": 900, "MarkStep": 12}
     metrics = types.ModuleType("torch_xla.debug.metrics")
     metrics.metric_data = {"CompileTime": (5, 1e9, ()), "ExecuteTime": (40, 1e9, ())}.get
-    metrics.counter_names, metrics.counter_value = lambda: list(known), known.get
+    metrics.counter_names, metrics.counter_value = lambda: list(counts), counts.get
     modules = {
         "torch_xla": types.ModuleType("torch_xla"),
         "torch_xla.debug": types.ModuleType("torch_xla.debug"),
@@ -80,7 +80,7 @@ def counters(monkeypatch):
     modules["torch_xla.debug"].metrics = metrics
     for name, module in {**modules, "torch_xla.debug.metrics": metrics}.items():
         monkeypatch.setitem(sys.modules, name, module)
-    return known, metrics
+    return counts, metrics
 
 
 def test_a_number_read_by_python_is_no_operation_that_fell_back(counters):
@@ -88,8 +88,8 @@ def test_a_number_read_by_python_is_no_operation_that_fell_back(counters):
 
 
 def test_nothing_counted_yet_is_zero(counters):
-    known, metrics = counters
-    known.clear()
+    counts, metrics = counters
+    counts.clear()
     metrics.metric_data = {}.get
     assert xla_counts() == (0, 0, 0, {})
 
@@ -105,8 +105,8 @@ def test_a_recorder_keeps_a_count_of_each_batch(counters):
 def test_bits_move_right_as_in_a_number_without_a_sign():
     bits = torch.tensor([0, 1, -1, -5, 2**63 - 1, -(2**63), -0x123456789ABCDEF0])
     for places in (0, 1, 30, 31, 63):
-        expected = [(number % 2**64) >> places for number in bits.tolist()]
-        assert [number % 2**64 for number in logical_shift_right(bits, places).tolist()] == expected
+        expected = [(word % 2**64) >> places for word in bits.tolist()]
+        assert [word % 2**64 for word in logical_shift_right(bits, places).tolist()] == expected
 
 
 def test_coins_do_not_hang_on_how_a_device_shifts_a_negative_number(monkeypatch):
@@ -153,8 +153,11 @@ def test_plugins_of_the_user_stand_beside_ours_unless_they_are_of_the_same_kind(
     writer = lambda **options: make_trainer(1, accelerator="cpu", **options).strategy.checkpoint_io
     for plugins in (None, [], LightningEnvironment(), [LightningEnvironment()]):
         assert type(writer(plugins=plugins)) is AtomicCheckpointIO
-    own: CheckpointIO = Bucket()
-    assert writer(plugins=own) is own and writer(plugins=[LightningEnvironment(), own]) is own
+    plugin: CheckpointIO = Bucket()
+    assert (
+        writer(plugins=plugin) is plugin
+        and writer(plugins=[LightningEnvironment(), plugin]) is plugin
+    )
     half = MixedPrecision("bf16-mixed", "cpu")
     trainer = make_trainer(1, accelerator="cpu", plugins=[half])
     assert trainer.precision_plugin is half
