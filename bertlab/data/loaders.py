@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from .packing import PackedDataset
 from .rows import PADDING
-from .streaming import PackedStream
+from .streaming import PackedStream, group_by_length
 
 # %% ../../nbs/data/15_loaders.ipynb #a9f1c002
 def end_with_parent() -> None:
@@ -307,11 +307,8 @@ class RowsByLength(Dataset):
             for start in range(0, len(indices), 1000):  # few at a time: memory
                 keys = [(epoch, int(index)) for index in indices[start : start + 1000]]
                 lengths += [len(row["input_ids"]) for row in self.rows.__getitems__(keys)]
-            num_full = len(indices) // self.per_batch * self.per_batch
-            order = np.argsort(lengths[:num_full], kind="stable").reshape(-1, self.per_batch)
-            order = np.random.default_rng([self.seed, epoch, pool]).permutation(order)
-            order = np.concatenate([indices[order.ravel()], indices[num_full:]])
-            self._latest = (epoch, pool), order
+            order = group_by_length(lengths, self.per_batch, [self.seed, epoch, pool])
+            self._latest = (epoch, pool), indices[order]
         return self._latest[1]
 
     def __getitem__(self, key: tuple[int, int]) -> dict:  # epoch, position in its order

@@ -576,7 +576,7 @@ def build_stream(
     config: PretrainingDataConfig,
     sources: Sequence[DataSource],
     tokenizer: Any,
-    **options: Any,  # rank, world_size and held_out of `PackedStream`
+    **options: Any,  # rank, world_size, held_out and by_length of `PackedStream`
 ) -> PackedStream:
     "Share the files of each source out to shards. Raises `ValueError` for too many shards."
     weights = config.mixture.mixture_weights
@@ -743,7 +743,7 @@ class PretrainingDataModule(L.LightningDataModule):
         if self.val_datasets is not None:
             return
         module = getattr(self.trainer, "lightning_module", None)
-        self.settle_packing(getattr(module, "padded_because", None))
+        self.settle_packing(getattr(module, "rows_padded_because", None))
         self._begin()
         train, validation = self._tokenize()
         configs, names = phase_configs(self.config), _name_sources(self.sources)
@@ -848,7 +848,9 @@ class PretrainingDataModule(L.LightningDataModule):
             raise ValueError("a stream has no length, so no epoch ends a run: give max_steps")
         process, workers = self.data_parallel_rank(), max(1, self.num_workers)
         held_out = frozenset(self.held_out)
-        stream = build_stream(config, self.sources, self.tokenizer, held_out=held_out, **process)
+        by_length = self.groups_by_length and self.shuffle
+        stream = build_stream(config, self.sources, self.tokenizer, held_out=held_out,
+                              by_length=by_length, **process)  # fmt: skip
         readers = process["world_size"] * workers
         if (part := stream.share(readers)) < readers and not process["rank"]:
             warnings.warn(

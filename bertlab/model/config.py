@@ -42,6 +42,7 @@ CHOICES = {  # settings by name, and the names that each knows
     "initialization": ("megatron", "truncated_normal", "kaiming", "xavier"),
     "classifier_pooling": ("cls", "mean"),
     "classifier_head": ("prediction", "tanh"),
+    "mlm_head": ("prediction", "linear"),
 }
 
 # %% ../../nbs/model/01_config.ipynb #029e82c3
@@ -266,6 +267,7 @@ class BertLabConfig(PretrainedConfig):
     embedding_norm: bool = True  # normalize the sum of the embeddings
     embedding_dropout: float = 0.0  # after the embeddings
     tie_word_embeddings: bool = True  # the head scores with the embedding table
+    mlm_head: str = "prediction"  # before the decoder: dense, activation, norm; linear: nothing
     head_activation: str | None = None  # None: hidden_activation
     head_bias: bool = False  # of the head's dense layer
     decoder_bias: bool = True  # a number for each token's score
@@ -374,7 +376,8 @@ class BertLabConfig(PretrainedConfig):
     @property
     def num_norms(self) -> int:  # over the width: embedding, blocks, final, head
         blocks = 2 * self.num_hidden_layers * (self.has_pre_norm + self.has_post_norm)
-        return blocks - self.skips_first_norm + self.embedding_norm + self.has_pre_norm + 1
+        others = self.embedding_norm + self.has_pre_norm + (self.mlm_head == "prediction")
+        return blocks - self.skips_first_norm + others
 
     @property
     def skips_first_norm(self) -> bool:  # the embedding was just normalized
@@ -402,7 +405,7 @@ def matmul_parameters(
     return {
         "attention": D * (2 * D + 2 * config.num_kv_heads * K + gate),
         "MLP": D * I * (3 if config.mlp == "glu" else 2),
-        "head": D * D + config.vocab_size * D,
+        "head": D * D * (config.mlm_head == "prediction") + config.vocab_size * D,
     }
 
 # %% ../../nbs/model/01_config.ipynb #ba4420f6
@@ -427,7 +430,11 @@ def count_parameters(
         "embedding": (V + positions + config.type_vocab_size) * D,
         "attention": layers * (matrices["attention"] + biases + scales),
         "MLP": layers * (matrices["MLP"] + config.mlp_bias * (inner + D)),
-        "head": D * D + config.head_bias * D + config.decoder_bias * V + decoder,
+        "head": matrices["head"]
+        - V * D
+        + decoder
+        + config.decoder_bias * V
+        + config.head_bias * D * (config.mlm_head == "prediction"),
         "norms": config.num_norms * norm,
     }
 
@@ -533,12 +540,12 @@ def roberta_base(**overrides) -> BertLabConfig:
 
 # %% ../../nbs/model/01_config.ipynb #f02009ef
 def neobert(**overrides) -> BertLabConfig:
-    "Deep and narrow: 28 layers of width 768 (Le Breton et al. 2025, sec. 3)."
+    "Deep and narrow: 28 layers of width 768 (Le Breton et al. 2025, sec. 3). A shape, no weights."
     shape = dict(
         vocab_size=30522, intermediate_size=2048, num_hidden_layers=28, embedding_norm=False,
         max_position_embeddings=4096, global_rope_theta=10000.0, hidden_activation="silu",
         global_attention_every_n_layers=1, norm="rms", tie_word_embeddings=False,
-        initialization="truncated_normal",
+        mlm_head="linear", initialization="truncated_normal",
         # Cut at two deviations, 0.88 of the width is left: that of their start, which is uniform
         # between -0.02 and 0.02.
         initializer_range=0.02 / 3**0.5 / 0.8796,

@@ -154,9 +154,10 @@ _EUROBERT = Family(
     settings=(
         *((name, name) for name in (*_SAME, "num_key_value_heads", "attention_bias",
                                     "attention_dropout", "mlp_bias")), *_IDS,
+        ("decoder_bias", "mlp_bias"),
         ("hidden_activation", "hidden_act"), ("norm_eps", "rms_norm_eps")),
     fixed={"embedding_norm": False, "norm": "rms", "global_attention_every_n_layers": 1,
-           "initialization": "truncated_normal", "classifier_head": "tanh"},
+           "initialization": "truncated_normal", "classifier_head": "tanh", "mlm_head": "linear"},
     keys={
         "embeddings.tokens": "embed_tokens",
         "blocks.{i}.pre_attention_norm": "layers.{i}.input_layernorm",
@@ -167,7 +168,8 @@ _EUROBERT = Family(
         "blocks.{i}.mlp.down_proj": "layers.{i}.mlp.down_proj",
         "final_norm": "norm",
     },
-    heads={"Model": {}, "ForTokenClassification": _TOKENS},
+    heads={"Model": {}, "ForTokenClassification": _TOKENS,
+           "ForMaskedLM": {"head.bias": "lm_head.bias", "head.decoder": "lm_head.weight"}},
     ignored=("use_cache", "pretraining_tp", "classifier_pooling", "head_dim", "rope_parameters"),
 )  # fmt: skip
 
@@ -438,8 +440,9 @@ def unused_settings(
     if head in ("Model", "ForMaskedLM"):
         unused.add("classifier_head")
     if head != "ForMaskedLM":
-        unused |= {"decoder_bias", "tie_word_embeddings"}
-    if head == "Model" or (head != "ForMaskedLM" and config.classifier_head == "tanh"):
+        unused |= {"decoder_bias", "mlm_head", "tie_word_embeddings"}
+    no_dense = {"Model": True, "ForMaskedLM": config.mlm_head == "linear"}
+    if no_dense.get(head, config.classifier_head == "tanh"):
         unused |= {"head_bias", "head_activation"}
     return unused
 

@@ -102,7 +102,7 @@ MUST_AGREE = (
     "vocab_size", "type_vocab_size", "embedding_positions", "position_offset", "embedding_norm",
     "tie_word_embeddings", "head_activation", "head_bias", "decoder_bias", "attention_positions",
     "partial_rotary_factor", "attention_bias", "qk_norm", "output_gate", "mlp", "hidden_activation",
-    "mlp_bias", "norm", "norm_position", "norm_bias", "classifier_head", "num_labels",
+    "mlp_bias", "norm", "norm_position", "norm_bias", "classifier_head", "mlm_head", "num_labels",
 )  # fmt: skip
 MAY_GROW = ("hidden_size", "intermediate_size", "num_hidden_layers")
 

@@ -33,14 +33,15 @@ from .losses import sum_losses_chunked, sum_losses, allows_dynamic_shapes
 
 # %% ../../nbs/model/06_heads.ipynb #e12f9fc7
 class MaskedLMHead(nn.Module):
-    "Vectors -> scores over the vocabulary: dense, activation, norm, then the decoder."
+    "Vectors -> scores over the vocabulary: dense, activation, norm (but for `linear`), decoder."
 
     def __init__(self, config: BertLabConfig):
         super().__init__()
-        D = config.hidden_size
-        self.dense = Projection(D, D, config.head_bias, residual=True)
-        self.activation = make_activation(config.head_activation or config.hidden_activation)
-        self.norm = make_norm(config)
+        D, self.dense = config.hidden_size, None
+        if config.mlm_head == "prediction":
+            self.dense = Projection(D, D, config.head_bias, residual=True)
+            self.activation = make_activation(config.head_activation or config.hidden_activation)
+            self.norm = make_norm(config)
         self.bias = nn.Parameter(torch.zeros(config.vocab_size)) if config.decoder_bias else None
         self.decoder = None
         if not config.tie_word_embeddings:
@@ -74,7 +75,7 @@ class MaskedLMHead(nn.Module):
     ) -> Tensor:  # (..., V)
         # Tied in the computation, not by sharing an object: that tie survives a move to any device.
         weight_VD = embedding_VD if self.decoder is None else self.decoder
-        x = self.norm(self.activation(self.dense(x)))
+        x = x if self.dense is None else self.norm(self.activation(self.dense(x)))
         return F.linear(x, weight_VD, self.bias)
 
 # %% ../../nbs/model/06_heads.ipynb #391954bd

@@ -14,16 +14,16 @@ from typing import Any
 import torch
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from ..data.tokenizers import check_same_vocabulary, load_tokenizer
-from ..model.encoder import BertLabModel
-from ..model.heads import TokenPredictionModel, predict_tokens
+from ..model.heads import predict_tokens
+from ..model.huggingface import LoadedModel
 from ..data.rows import IGNORE_INDEX
 from ..model.layers import gather_positions
 from ..model.losses import LossSums
-from .initialization import load_encoder, load_matching_weights
+from .initialization import initialize_model
 from .modules import PretrainingModule, compile_model
-from .objectives import OBJECTIVES
 from .steps import gathered_labels
 
 # %% ../../nbs/train/20_distill.ipynb #d5eef29d
@@ -55,27 +55,25 @@ def state_dict_hash(model: nn.Module) -> str:  # 16 hexadecimal digits
 
 
 def load_reference(
-    source: str | os.PathLike,  # a directory, or a name on the hub
+    source: str | os.PathLike,  # any masked language model: a directory, or a name on the hub
     objective: str,
     vocab_size: int,  # of the model that learns
-) -> TokenPredictionModel:  # frozen, in evaluation mode
+) -> LoadedModel:  # frozen, in evaluation mode
     "Load a model that answers and never learns. Raises `ValueError` where it cannot answer."
     with isolate_rng():  # building it draws weights, and must not move the run's
-        loaded = load_encoder(source)
-        if isinstance(loaded, BertLabModel):
-            raise ValueError(f"reference {source} has no language-modeling head; name one that has")
-        model = OBJECTIVES[objective](loaded.config)
-    if loaded.config.vocab_size != vocab_size:
+        loaded = initialize_model(source, objective, {})
+    if loaded.model.config.vocab_size != vocab_size:
         raise ValueError(
-            f"reference {source} scores {loaded.config.vocab_size} tokens, the model "
+            f"reference {source} scores {loaded.model.config.vocab_size} tokens, the model "
             f"{vocab_size}: both need one tokenizer and one vocab_size"
         )
-    if missing_keys := load_matching_weights(model, loaded):
+    if loaded.new_weights:
         raise ValueError(
             f"reference {source} was not trained for objective={objective!r}: it "
-            f"lacks {', '.join(missing_keys[:3])}"
+            f"lacks {', '.join(loaded.new_weights[:3])}"
         )
-    return model.eval().requires_grad_(False)
+    loaded.model.eval().requires_grad_(False)
+    return loaded
 
 # %% ../../nbs/train/20_distill.ipynb #8a005cb2
 def check_same_words(
@@ -102,12 +100,18 @@ class DistillationModule(PretrainingModule):
         super().__init__(*args, **options)
         self.reference_hash: str | None = None  # None: there is no reference
         self.divergence: Tensor | None = None  # of the last batch, nats, a sum over its labels
-        self._reference: list[TokenPredictionModel] = []  # a list: not saved, trained or wrapped
+        self._reference: list[PreTrainedModel] = []  # a list: not saved, trained or wrapped
+        self._reference_padded_because: str | None = None  # None: it takes packed rows
         source = self.options.reference_model_name_or_path
         if self.options.kl_weight:  # else the reference is not read
-            reference = load_reference(source, self.options.objective, self.config.vocab_size)
+            loaded = load_reference(source, self.options.objective, self.config.vocab_size)
             check_same_words(source, self.tokenizer)
-            self._reference, self.reference_hash = [reference], state_dict_hash(reference)
+            self._reference, self.reference_hash = [loaded.model], state_dict_hash(loaded.model)
+            self._reference_padded_because = loaded.padded_because
+
+    @property
+    def rows_padded_because(self) -> str | None:  # of the model, or of its reference
+        return self.padded_because or self._reference_padded_because
 
     def label_loss(self, batch: dict[str, Tensor]) -> LossSums:
         "Cross-entropy alone, so that it compares with other runs; `divergence` is set as well."
@@ -128,7 +132,7 @@ class DistillationModule(PretrainingModule):
             weights = gather_positions(weights, positions)
         unlabelled = {k: v for k, v in inputs.items() if k not in ("labels", "loss_weights")}
         with torch.no_grad():
-            reference_logits = self._reference[0](**unlabelled).logits
+            reference_logits = predict_tokens(self._reference[0], unlabelled).logits
         labels, temperature = gathered_labels(inputs), self.options.temperature
         return kl_divergence(logits, reference_logits, labels, temperature, weights)
 

@@ -462,6 +462,11 @@ class PretrainingModule(TrainingModule):
             if token_id is not None and name not in settings and not is_fixed:
                 setattr(self.config, name, token_id)
 
+    @property
+    def rows_padded_because(self) -> str | None:  # None: the model takes packed rows
+        "Why the rows must be padded."
+        return self.padded_because
+
     def describe_missing_keys(self) -> str:
         "Describe in a line which weights of a continued model are new; empty if none is."
         return describe_missing_keys(self.options.pretrained_model_name_or_path, self.missing_keys)
@@ -537,8 +542,8 @@ class PretrainingModule(TrainingModule):
                 f"objective={options.objective!r}; give both the same"
             )
         check_same_vocabulary(self.tokenizer, getattr(datamodule, "tokenizer", None))
-        if self.padded_because and getattr(datamodule, "packing", False):
-            raise ValueError(f"packing=True needs bertlab's encoder: {self.padded_because}")
+        if self.rows_padded_because and getattr(datamodule, "packing", False):
+            raise ValueError(f"packing=True needs bertlab's encoder: {self.rows_padded_because}")
         if stage != "fit":
             return
         is_random = options.pretrained_model_name_or_path is None and not self.trainer.ckpt_path
@@ -572,7 +577,7 @@ class PretrainingModule(TrainingModule):
         setting = options.compile_model
         if setting is None and trainer and data_parallel_size(trainer) < trainer.world_size:
             setting = False  # layers or rows are split
-        if setting is None and self.padded_because is not None:
+        if setting is None and self.rows_padded_because is not None:
             setting = False  # each length of a batch would be compiled
         compile_options = resolve_compile(setting, device, options.optimizer_class)
         if compile_options is not None:

@@ -698,7 +698,7 @@ def build_pretraining(
         )
         data.tokenizer = tokenizer
         module = _build_module(resolved, tokenizer)
-        data.settle_packing(module.padded_because)
+        data.settle_packing(module.rows_padded_because)
         if model[MODEL] is not None:
             check_model(module, trainer["max_steps"], run.ema_decay)
         positions = getattr(module.config, "max_position_embeddings", None)
@@ -761,7 +761,7 @@ def _describe_pretraining(
     size = f"{module.num_params():,} parameters, vocabulary {num_token_ids(data.tokenizer):,}"
     lines = [
         data.describe(num_rows=1),
-        f"rows    {describe_rows(module.padded_because)}",
+        f"rows    {describe_rows(module.rows_padded_because)}",
         f"model   {size}" + f" ({shape}; --run.shape chooses another)" * bool(shape),
         f"recipe  {describe_recipe(module.options, trainer['max_steps'] > 0)}"
         + " (--run.recipe reference: AdamW at a constant rate)" * is_chosen,

@@ -1,5 +1,6 @@
 "Every family: the same outputs in both directions, and a reason for what cannot be converted."
 
+import copy
 import json
 
 import pytest
@@ -9,10 +10,13 @@ import transformers
 from bertlab.model.families import FAMILIES
 from bertlab.model.huggingface import check_source, from_huggingface, load_model, save_model
 from bertlab.model.huggingface import stored_head, to_huggingface
+from bertlab.model.loading import load_state_dict
 from bertlab.model.task_heads import BertLabForTokenClassification
 
 B, L, V = 3, 16, 50
 SIZES = dict(vocab_size=V, num_hidden_layers=2, num_attention_heads=2, hidden_size=16)
+OUTPUTS = ("last_hidden_state", "pooler_output", "logits", "start_logits", "end_logits")
+PADDED_TABLES = ("tokens.weight", "positions.weight")  # transformers freezes the padding's row
 PAIRS = [(name, head) for name, family in FAMILIES.items() for head in family.heads]
 
 
@@ -50,11 +54,40 @@ def test_outputs_are_equal_in_both_directions(name, head):
     assert type(back) is type(original) and result.config.family == name
     with torch.no_grad():
         want, got, again = (model(ids, attention_mask=mask) for model in (original, result, back))
-    for key in ("last_hidden_state", "logits", "start_logits", "end_logits"):
+    for key in OUTPUTS:
         if key in want:
             real = mask.bool() if want[key].shape[:2] == mask.shape else slice(None)
             torch.testing.assert_close(got[key][real], want[key][real], rtol=0, atol=1e-5)
             torch.testing.assert_close(again[key][real], want[key][real], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("name, head", PAIRS)
+def test_gradients_in_training_equal_those_of_transformers(name, head):
+    original = theirs(name, head)
+    for part in [original.config, *original.modules()]:  # no dropout, under any of its names
+        for setting, value in vars(part).items():
+            if "drop" in setting and isinstance(value, float) or setting == "p":
+                setattr(part, setting, 0.0)
+    ours = from_huggingface(original).train()
+    ids, mask = rows(original.config.pad_token_id)
+    factors = torch.randn(B, L, max(V, 16), generator=torch.Generator().manual_seed(2))
+    for model in (original.train(), ours):
+        out = model(ids, attention_mask=mask)
+        values = [out[key] for key in OUTPUTS if out.get(key) is not None]
+        real = [value[mask.bool()] if value.shape[:2] == mask.shape else value for value in values]
+        sum((v * factors.flatten()[: v.numel()].view(v.shape)).sum() for v in real).backward()
+    want = copy.deepcopy(ours)
+    with torch.no_grad():
+        for weight in want.parameters():
+            weight.zero_()
+    gradients = {n: p.grad for n, p in original.named_parameters() if p.grad is not None}
+    load_state_dict(want, gradients, strict=False)  # by the names of the family
+    pad = original.config.pad_token_id
+    for (key, weight), expected in zip(ours.named_parameters(), want.parameters()):
+        gradient = torch.zeros_like(weight) if weight.grad is None else weight.grad
+        if key.endswith(PADDED_TABLES[: 1 + FAMILIES[name].counts_from_padding]):
+            gradient[pad] = expected.data[pad] = 0
+        torch.testing.assert_close(gradient, expected.data, rtol=1e-5, atol=1e-5, msg=key)
 
 
 @pytest.mark.parametrize("name", FAMILIES)

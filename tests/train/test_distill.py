@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lightning.pytorch.callbacks import Callback
@@ -148,7 +149,7 @@ def test_the_gradient_is_that_of_loss_plus_divergence(references):
     )
     module, batch = distilled(references["mlm"]), first_batch()
     module.configure_model()
-    teacher = load_reference(references["mlm"], "mlm", len(TOKENIZER))
+    teacher = load_reference(references["mlm"], "mlm", len(TOKENIZER)).model
     inputs = {k: batch[k] for k in ("input_ids", "attention_mask", "position_ids")}
     result, reference = (
         m(**inputs).logits[batch["labels"] != -100] for m in (module.model, teacher)
@@ -310,6 +311,31 @@ def test_a_reference_of_another_vocabulary_head_or_objective_is_refused(referenc
     bare.configure_model()
     bare.model.encoder.save_pretrained(tmp_path / "bare")
     refused(["head"], distilled, str(tmp_path / "bare"))
+
+
+def test_a_teacher_of_another_family_brings_padded_rows(tmp_path):
+    "The divergence equals that of each row computed by transformers alone."
+    config = transformers.MPNetConfig(vocab_size=len(TOKENIZER), hidden_size=16, num_hidden_layers=1,
+                                      num_attention_heads=2, intermediate_size=24,
+                                      max_position_embeddings=80)  # fmt: skip
+    transformers.MPNetForMaskedLM(config).save_pretrained(tmp_path / "mpnet")
+    module, data = distilled(str(tmp_path / "mpnet"), temperature=2.0), data_of()
+    teacher = transformers.MPNetForMaskedLM.from_pretrained(tmp_path / "mpnet").eval()
+    data.settle_packing(module.rows_padded_because)
+    module.configure_model()
+    data.setup()
+    batch, module = next(iter(data.train_dataloader())), module.eval()
+    inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
+    labelled, module.trainer = batch["labels"] != -100, None
+    with torch.no_grad():
+        module.label_loss(batch)
+        ours, theirs = (m(**inputs).logits[labelled] / 2 for m in (module.model, teacher))
+        want = F.kl_div(ours.log_softmax(-1), theirs.softmax(-1), reduction="sum") * 4
+    torch.testing.assert_close(module.divergence, want)
+    assert batch["attention_mask"].max() == 1 and "mpnet" in module.rows_padded_because
+    logged = gradient(distilled(str(tmp_path / "mpnet")), data_of())[1]
+    assert logged["train_kl"].isfinite()
+    refused(["enhanced_mlm", "mpnet"], distilled, str(tmp_path / "mpnet"), "enhanced_mlm")
 
 
 def test_a_reference_whose_ids_mean_other_words_is_refused(references):

@@ -224,3 +224,36 @@ def test_two_processes_share_the_batches_of_one():
     parts = [list(batches_of(rank, 2, batch_size=4)) for rank in (0, 1)]
     uninterrupted = list(batches_of(batch_size=8))
     assert [a + b for a, b in zip(*parts, strict=True)] == uninterrupted
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_stream_is_grouped_by_length_and_resumed(workers, tmp_path):
+    texts = [" ".join(WORDS[:1] * (1 + 7 * i % 30)) for i in range(96)]
+    for n, name in enumerate("ab"):
+        (tmp_path / f"{name}.txt").write_text("\n".join(texts[n::2]))
+
+    def loader():
+        data = PretrainingDataModule(
+            [str(tmp_path / "a.txt"), str(tmp_path / "b.txt")], TOKENIZER, max_sequence_length=32,
+            train_batch_size=8, streaming=True, num_workers=workers, num_shards=2, sample_by="line",
+            data_kwargs={"buffer_size": 2400}, val_dataset_name_or_path=str(tmp_path / "a.txt"),
+        )  # fmt: skip
+        data.settle_packing("it is of another family")
+        data.setup()
+        return data.train_dataloader()
+
+    first, lengths, sizes = loader(), [], []
+    batches, states = iter(first), []
+    for _ in range(12):  # a pass
+        batch = next(batches)
+        states.append(first.state_dict())
+        lengths += batch["attention_mask"].sum(1).tolist()
+        sizes.append(batch["input_ids"].numel())
+    want = sorted(len(TOKENIZER(text).input_ids) for text in texts)
+    assert sorted(lengths) == want  # each row once
+    assert sum(want) / sum(sizes) > 0.7 > sum(want) / (32 * 96)  # real tokens, of those computed
+    again = loader()
+    again.load_state_dict(states[4])
+    resumed = iter(again)
+    for step in range(5, 12):
+        assert next(resumed)["attention_mask"].sum(1).tolist() == lengths[8 * step : 8 * step + 8]
