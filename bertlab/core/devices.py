@@ -6,8 +6,8 @@
 __all__ = ['AMPERE', 'PEAK_TFLOPS', 'ACCELERATORS', 'PRECISIONS', 'cpu_multiplies_bfloat16', 'default_precision', 'matmul_dtype',
            'Peaks', 'peak_flops', 'benchmark_matmul', 'benchmark_bandwidth', 'Device', 'installed_version',
            'count_tpus', 'num_devices', 'check_loaded_packages', 'find_devices', 'describe_device', 'find_accelerator',
-           'precision_error', 'canonical_precision', 'check_device', 'prepare_session', 'retain_freed_memory',
-           'peak_memory_bytes', 'resident_memory_bytes', 'device_memory_peaks']
+           'canonical_precision', 'check_device', 'prepare_session', 'retain_freed_memory', 'peak_memory_bytes',
+           'resident_memory_bytes', 'device_memory_peaks']
 
 # %% ../../nbs/core/05_devices.ipynb #5f341d85
 import ctypes
@@ -385,7 +385,7 @@ PRECISIONS = ("auto", "32-true", "bf16-mixed", "bf16-true", "16-mixed", "16-true
 _SHORT = {"32": "32-true", "bf16": "bf16-mixed", "16": "16-mixed", "64": "64-true"}
 
 
-def precision_error(
+def _precision_error(
     device_type: str,  # "cpu", "cuda", "mps" or "tpu"
     precision: str,  # one of PRECISIONS
     capability: tuple[int, int] = AMPERE,  # of the GPU
@@ -426,7 +426,7 @@ def check_device(
     name = canonical_precision(precision)
     check_choice("precision", name, PRECISIONS)
     capability = _gpu_capability() if device_type == "cuda" else AMPERE
-    if why := precision_error(device_type, name, capability):
+    if why := _precision_error(device_type, name, capability):
         raise ValueError(
             f"precision={precision!r}: {why}; set precision="
             f"{default_precision(device_type)[0]!r} or 'auto'"

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['NOISE_SCHEDULES', 'SILVER', 'NoiseSchedule', 'mask_probability', 'elbo_weight', 'DiffusionConfig', 'sample_times',
-           'select_masked', 'find_ends', 'token_weights', 'count_ends', 'encode_pairs', 'noise_batch']
+           'select_masked', 'token_weights', 'count_ends', 'encode_pairs', 'noise_batch']
 
 # %% ../../nbs/data/08_diffusion.ipynb #2a94b620
 import math
@@ -79,7 +79,7 @@ class DiffusionConfig:
     max_predictions: int | None = None  # labels per row at most, M; None: one for each hidden
     seed: int = 0  # of the draws, with epoch and row
     schedule: str = "linear"  # a key of NOISE_SCHEDULES: how the hidden share grows with the time
-    end_token_id: int | None = None  # of `find_ends`; None: ends are not looked for
+    end_token_id: int | None = None  # of `_find_ends`; None: ends are not looked for
 
     def __post_init__(self):
         look_up(self.schedule, NOISE_SCHEDULES, "schedule")
@@ -134,7 +134,7 @@ def select_masked(
     return (hidden_BL | asked_BL) & within_BL
 
 # %% ../../nbs/data/08_diffusion.ipynb #9e4ac7b1
-def find_ends(
+def _find_ends(
     ids_BL: np.ndarray,
     documents_BL: np.ndarray,  # document numbers, 0 for padding
     end_token_id: int,  # [SEP]: ends a text, and closes every document
@@ -150,7 +150,7 @@ def find_ends(
 def token_weights(
     tokenized: Mapping[str, Any],  # input_ids, attention_mask (B, L); perhaps special_tokens_mask
     vocabulary: Vocabulary,
-    end_token_id: int | None,  # of `find_ends`; None: there are no ends
+    end_token_id: int | None,  # of `_find_ends`; None: there are no ends
 ) -> np.ndarray:  # (B, L) float32: 1 for a word that may be hidden, 1 / k for each of k ends, 0
     "Say what each token counts for. A document's ends count together for one word."
     shares_BL = maskable_tokens(tokenized, vocabulary).astype(np.float32)
@@ -159,7 +159,7 @@ def token_weights(
     ids_BL, documents_BL = (
         np.asarray(tokenized[name], dtype=np.int64) for name in ("input_ids", "attention_mask")
     )
-    rows, columns = np.nonzero(find_ends(ids_BL, documents_BL, end_token_id))
+    rows, columns = np.nonzero(_find_ends(ids_BL, documents_BL, end_token_id))
     if len(rows):
         numbers = rows * (int(documents_BL.max()) + 1) + documents_BL[rows, columns]
         shares_BL[rows, columns] = 1 / np.bincount(numbers)[numbers]

@@ -5,9 +5,8 @@
 # %% auto #0
 __all__ = ['CHOOSE', 'ACT', 'REPLACE', 'ROUND', 'YIELD', 'SPAN', 'TIME', 'GOLDEN', 'WORD_MARKS', 'BEGINNINGS', 'maskable_tokens',
            'splitmix64', 'row_rng_keys', 'counter_uniform', 'MaskingConfig', 'continuation_mask', 'continues_span',
-           'word_starts', 'rank_in_documents', 'rank_words', 'count_members', 'draw_span_lengths', 'time_spans',
-           'select_positions', 'label_bound', 'label_limit', 'drop_excess_labels', 'place_labels', 'replace_tokens',
-           'mask_tokens']
+           'word_starts', 'rank_in_documents', 'draw_span_lengths', 'select_positions', 'label_bound',
+           'drop_excess_labels', 'place_labels', 'replace_tokens', 'mask_tokens']
 
 # %% ../../nbs/data/07_masking.ipynb #2616b5f3
 import hashlib
@@ -234,7 +233,7 @@ def rank_in_documents(
     return ranks.reshape(members_BL.shape)
 
 # %% ../../nbs/data/07_masking.ipynb #485cc7ce
-def rank_words(
+def _rank_words(
     draws_BL: np.ndarray,  # in [0, 1), equal within a word
     members_BL: np.ndarray,  # document numbers; 0 for what takes no part
     words_BL: np.ndarray,  # of `word_starts`
@@ -249,7 +248,7 @@ def rank_words(
     return np.take_along_axis(ranks_BL, words_BL, 1), sizes[flat_BL]
 
 # %% ../../nbs/data/07_masking.ipynb #5616a317
-def count_members(
+def _count_members(
     members_BL: np.ndarray,  # document numbers; 0 for what takes no part
 ) -> np.ndarray:  # (B, L): to each token the size of its document, tokens
     "Count the tokens of each document that take part."
@@ -270,7 +269,7 @@ def draw_span_lengths(
     return np.minimum(lengths, rule.max_span_length)  # for what rounding pushes over the edge
 
 # %% ../../nbs/data/07_masking.ipynb #78b16920
-def time_spans(
+def _time_spans(
     keys_B: np.ndarray,  # of `row_rng_keys`
     words_BL: np.ndarray,  # of `word_starts`
     ordinary_BL: np.ndarray,  # bool
@@ -306,7 +305,7 @@ def select_positions(
     "Choose the tokens to predict, by a coin each or in random order until a budget is spent."
     if rule.unit == "span":
         follows_BL = continues_span(documents_BL, ordinary_BL)
-        draws_BL = time_spans(keys_B, words_BL, ordinary_BL, follows_BL, rule)
+        draws_BL = _time_spans(keys_B, words_BL, ordinary_BL, follows_BL, rule)
     else:
         draws_BL = counter_uniform(keys_B[:, None], np.arange(ordinary_BL.shape[1]), CHOOSE)
     if rule.unit == "word":
@@ -315,14 +314,14 @@ def select_positions(
     if rule.selection == "bernoulli" and not rule.min_labels_per_document:
         return coins_BL, np.zeros_like(coins_BL)
     members_BL = np.where(ordinary_BL, documents_BL, 0)
-    before_BL, sizes_BL = rank_words(draws_BL, members_BL, words_BL, rule.unit)
+    before_BL, sizes_BL = _rank_words(draws_BL, members_BL, words_BL, rule.unit)
     promised_BL = ordinary_BL & (before_BL < rule.min_labels_per_document)
     if rule.selection == "bernoulli":
         return coins_BL | promised_BL, promised_BL
     numbers_D = np.arange(members_BL.max() + 1)
     coins_BD = counter_uniform(keys_B[:, None], numbers_D, ROUND)
     ends_BL = before_BL + np.take_along_axis(coins_BD, members_BL, 1) * sizes_BL
-    within_BL = ordinary_BL & (ends_BL < rule.mlm_probability * count_members(members_BL))
+    within_BL = ordinary_BL & (ends_BL < rule.mlm_probability * _count_members(members_BL))
     return within_BL | promised_BL, promised_BL
 
 # %% ../../nbs/data/07_masking.ipynb #a76a8c60
@@ -351,7 +350,7 @@ def label_bound(
     return min(-(-bound // 8) * 8, length)
 
 # %% ../../nbs/data/07_masking.ipynb #916037c4
-def label_limit(
+def _label_limit(
     chosen_BL: np.ndarray,  # bool
     rule: MaskingConfig,
     static: bool = True,  # False: as many as the fullest row of this batch has
@@ -444,10 +443,10 @@ def mask_tokens(
     # A longer word would never fit, or leave a row with nothing hidden most of the time. What is
     # chosen does not depend on how many labels are kept of it.
     unbounded = replace(rule, max_predictions=None)
-    longest = min(_MAX_WORD, label_limit(ordinary_BL, unbounded), max(8, ids_BL.shape[1] // 2))
+    longest = min(_MAX_WORD, _label_limit(ordinary_BL, unbounded), max(8, ids_BL.shape[1] // 2))
     words_BL = word_starts(ids_BL, documents_BL, ordinary_BL, table_V, longest)
     chosen_BL, promised_BL = select_positions(documents_BL, ordinary_BL, keys_B, rule, words_BL)
-    limit = label_limit(chosen_BL, rule, static)
+    limit = _label_limit(chosen_BL, rule, static)
     chosen_BL, dropped_B = drop_excess_labels(chosen_BL, promised_BL, keys_B, limit, words_BL)
     return {
         "input_ids": replace_tokens(ids_BL, chosen_BL, keys_B, rule, vocabulary),

@@ -4,8 +4,7 @@
 
 # %% auto #0
 __all__ = ['PARAMETERS', 'TOKENIZER_SAMPLE', 'build_packed_dataset', 'DataSource', 'split_options', 'as_list',
-           'PretrainingDataConfig', 'phase_configs', 'longest_rows', 'phase_steps', 'describe_phases', 'next_rows',
-           'add_ends', 'build_train_dataset', 'hold_out_texts', 'build_stream', 'PretrainingDataModule']
+           'PretrainingDataConfig', 'longest_rows', 'phase_steps', 'hold_out_texts', 'PretrainingDataModule']
 
 # %% ../../nbs/data/16_module.ipynb #42449f85
 import os
@@ -275,7 +274,7 @@ class PretrainingDataConfig:
         self._check_writing()
         self._set_collator()
         self._check_sources()
-        phase_configs(self)
+        _phase_configs(self)
         if len({parse_duration(begin, "phases").unit for begin in self.phases or ()}) == 1:
             phase_steps(self, 10**9)
 
@@ -374,7 +373,7 @@ def _with_changes(
     return replace(config, phases=None, **sizes, **kwargs)
 
 
-def phase_configs(
+def _phase_configs(
     config: PretrainingDataConfig,
 ) -> list[PretrainingDataConfig]:  # one for each phase
     "Options of each phase: those of the phase before, with its changes. Raises `ValueError`."
@@ -416,7 +415,7 @@ def phase_steps(
     return steps
 
 
-def describe_phases(
+def _describe_phases(
     config: PretrainingDataConfig,
     steps: Sequence[int],  # of `phase_steps`
 ) -> list[tuple[int, str, dict[str, float]]]:  # steps before it, a line, columns of the history
@@ -425,7 +424,7 @@ def describe_phases(
     if "max_sequence_length" in names:
         names["train_batch_size"] = None
     phases = []
-    for number, (step, phase) in enumerate(zip(steps, phase_configs(config)), 1):
+    for number, (step, phase) in enumerate(zip(steps, _phase_configs(config)), 1):
         parameters = signature(phase.collator_cls).parameters.values()
         options = {p.name: p.default for p in parameters} | phase.collator_kwargs
         options |= {**vars(phase.mixture), "max_sequence_length": phase.max_sequence_length,
@@ -441,7 +440,7 @@ def describe_phases(
     return phases
 
 
-def next_rows(
+def _next_rows(
     planned: PackedDataset | MixedDataset,  # of the phase that begins
     before: PackedDataset | MixedDataset,  # of the phase that ends
     position: Fraction,  # where that one ends, in its epochs
@@ -454,7 +453,7 @@ def next_rows(
     return planned, Fraction(passes.mean())
 
 # %% ../../nbs/data/16_module.ipynb #4f2ffab8
-def add_ends(
+def _add_ends(
     documents: TokenizedDocuments,
     end_token_id: int,
     max_ends: int,
@@ -519,14 +518,14 @@ def _load_sources(
         hashes = [hash_documents(validation.block(n)) for n in range(validation.num_blocks)]
         train = [exclude_documents(documents, np.concatenate(hashes)) for documents in train]
     if config.max_ends and config.prompt_column is None:
-        ended = partial(add_ends, end_token_id=tokenizer.sep_token_id, max_ends=config.max_ends,
+        ended = partial(_add_ends, end_token_id=tokenizer.sep_token_id, max_ends=config.max_ends,
                         room=config.max_sequence_length - 2, options=config.packing_options,
                         seed=config.seed)  # fmt: skip
         train, held_out = list(map(ended, train)), list(map(ended, held_out))
     return train, held_out
 
 
-def build_train_dataset(
+def _build_train_dataset(
     config: PretrainingDataConfig,
     parts: Sequence[TokenizedDocuments],  # of each source
     names: Sequence[str],  # of the sources
@@ -572,7 +571,7 @@ def hold_out_texts(sources: Sequence[DataSource]) -> dict[bytes, str]:  # by `st
     return chosen
 
 
-def build_stream(
+def _build_stream(
     config: PretrainingDataConfig,
     sources: Sequence[DataSource],
     tokenizer: Any,
@@ -711,7 +710,7 @@ class PretrainingDataModule(L.LightningDataModule):
             check_writable(self.cache_dir, "cache_dir")
         self.tokenizer = resolve_tokenizer([self.tokenizer])
         # Validation takes the last phase's, so that all losses of a run compare.
-        self.collator = self._make_collator(phase_configs(self.config)[-1])
+        self.collator = self._make_collator(_phase_configs(self.config)[-1])
 
     def _make_collator(self, config: PretrainingDataConfig) -> Collator:
         options = {"max_sequence_length": config.max_sequence_length, "seed": self.seed}
@@ -746,14 +745,14 @@ class PretrainingDataModule(L.LightningDataModule):
         self.settle_packing(getattr(module, "rows_padded_because", None))
         self._begin()
         train, validation = self._tokenize()
-        configs, names = phase_configs(self.config), _name_sources(self.sources)
+        configs, names = _phase_configs(self.config), _name_sources(self.sources)
         planned: dict[
             str, PackedDataset | MixedDataset
         ] = {}  # phases with the same rows share them
         for config in configs if train else ():
             key = f"{config.max_sequence_length} {config.mixture}"
             if key not in planned:
-                planned[key] = build_train_dataset(config, train, names, self.tokenizer)
+                planned[key] = _build_train_dataset(config, train, names, self.tokenizer)
             self.phase_rows.append(planned[key])
         self.train_dataset = self.phase_rows[0] if train else None
         pack = partial(build_packed_dataset, tokenizer=self.tokenizer, shuffle=False,
@@ -808,8 +807,8 @@ class PretrainingDataModule(L.LightningDataModule):
             )
         max_steps = getattr(trainer, "max_steps", -1)
         steps = phase_steps(self.config, None if max_steps < 0 else max_steps)
-        self.phase_notes = describe_phases(self.config, steps)
-        starts, configs = [step * window for step in steps], phase_configs(self.config)
+        self.phase_notes = _describe_phases(self.config, steps)
+        starts, configs = [step * window for step in steps], _phase_configs(self.config)
         position, rows = Fraction(0), None
         loaders: list[Any] = []
         for n, config in enumerate(configs):
@@ -826,7 +825,7 @@ class PretrainingDataModule(L.LightningDataModule):
             if n == 0:
                 rows = self.phase_rows[0]
             elif self.phase_rows[n] is not self.phase_rows[n - 1]:
-                rows, position = next_rows(self.phase_rows[n], rows, position)
+                rows, position = _next_rows(self.phase_rows[n], rows, position)
             loader = self._epoch_batches(config, rows, collator)
             loader.delivered = ceil(position * len(loader))
             loaders.append(loader)
@@ -849,7 +848,7 @@ class PretrainingDataModule(L.LightningDataModule):
         process, workers = self.data_parallel_rank(), max(1, self.num_workers)
         held_out = frozenset(self.held_out)
         by_length = self.groups_by_length and self.shuffle
-        stream = build_stream(config, self.sources, self.tokenizer, held_out=held_out,
+        stream = _build_stream(config, self.sources, self.tokenizer, held_out=held_out,
                               by_length=by_length, **process)  # fmt: skip
         readers = process["world_size"] * workers
         if (part := stream.share(readers)) < readers and not process["rank"]:

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['OVERFLOWS', 'NUM_TRADES', 'COUNTS', 'MIXED_BLOCKS', 'Windows', 'PackingOptions', 'split_into_windows',
-           'best_fit_decreasing', 'PackingPlan', 'pack_best_fit', 'build_rows', 'mark_context', 'swap_between_rows',
-           'EpochShuffle', 'PackedDataset', 'strip_padding', 'special_token_ids']
+           'best_fit_decreasing', 'PackingPlan', 'pack_best_fit', 'build_rows', 'mark_context', 'EpochShuffle',
+           'PackedDataset', 'special_token_ids']
 
 # %% ../../nbs/data/12_packing.ipynb #dc7657eb
 import hashlib
@@ -249,7 +249,7 @@ def mark_context(
     return {**rows, "special_tokens_mask": special_BL}
 
 # %% ../../nbs/data/12_packing.ipynb #b219f5d9
-def swap_between_rows(
+def _swap_between_rows(
     rows_of: np.ndarray,  # the row of each document
     lengths: np.ndarray,  # of each document
     rng: np.random.Generator,
@@ -268,7 +268,7 @@ def swap_between_rows(
     return np.where(offered, taker_of[rows_of], rows_of)
 
 # %% ../../nbs/data/12_packing.ipynb #86f8e629
-NUM_TRADES = 12  # rounds of `swap_between_rows` an epoch: hardly a pair of neighbours meets again
+NUM_TRADES = 12  # rounds of `_swap_between_rows` an epoch: hardly a pair of neighbours meets again
 
 
 class EpochShuffle:
@@ -300,7 +300,7 @@ class EpochShuffle:
                 members = by_length[plan.num_empty :]
                 rows_of, lengths = rows_of[self.places], np.sort(self.lengths)[plan.num_empty :]
                 for _ in range(NUM_TRADES):
-                    rows_of = swap_between_rows(rows_of, lengths, rng)
+                    rows_of = _swap_between_rows(rows_of, lengths, rng)
             new_rows_of = rng.permutation(len(plan))[rows_of]
             offsets = np.append(0, np.cumsum(np.bincount(new_rows_of, minlength=len(plan))))
             members = members[np.argsort(new_rows_of, kind="stable")]
@@ -486,7 +486,7 @@ class PackedDataset:
         for block_index, requests in indices.items():
             built = self._block(block_index).build([address for _, address, _ in requests], self)
             for (position, (epoch, _), index), row in zip(requests, built):
-                row = row if self.packing else strip_padding(row)
+                row = row if self.packing else _strip_padding(row)
                 rows[position] = {**row, "epoch": epoch, "index": index}
         return rows
 
@@ -526,7 +526,7 @@ class PackedDataset:
         ).format(**self.describe())
 
 
-def strip_padding(row: dict) -> dict:
+def _strip_padding(row: dict) -> dict:
     "Take padding and positions from a row of one document: a collator then pads it."
     length = np.count_nonzero(row["attention_mask"])
     return {

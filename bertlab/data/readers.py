@@ -4,9 +4,8 @@
 
 # %% auto #0
 __all__ = ['COMPRESSIONS', 'OnError', 'MALFORMED', 'Rows', 'READERS', 'SUFFIXES', 'suffix_of', 'open_binary', 'ReadOptions',
-           'ErrorHandler', 'Line', 'Position', 'guess_encodings', 'SourceFile', 'read_lines', 'read_text',
-           'resolve_column', 'read_csv', 'parse_json', 'read_json', 'read_parquet', 'read_arrow', 'html_to_text',
-           'read_html', 'is_table', 'read_rows', 'text_of']
+           'ErrorHandler', 'Line', 'Position', 'SourceFile', 'read_lines', 'read_text', 'resolve_column', 'read_csv',
+           'parse_json', 'read_json', 'read_parquet', 'read_arrow', 'read_rows', 'text_of']
 
 # %% ../../nbs/data/02_readers.ipynb #01901144
 import bz2
@@ -155,7 +154,7 @@ class Position:
     learned: dict = field(default_factory=dict)  # from the beginning of the file, by its reader
 
 # %% ../../nbs/data/02_readers.ipynb #3c96599e
-def guess_encodings(
+def _guess_encodings(
     data: bytes,  # a part of a text
 ) -> list[str]:  # names that Python knows, the likeliest first; none: not a text
     "Guess in which encodings a text that is not UTF-8 may be."
@@ -249,7 +248,7 @@ class SourceFile:
         message = f"{self.path} line {line} is not {self.options.encoding} ({reason})"
         num_controls = len(re.findall(rb"[\x00-\x08\x0e-\x1a\x1c-\x1f]", data))
         sample = data + self.file.peek(1 << 16)
-        names = guess_encodings(sample)
+        names = _guess_encodings(sample)
         if names and (50 * num_controls <= len(data) or names[0].startswith("utf")):
             is_sure = names[0].startswith("utf") or len(re.findall(b"[\x80-\xff]", sample)) > 20
             few = "" if is_sure else " (few letters tell; compare them)"
@@ -721,7 +720,7 @@ class _PageText(HTMLParser):
             self.parts.append(data if self.depths["pre"] else re.sub(r"\s+", " ", data))
 
 
-def html_to_text(
+def _html_to_text(
     page: str,  # HTML
 ) -> str:  # paragraphs with blank lines between them
     "Return the text of a web page; headings begin with #, as in Markdown."
@@ -733,9 +732,9 @@ def html_to_text(
     return "\n\n".join(text for text in texts if text.strip("#- "))
 
 
-def read_html(file: SourceFile, options: ReadOptions) -> Rows:
+def _read_html(file: SourceFile, options: ReadOptions) -> Rows:
     "Read a web page: a document per paragraph, unless `sample_by` says otherwise."
-    text, position = html_to_text("\n".join(line.text for line in file.lines())), file.position
+    text, position = _html_to_text("\n".join(line.text for line in file.lines())), file.position
     cuts = {"document": [text], "line": [*filter(str.strip, text.split("\n"))]}
     documents = cuts.get(options.sample_by, text.split("\n\n"))
     for position.row, document in enumerate(documents[position.row :], position.row + 1):
@@ -743,13 +742,13 @@ def read_html(file: SourceFile, options: ReadOptions) -> Rows:
 
 # %% ../../nbs/data/02_readers.ipynb #7c0a8318
 READERS = {"text": read_text, "csv": read_csv, "json": read_json, "parquet": read_parquet,
-           "arrow": read_arrow, "html": read_html}  # fmt: skip
+           "arrow": read_arrow, "html": _read_html}  # fmt: skip
 SUFFIXES = {".txt": "text", ".text": "text", ".md": "text", ".rst": "text", ".csv": "csv",
             ".tsv": "csv", ".json": "json", ".jsonl": "json", ".ndjson": "json",
             ".parquet": "parquet", ".arrow": "arrow", ".html": "html", ".htm": "html"}  # fmt: skip
 
 
-def is_table(path: Path, file_format: str | None = None) -> bool:
+def _is_table(path: Path, file_format: str | None = None) -> bool:
     "Return whether a file has columns."
     return (file_format or SUFFIXES.get(suffix_of(path), "text")) not in ("text", "html")
 

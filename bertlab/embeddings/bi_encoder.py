@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['ST_DEFAULTS', 'DOCUMENT_PROMPTS', 'length_batches', 'normalize_rows', 'max_text_length', 'tokenize_texts',
-           'BiEncoder', 'st_config_files', 'read_st_config', 'find_similarity', 'similarity']
+           'BiEncoder', 'read_st_config', 'find_similarity', 'similarity']
 
 # %% ../../nbs/embeddings/04_bi_encoder.ipynb #4a78893a
 import copy
@@ -241,7 +241,7 @@ class BiEncoder(nn.Module):
         tokenizer = copy.deepcopy(self.tokenizer)
         tokenizer.model_max_length = self.max_sequence_length
         directory = save_model(self.encoder, tokenizer, directory, family)
-        for name, content in st_config_files(self).items():  # modules.json last
+        for name, content in _st_config_files(self).items():  # modules.json last
             write_json(directory / name, content)
         return directory
 
@@ -255,7 +255,7 @@ _MODULES = (
 _POOLING_KEYS = {"mean": "pooling_mode_mean_tokens", "cls": "pooling_mode_cls_token"}
 
 
-def st_config_files(model: BiEncoder) -> dict[str, Any]:  # file: content
+def _st_config_files(model: BiEncoder) -> dict[str, Any]:  # file: content
     "Return the configuration files of sentence-transformers."
     pooling = {"word_embedding_dimension": model.embedding_dim, "include_prompt": True}
     pooling |= {key: name == model.pooling for name, key in _POOLING_KEYS.items()}

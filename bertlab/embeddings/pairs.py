@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['COLUMN_NAMES', 'Pair', 'PairDataset', 'find_columns', 'group_texts', 'clean_pairs', 'read_pairs', 'hold_out_pairs',
-           'TokenizedPairs', 'PairCollator', 'EmbeddingDataModule']
+           'PairCollator', 'EmbeddingDataModule']
 
 # %% ../../nbs/embeddings/05_pairs.ipynb #0f81dd4a
 import hashlib
@@ -347,7 +347,7 @@ def _pad(rows: Iterable[Sequence], width: int, blank: float) -> np.ndarray:  # (
     return np.array([[*row[:width], *[blank] * (width - len(row))] for row in [*rows, []]])
 
 
-class TokenizedPairs(Dataset):
+class _TokenizedPairs(Dataset):
     """Tokenized pairs: `rows[epoch, position]` in the order of an epoch, `rows[n]` by number.
 
     -1 is a blank text, which is in no group, and a blank pair, which fills the last batch.
@@ -407,7 +407,7 @@ class TokenizedPairs(Dataset):
 
 @dataclass(frozen=True)
 class PairCollator:
-    "Collate rows of `TokenizedPairs` into a batch for `EmbeddingModule`."
+    "Collate rows of `_TokenizedPairs` into a batch for `EmbeddingModule`."
 
     pad_token_id: int
     row_length: int  # positions in a row
@@ -490,7 +490,7 @@ class EmbeddingDataModule(L.LightningDataModule):
         self.requested_row_length, self.row_length = row_length, row_length or default_length
         self.fraction, self.shuffle_train = validation_fraction, shuffle_train
         self.pairs: dict[str, PairDataset] = {}  # train and validation
-        self.datasets: dict[str, TokenizedPairs] = {}
+        self.datasets: dict[str, _TokenizedPairs] = {}
         self.num_cut = 0  # different texts longer than max_sequence_length
         self.note = ""  # on the validation set
         self.batches: EpochBatches | None = None
@@ -536,7 +536,7 @@ class EmbeddingDataModule(L.LightningDataModule):
         for split, pairs in self.pairs.items():
             shuffle = self.shuffle_train and split == "train"
             options = self._encode, self.num_negatives, shuffle, self.seed
-            self.datasets[split] = TokenizedPairs(pairs, *options)
+            self.datasets[split] = _TokenizedPairs(pairs, *options)
         self.collator = PairCollator(self.tokenizer.pad_token_id, self.row_length, self.packing)
 
     def fit_rows(self, model: Any) -> None:  # a `BiEncoder`

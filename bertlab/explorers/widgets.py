@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['TOKEN_STYLES', 'RATE_COLOURS', 'MAX_STATIC_BYTES', 'CONTROL_LOOK', 'DASHES', 'CURVE_COLOURS', 'token_states',
-           'mask_text', 'expected_rates', 'alert', 'draw_or_alert', 'rates_html', 'masked_html', 'Explorer',
-           'check_size', 'static_frames', 'explore', 'downsample', 'svg_chart', 'flex_row', 'link_slider', 'mask_dial']
+           'mask_text', 'expected_rates', 'alert', 'draw_or_alert', 'masked_html', 'Explorer', 'check_size',
+           'static_frames', 'explore', 'downsample', 'svg_chart', 'flex_row', 'link_slider', 'mask_dial']
 
 # %% ../../nbs/explorers/01_widgets.ipynb #9b8f04b3
 import hashlib
@@ -118,7 +118,7 @@ def draw_or_alert(
 RATE_COLOURS = {"chosen": GREY, "hidden": ORANGE, "replaced": RED, "kept": BLUE}
 
 
-def rates_html(
+def _rates_html(
     counts: dict[str, tuple[int, int]],  # a key of RATE_COLOURS -> how many, of how many
     expected: dict[str, float],  # the same keys -> requested share
 ) -> str:
@@ -171,7 +171,7 @@ def masked_html(
     counts |= {fate: (fates.count(fate), chosen) for fate in ("hidden", "replaced", "kept")}
     expected = expected_rates(tokenizer, probability, draw, objective)
     sentence = f'<p dir="auto" style="line-height:2">{" ".join(words)}</p>'
-    return sentence + rates_html(counts, expected)
+    return sentence + _rates_html(counts, expected)
 
 # %% ../../nbs/explorers/01_widgets.ipynb #b2a9dce6
 class Explorer(ipywidgets.VBox):

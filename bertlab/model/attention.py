@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['ATTENTION_KERNELS', 'document_mask', 'document_position_ids', 'AttentionMaskSpec', 'alibi_bias', 'DenseMask',
-           'make_dense_mask', 'repeat_kv', 'attention_weights', 'zero_empty_rows', 'eager_attention',
-           'unmask_empty_rows', 'sdpa_attention', 'FlexMask', 'make_flex_mask', 'raise_recompile_limit',
-           'flex_attention', 'unpad_input', 'pad_input', 'VarlenMetadata', 'make_varlen_metadata', 'KernelRequest',
-           'device_capability', 'AttentionKernel', 'check_kernel', 'attend', 'choose_kernel']
+           'make_dense_mask', 'repeat_kv', 'attention_weights', 'eager_attention', 'sdpa_attention', 'FlexMask',
+           'make_flex_mask', 'raise_recompile_limit', 'flex_attention', 'unpad_input', 'pad_input', 'VarlenMetadata',
+           'make_varlen_metadata', 'KernelRequest', 'device_capability', 'AttentionKernel', 'check_kernel', 'attend',
+           'choose_kernel']
 
 # %% ../../nbs/model/03_attention.ipynb #991e8f1d
 import functools
@@ -116,7 +116,7 @@ def attention_weights(
     return (scores_BHLL + closed_BHLL).softmax(-1, dtype=torch.float32)
 
 # %% ../../nbs/model/03_attention.ipynb #8a457071
-def zero_empty_rows(
+def _zero_empty_rows(
     y_BHLK: Tensor,
     mask_B1LL: Tensor,  # bool
 ) -> Tensor:  # 0 for queries that attend to nothing
@@ -135,10 +135,10 @@ def eager_attention(
     weights_BHLL = attention_weights(q_BHLK, k_BGLK, scoring).to(v_BGLK.dtype)
     if dropout:
         weights_BHLL = apply_dropout(weights_BHLL, dropout)
-    return zero_empty_rows(weights_BHLL @ repeat_kv(v_BGLK, q_BHLK.shape[1]), scoring.mask_B1LL)
+    return _zero_empty_rows(weights_BHLL @ repeat_kv(v_BGLK, q_BHLK.shape[1]), scoring.mask_B1LL)
 
 # %% ../../nbs/model/03_attention.ipynb #9befaccc
-def unmask_empty_rows(
+def _unmask_empty_rows(
     mask_B1LL: Tensor,  # bool, True where the query may attend
 ) -> Tensor:  # (B, 1, L, L) bool
     "Let queries without a key attend everywhere; their output is set to 0 later."
@@ -161,10 +161,10 @@ def sdpa_attention(
         bias_1HLL = scoring.bias_1HLL.to(q_BHLK.dtype)
         mask = bias_1HLL.masked_fill(~mask, torch.finfo(bias_1HLL.dtype).min)
     elif q_BHLK.is_cuda:
-        mask = unmask_empty_rows(mask)
+        mask = _unmask_empty_rows(mask)
     y_BHLK = F.scaled_dot_product_attention(q_BHLK, k_BHLK, v_BHLK, mask, dropout)
     # With a bool mask torch itself gives 0 to a query without a key, but not on every GPU.
-    return y_BHLK if mask is scoring.mask_B1LL else zero_empty_rows(y_BHLK, scoring.mask_B1LL)
+    return y_BHLK if mask is scoring.mask_B1LL else _zero_empty_rows(y_BHLK, scoring.mask_B1LL)
 
 # %% ../../nbs/model/03_attention.ipynb #f1f91b98
 _TABLES = [

@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['MaskedLMHead', 'head_and_loss', 'TokenPredictionOutput', 'TokenPredictionModel', 'count_maskable', 'full_mask',
            'BertLabForMaskedLM', 'BertLabForMaskedDiffusion', 'logical_shift_right', 'splitmix64',
-           'sample_half_of_pairs', 'enhanced_decoding_mask', 'PositionQueryAttention', 'EnhancedDecoderBlock',
-           'enhanced_decoding_context', 'BertLabForCausalLM', 'BertLabForEnhancedMaskedLM', 'predict_tokens']
+           'sample_half_of_pairs', 'EnhancedDecoderBlock', 'enhanced_decoding_context', 'BertLabForCausalLM',
+           'BertLabForEnhancedMaskedLM', 'predict_tokens']
 
 # %% ../../nbs/model/06_heads.ipynb #bc6819fc
 import copy
@@ -272,7 +272,7 @@ def sample_half_of_pairs(
     return (logical_shift_right(bits_BLL, place_L % 64) & 1).bool()
 
 # %% ../../nbs/model/06_heads.ipynb #bc4c5c3b
-def enhanced_decoding_mask(
+def _enhanced_decoding_mask(
     mask_B1LL: Tensor,  # bool, of the documents
     row_keys: Tensor | None,  # (B,) int64; None: keep every pair
 ) -> Tensor:  # (B, 1, L, L) bool: may this query look there to rebuild its token?
@@ -287,7 +287,7 @@ def enhanced_decoding_mask(
     )
 
 # %% ../../nbs/model/06_heads.ipynb #24641d65
-class PositionQueryAttention(SelfAttention):
+class _PositionQueryAttention(SelfAttention):
     "Queries that know their place and nothing else; keys and values of the tokens they may see."
 
     def __init__(self, config: BertLabConfig):
@@ -325,7 +325,7 @@ class EnhancedDecoderBlock(Block):
 
     def __init__(self, config: BertLabConfig):
         super().__init__(config, layer=config.num_hidden_layers)
-        self.attention = PositionQueryAttention(config)
+        self.attention = _PositionQueryAttention(config)
 
     def forward(
         self,
@@ -352,7 +352,7 @@ def enhanced_decoding_context(
     context = make_layer_context(
         config, "full_attention", documents_BL, position_ids, "sdpa", heads=heads
     )
-    mask_B1LL = enhanced_decoding_mask(context.prepared.mask_B1LL, row_keys)
+    mask_B1LL = _enhanced_decoding_mask(context.prepared.mask_B1LL, row_keys)
     return replace(context, prepared=context.prepared._replace(mask_B1LL=mask_B1LL))
 
 # %% ../../nbs/model/06_heads.ipynb #c4a5e1d1

@@ -4,8 +4,7 @@
 
 # %% auto #0
 __all__ = ['WEIGHT_FILES', 'numpy_allowed', 'read_torch_file', 'written_weights', 'weight_files', 'read_state_dict',
-           'apply_key_mapping', 'get_head', 'match_keys', 'LoadReport', 'find_dropped_layers', 'plan_loading',
-           'check_finite', 'load_state_dict']
+           'apply_key_mapping', 'get_head', 'LoadReport', 'find_dropped_layers', 'check_finite', 'load_state_dict']
 
 # %% ../../nbs/model/09_loading.ipynb #5eb059d9
 import functools
@@ -231,7 +230,7 @@ def _naming_schemes(model: nn.Module) -> Iterator[tuple[Callable, str, dict[str,
         yield names_of, f"{family.base}.", second_names(model_type, head)
 
 
-def match_keys(
+def _match_keys(
     model: nn.Module,
     state_dict: Mapping[str, Tensor],  # theirs
     key_mapping: Mapping[str, str] | None = None,  # ours: theirs
@@ -305,13 +304,13 @@ def find_dropped_layers(unexpected: Iterable[str], used: Iterable[str]) -> list[
     return [name for name in unexpected if without_number(name) in blocks]
 
 
-def plan_loading(
+def _plan_loading(
     model: nn.Module,  # its shapes are enough: it may be on the meta device
     state_dict: Mapping[str, Tensor],  # of `read_state_dict`
     key_mapping: Mapping[str, str] | None = None,
 ) -> tuple[dict[str, list[Tensor]], LoadReport]:  # ours: theirs, to be joined along axis 0
     "Decide which weight goes where; nothing is changed."
-    matches, second = match_keys(model, state_dict, key_mapping)
+    matches, second = _match_keys(model, state_dict, key_mapping)
     targets, plan, report = model.state_dict(keep_vars=True), {}, LoadReport()
     for key, names in matches.items():
         parts, shape = [state_dict[name] for name in names], list(targets[key].shape)
@@ -365,7 +364,7 @@ def load_state_dict(
     """
     if any(weight.is_meta for weight in model.state_dict().values()):
         raise ValueError("model has no memory yet (device meta): call model.to_empty(device=...)")
-    plan, report = plan_loading(model, read_state_dict(source), key_mapping)
+    plan, report = _plan_loading(model, read_state_dict(source), key_mapping)
     name = "the state dict" if isinstance(source, Mapping) else source
     new = {key: torch.cat(parts) if len(parts) > 1 else parts[0] for key, parts in plan.items()}
     check_finite(new, name)

@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['OUTPUTS', 'TASK_OUTPUTS', 'SENTENCE_OUTPUTS', 'OPSET', 'INPUTS', 'FILES', 'REPORT', 'TOLERANCE',
-           'InspectableMaskedLM', 'SentenceEncoder', 'load_exportable', 'check_exportable', 'check_extra',
-           'export_onnx', 'read_onnx', 'top_tokens', 'OnnxModel', 'quantize_int8', 'ExampleBatch', 'example_batches',
-           'compare_with_torch', 'check_output', 'export_model', 'describe_export']
+           'InspectableMaskedLM', 'load_exportable', 'check_exportable', 'check_extra', 'export_onnx', 'top_tokens',
+           'OnnxModel', 'quantize_int8', 'example_batches', 'compare_with_torch', 'check_output', 'export_model',
+           'describe_export']
 
 # %% ../../nbs/train/25_export.ipynb #e247f9f5
 import contextlib
@@ -101,7 +101,7 @@ TASK_OUTPUTS = {  # of transformers' models, by the end of their class's name
 SENTENCE_OUTPUTS = ("last_hidden_state", "sentence_embedding")
 
 
-class SentenceEncoder(nn.Module):
+class _SentenceEncoder(nn.Module):
     "An encoder with the pooling of its sentence-transformers files, for one text a row."
 
     def __init__(
@@ -152,7 +152,7 @@ def load_exportable(
         (pooling,) = st_files["pooling"]
         check_choice("pooling", pooling, ("mean", "cls"))
         encoder = load_model(directory, "Model").model
-        model = SentenceEncoder(encoder, pooling, "Normalize" in st_files["modules"])
+        model = _SentenceEncoder(encoder, pooling, "Normalize" in st_files["modules"])
         return _Tuple(model, SENTENCE_OUTPUTS)
     model = load_model(directory).model
     if isinstance(model, TokenPredictionModel):
@@ -250,7 +250,7 @@ def _tensors(message: Any) -> Iterator[Any]:
                 stack += [value] if hasattr(value, "ListFields") else list(value)
 
 
-def read_onnx(
+def _read_onnx(
     path: str | os.PathLike,
 ) -> bytes:  # of the file, which contains all of its weights
     "Read an ONNX file. Raises `ValueError` for a damaged one, and for one that names other files."
@@ -298,7 +298,7 @@ class OnnxModel:
         max_length: int | None = None,  # tokens of the longest row; None: no limit
         num_threads: int = 1,
     ):
-        content = read_onnx(path)
+        content = _read_onnx(path)
         import onnxruntime
 
         options = onnxruntime.SessionOptions()
@@ -400,7 +400,7 @@ def quantize_int8(
 
 # %% ../../nbs/train/25_export.ipynb #54fb4a88
 @dataclass(frozen=True)
-class ExampleBatch:
+class _ExampleBatch:
     "Rows to compare a file with torch on."
 
     input_ids: np.ndarray  # (B, L)
@@ -416,7 +416,7 @@ def example_batches(
     batch_size: int = 8,
     mlm_probability: float = 0.15,  # of the tokens; at least one in each row. 0: mask nothing
     seed: int = 0,
-) -> list[ExampleBatch]:
+) -> list[_ExampleBatch]:
     "Tokenize texts and mask some of their tokens."
     rng, batches = np.random.default_rng(seed), []
     for start in range(0, len(texts), batch_size):
@@ -430,7 +430,7 @@ def example_batches(
         smallest_BL = np.minimum(1 - mlm_probability, scores_BL.max(1, keepdims=True))
         masked_BL = ordinary_BL & (scores_BL >= smallest_BL) & (mlm_probability > 0)
         ids_BL = np.where(masked_BL, tokenizer.mask_token_id or 0, labels_BL)
-        batches.append(ExampleBatch(ids_BL, encoded["attention_mask"], masked_BL, labels_BL))
+        batches.append(_ExampleBatch(ids_BL, encoded["attention_mask"], masked_BL, labels_BL))
     return batches
 
 
@@ -438,7 +438,7 @@ _DECISIVE = ("logits", "start_logits", "end_logits", "sentence_embedding")
 _FLOOR = 1e3  # nats below the best score: such an entry has probability 0 in any format
 
 
-def _compared(name: str, values: np.ndarray, batch: ExampleBatch) -> np.ndarray:
+def _compared(name: str, values: np.ndarray, batch: _ExampleBatch) -> np.ndarray:
     "The values that mean something: of real tokens, and without impossible entries."
     real_BL = batch.attention_mask.astype(bool)
     if name == "attentions":  # a query that is padding has no meaning
@@ -452,7 +452,9 @@ def _compared(name: str, values: np.ndarray, batch: ExampleBatch) -> np.ndarray:
     return np.where(values > largest - _FLOOR, values, largest)  # all impossible entries are equal
 
 
-def _agreement(name: str, first: np.ndarray, second: np.ndarray, batch: ExampleBatch) -> np.ndarray:
+def _agreement(
+    name: str, first: np.ndarray, second: np.ndarray, batch: _ExampleBatch
+) -> np.ndarray:
     "For each prediction, how far two results agree: 1 for the same choice, or a cosine."
     if name == "sentence_embedding":
         norms = np.linalg.norm(first, axis=-1) * np.linalg.norm(second, axis=-1)
@@ -469,7 +471,7 @@ def _agreement(name: str, first: np.ndarray, second: np.ndarray, batch: ExampleB
 def compare_with_torch(
     exported: OnnxModel,
     module: nn.Module,  # of `load_exportable`, in float32
-    batches: Sequence[ExampleBatch],
+    batches: Sequence[_ExampleBatch],
 ) -> dict[str, Any]:  # difference (relative) by output, agreement from 0 to 1, predictions
     "Compute the same rows with both, and compare outputs and predictions."
     differences, agreement = dict.fromkeys(exported.outputs, 0.0), []

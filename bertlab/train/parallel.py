@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['STRATEGIES', 'DIVIDED_PRECISIONS', 'split_batch_tokens', 'LaunchInfo', 'detect_launcher', 'is_lone_task',
            'started_by_first', 'apply_launcher', 'num_processes', 'transformer_blocks', 'broadcast_weights',
-           'apply_fsdp', 'full_state_dict', 'shard_order', 'shard_orders', 'original_orders', 'reorder_rows',
-           'check_tensor_parallel', 'apply_tp', 'FullyShardedStrategy', 'check_precision', 'get_strategy']
+           'apply_fsdp', 'full_state_dict', 'shard_order', 'original_orders', 'reorder_rows', 'check_tensor_parallel',
+           'apply_tp', 'FullyShardedStrategy', 'check_precision', 'get_strategy']
 
 # %% ../../nbs/train/07_parallel.ipynb #c996403a
 import os
@@ -202,7 +202,7 @@ def shard_order(
     return torch.cat([section.view(ranks, -1) for section in rows], 1).flatten()
 
 
-def shard_orders(module: nn.Module) -> dict[str, Tensor]:  # full name of a parameter: its rows
+def _shard_orders(module: nn.Module) -> dict[str, Tensor]:  # full name of a parameter: its rows
     "Find the parameters whose rows tensor parallel has reordered."
     return {
         f"{path}.{name}": layer.shard_order
@@ -213,8 +213,8 @@ def shard_orders(module: nn.Module) -> dict[str, Tensor]:  # full name of a para
 
 
 def original_orders(module: nn.Module) -> dict[str, Tensor]:
-    "Find the orders that undo those of `shard_orders`."
-    return {name: order.argsort() for name, order in shard_orders(module).items()}
+    "Find the orders that undo those of `_shard_orders`."
+    return {name: order.argsort() for name, order in _shard_orders(module).items()}
 
 
 def reorder_rows(
@@ -509,14 +509,14 @@ class FullyShardedStrategy(ModelParallelStrategy):
     def _load_weights(self, weights: Mapping[str, Tensor]) -> None:
         "Fill the module with this process's shards of full weights."
         module = self.lightning_module
-        weights = reorder_rows(weights, shard_orders(module))
+        weights = reorder_rows(weights, _shard_orders(module))
         options = StateDictOptions(full_state_dict=True, strict=module.strict_loading)
         set_model_state_dict(module, weights, options=options)
 
     def _load_moments(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
         "Fill an optimizer with this process's shards of full moments."
         optimizer = getattr(optimizer, "_optimizer", optimizer)
-        module, orders = self.lightning_module, shard_orders(self.lightning_module)
+        module, orders = self.lightning_module, _shard_orders(self.lightning_module)
         names = {id(p): name for name, p in module.named_parameters()}
         groups, moments = [], {}
         # Numbers in a file are labels: its groups list them in the order of ours.

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['HOST', 'PACKAGES', 'RUNTIME_BYTES', 'EXAMPLES', 'MAX_TOKENS', 'Package', 'integrity_of', 'copy_packages',
-           'token_name', 'page_answer', 'export_web_page']
+           'page_answer', 'export_web_page']
 
 # %% ../../nbs/train/26_web_page.ipynb #02dd782c
 import base64
@@ -100,7 +100,7 @@ def copy_packages(
     (target / "README.txt").write_text("\n".join(lines) + "\n")
 
 # %% ../../nbs/train/26_web_page.ipynb #842c7644
-def token_name(tokenizer: Any, token_id: int) -> str:
+def _token_name(tokenizer: Any, token_id: int) -> str:
     "Return a token as the page shows it: as text, except for WordPiece's continuations."
     piece = str(tokenizer.convert_ids_to_tokens(token_id))
     return piece if piece.startswith("##") else tokenizer.decode([token_id]).strip() or piece
@@ -119,13 +119,13 @@ def page_answer(
 
     def best(logits_V: np.ndarray, count: int) -> list[tuple[str, float, int]]:
         top = top_tokens(logits_V, count)
-        return [(token_name(tokenizer, i), round(probability, 5), i) for i, probability in top]
+        return [(_token_name(tokenizer, i), round(probability, 5), i) for i, probability in top]
 
     return {
         "text": text,
         "ids": list(ids),
         "gaps": masks,
-        "pieces": [token_name(tokenizer, i) for i in ids],
+        "pieces": [_token_name(tokenizer, i) for i in ids],
         "guesses": {position: best(outputs["logits"][0, position], 5) for position in masks},
         "lens": {
             position: [best(logits_MV[column], 3) for logits_MV in outputs["lens"][0]]
