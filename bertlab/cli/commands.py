@@ -290,7 +290,7 @@ _COMMANDS = (
     ),
     Command("card", "cli/commands.py:card", "directory", **_CARD, local="directory"),
     Command("push", "cli/commands.py:push", "directory repo", **_CARD, local="directory"),
-    Command("export", "cli/export.py:export", "directory", local="directory text", new="output"),
+    Command("export", "cli/export.py:export", "directory", local="directory text data", new="output"),
     Command("average", "cli/adapt.py:average", "*directories", local="directories", new="output"),
     Command("lengthen", "cli/adapt.py:lengthen", "directory", local="directory", new="output"),
     Command("tune", "cli/tune.py:tune", "search"),

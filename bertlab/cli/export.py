@@ -7,14 +7,55 @@ __all__ = ['TARGETS', 'export']
 
 # %% ../../nbs/cli/11_export.ipynb #6629a2ce
 import os
+from collections.abc import Callable
 from pathlib import Path
 
+from torch import nn
+
 from ..core.files import find_model_directory
-from ..train.export import describe_export, export_model
+from ..train.export import SCRIPT, check_exportable, check_output, describe_export
+from ..train.export import export_model
 from ..train.web_page import EXAMPLES, export_web_page
 
 # %% ../../nbs/cli/11_export.ipynb #9bd41268
 TARGETS = ("onnx", "web")
+
+
+def _read_labelled(directory: str, data: str) -> tuple[list, Callable[[nn.Module | None], float]]:
+    "Read rows of a model's task, and make the function that scores a model on them."
+    if check_exportable(directory) == "SentenceEncoder":
+        from bertlab.embeddings.bi_encoder import BiEncoder
+        from bertlab.embeddings.pairs import read_pairs
+        from bertlab.embeddings.retrieval import RetrievalTask, evaluate_retrieval
+        from bertlab.embeddings.retrieval import similarity_scorer
+
+        pairs, loaded = read_pairs(data), BiEncoder.load(directory)
+        rows = list(zip(pairs.queries, pairs.positives))
+        task = RetrievalTask.from_pairs("data", data, [], rows)
+
+        def score_vectors(model: nn.Module | None) -> float:
+            if model is not None:
+                loaded.encoder, loaded.packs = model, False
+            scores = evaluate_retrieval(task, {"model": similarity_scorer(loaded)})["model"]
+            return float(scores["ndcg_10"].mean())
+
+        return list(pairs.queries), score_vectors
+    from bertlab.finetuning.predictions import load_predictor, predict_file, read_input
+
+    predictor = load_predictor(directory)
+    table = read_input(data, delimiter=predictor.reader.get("delimiter"))
+    columns = predictor.find_columns(table)
+    rows = filter(None, (predictor.read_row(row, columns) for row in table))
+    texts = [tuple(t if isinstance(t, str) else " ".join(t) for t in r.values()) for r in rows]
+
+    def score(model: nn.Module | None) -> float:
+        predictor.model = predictor.model if model is None else model
+        scores = predict_file(predictor, data)[1].scores
+        if predictor.task.monitor not in scores:
+            raise ValueError(f"data {data} has no labels that the model knows")
+        return scores[predictor.task.monitor]
+
+    return texts, score
 
 
 def export(
@@ -23,6 +64,9 @@ def export(
     output: str | None = None,  # what to write, not there yet; null: bertlab-onnx, or bertlab-web
     outputs: list[str] | None = None,  # of onnx: logits, attentions, lens; null: of the task
     int8: bool = True,  # of onnx: write the file of bytes beside the one of floats
+    float16: bool = False,  # of onnx: write a file of half floats, too, for GPUs and browsers
+    data: str
+    | None = None,  # of onnx: labelled file of the task, or pairs, to score each file with
     packages: str
     | None = None,  # of web: node_modules with the browser's packages; null: load them
     examples: list[str] | None = None,  # of web: sentences with [MASK] to begin with
@@ -33,7 +77,7 @@ def export(
     if to not in TARGETS:
         raise ValueError(f"to={to!r} is unknown; choose one of {', '.join(TARGETS)}")
     web_only = {"packages": packages, "examples": examples, "name": name}
-    onnx_only = {"outputs": outputs, "int8": not int8}
+    onnx_only = {"outputs": outputs, "int8": not int8, "float16": float16, "data": data}
     for option, value in (onnx_only if to == "web" else web_only).items():
         if value:
             raise ValueError(
@@ -45,6 +89,12 @@ def export(
         report = export_web_page(model, target, packages, examples or EXAMPLES, title, text)
         hint = f"look at it: python -m http.server --directory {target}, then open the address"
     else:
-        report = export_model(model, target, outputs, int8, text, title)
-        hint = f"ask it: bertlab.OnnxModel.load({str(target)!r})(['Some text.'])"
-    return "\n".join([describe_export(report), f"written to {target}", hint])
+        check_output(target)
+        rows, score = _read_labelled(model, data) if data else (None, None)
+        options = {"float16": float16, "score": score}
+        report = export_model(model, target, outputs, int8, text or rows, title, **options)
+        hint = f"ask it: python {Path(target) / SCRIPT} 'Some text.'"
+        if not (Path(target) / SCRIPT).is_file():
+            hint = f"ask it: bertlab.OnnxModel.load({str(target)!r})(['Some text.'])"
+    compared = f"compared with torch in {report['predictions']} predictions on {report['text']}"
+    return "\n".join([describe_export(report), compared, f"written to {target}", hint])

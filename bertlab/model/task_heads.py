@@ -241,7 +241,7 @@ class BertLabForSpanClassification(TaskModel):
         if special_tokens_mask is None and input_ids is not None:
             ids = [getattr(self.config, name) for name in SPECIAL_TOKEN_IDS]
             ids = input_ids.new_tensor([id for id in ids if id is not None])
-            special_tokens_mask = torch.isin(input_ids, ids)
+            special_tokens_mask = (input_ids[..., None] == ids).any(-1)
         # Only distances count, so positions in the row serve as well as those in the document.
         positions_1L = torch.arange(outputs_BLO.shape[1], device=outputs_BLO.device)[None]
         pairs = outputs_BLO.unflatten(-1, (self.config.num_labels, 2, size))

@@ -115,7 +115,8 @@ def page_answer(
     ids = tokenizer(text.replace("[MASK]", tokenizer.mask_token))["input_ids"]
     masks = [position for position, i in enumerate(ids) if i == tokenizer.mask_token_id]
     _check_examples([text])
-    outputs = exported.run(np.array([ids]), np.ones((1, len(ids))), np.array([masks]))
+    rows = {"input_ids": [ids], "attention_mask": np.ones((1, len(ids))), "positions": [masks]}
+    outputs = exported.run(**rows)
 
     def best(logits_V: np.ndarray, count: int) -> list[tuple[str, float, int]]:
         top = top_tokens(logits_V, count)

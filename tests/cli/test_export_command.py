@@ -11,9 +11,13 @@ import torch
 
 from bertlab.cli import main as program
 from bertlab.data.tokenizers import train_tokenizer
+from bertlab.embeddings.bi_encoder import BiEncoder
+from bertlab.finetuning.predictions import load_predictor, predict_file
 from bertlab.model.config import modernbert_tiny
+from bertlab.model.encoder import BertLabModel
 from bertlab.model.heads import BertLabForMaskedLM
 from bertlab.model.huggingface import save_model
+from bertlab.model.task_heads import BertLabForSequenceClassification
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 WORDS = "red green blue bird cat dog fish sees finds likes the a and is".split()
@@ -25,10 +29,21 @@ def place(tmp_path_factory):
     folder = tmp_path_factory.mktemp("command")
     tokenizer = train_tokenizer(TEXTS, 90)
     torch.manual_seed(0)
-    save_model(BertLabForMaskedLM(modernbert_tiny(vocab_size=len(tokenizer), hidden_size=32, intermediate_size=48,
-                                                  num_hidden_layers=1, num_attention_heads=2)),
-               tokenizer, folder / "model")  # fmt: skip
+    shape = dict(vocab_size=len(tokenizer), hidden_size=32, intermediate_size=48, num_hidden_layers=1,
+                 num_attention_heads=2, initializer_range=0.3)  # fmt: skip
+    save_model(BertLabForMaskedLM(modernbert_tiny(**shape)), tokenizer, folder / "model")
+    pairs = BertLabForSequenceClassification(modernbert_tiny(**shape, num_labels=2))
+    save_model(pairs.eval(), tokenizer, folder / "pairs")
+    BiEncoder(BertLabModel(modernbert_tiny(**shape)).eval(), tokenizer).save(folder / "vectors")
     (folder / "text.txt").write_text("\n".join(TEXTS))
+    (folder / "empty.txt").write_text("\n\n")
+    lines = [f"{a},{b},LABEL_{n % 2}" for n, (a, b) in enumerate(zip(TEXTS, TEXTS[1:]))]
+    (folder / "pairs.csv").write_text("\n".join(["text,text_pair,label", *lines]))
+    (folder / "unlabelled.csv").write_text("text,text_pair\na,b\n")
+    lines = [json.dumps({"query": a, "positive": b}) for a, b in zip(TEXTS, TEXTS[1:])]
+    (folder / "queries.jsonl").write_text("\n".join(lines))
+    (folder / "hollow").mkdir()
+    (folder / "hollow/config.json").write_text((folder / "model/config.json").read_text())
     return folder
 
 
@@ -50,7 +65,37 @@ def test_files_are_written_and_their_cost_is_said(place, tmp_path, capfd):
         assert name in said and f"{row['agreement']:.1%}" in said
 
 
+def test_files_are_scored_on_labelled_pairs(place, tmp_path, capfd):
+    status, said, _ = answer(
+        capfd, place / "pairs", "--output", tmp_path / "out", "--data", place / "pairs.csv"
+    )
+    assert status == 0
+    predictions = predict_file(load_predictor(place / "pairs"), place / "pairs.csv")[1]
+    rows = json.loads((tmp_path / "out/export.json").read_text())["files"]
+    large, small = rows["onnx/model.onnx"], rows["onnx/model_quantized.onnx"]
+    accuracy = pytest.approx(predictions.scores["accuracy"])
+    assert large["scores"] == [accuracy, accuracy] and small["scores"][1] == accuracy
+    assert ("loses" in said) == (small["lost"] > 0.02)
+    assert f"score {small['scores'][0]:.4f}" in said
+
+
+@pytest.mark.slow
+def test_vectors_are_scored_by_retrieval(place, tmp_path, capfd):
+    words = ["--output", tmp_path / "out", "--data", place / "queries.jsonl", "--float16", "true"]
+    status, said, _ = answer(capfd, place / "vectors", *words)
+    rows = json.loads((tmp_path / "out/export.json").read_text())["files"]
+    assert status == 0 and len(rows) == 3
+    for row in rows.values():
+        assert row["scores"] == pytest.approx([row["scores"][1]] * 2, abs=0.05)
+
+
 @pytest.mark.parametrize("words, word", [
+    (("{place}/hollow",), "model.safetensors"),
+    (("{place}/model", "--text", "{place}/empty.txt"), "empty"),
+    (("{place}/pairs", "--data", "{place}/unlabelled.csv"), "unlabelled.csv"),
+    (("{place}/pairs", "--data", "{place}/nothing.csv"), "nothing.csv"),
+    (("{place}/model", "--data", "{place}/pairs.csv"), "no head"),
+    (("{place}/model", "--to", "web", "--data", "{place}/pairs.csv"), "data"),
     (("{place}/nowhere",), "nowhere"),
     (("{place}/model", "--to", "tflite"), "tflite"),
     (("{place}/model", "--output", "{place}/text.txt"), "text.txt"),
@@ -59,7 +104,7 @@ def test_files_are_written_and_their_cost_is_said(place, tmp_path, capfd):
     (("{place}/model", "--to", "web", "--int8", "false"), "int8"),
     (("{place}/model", "--to", "web", "--examples", "no gap"), "no gap"),
     (("{place}/model", "--text", "{place}/missing.txt"), "missing.txt"),
-    (("{place}",), "no config.json"),
+    (("{place}",), "config.json"),
     (("{place}/model", "--too", "web"), "too"),
 ])  # fmt: skip
 def test_a_mistake_is_one_line_and_writes_nothing(place, tmp_path, monkeypatch, capfd, words, word):
