@@ -42,7 +42,8 @@ LESSONS = {"course": "Course", "walkthroughs": "Walkthroughs"}
 PAGES = ("training_path.ipynb", "extending.ipynb")
 # Guides in the order of the sidebar; others follow them.
 GUIDES = ("own_text", "resume", "finetune_csv", "continue_model", "save_and_share", "serve", "search", "long_documents",
-          "devices", "several_machines", "diagnose", "migrate", "own_parts")  # fmt: skip
+          "devices", "several_machines", "diagnose", "migrate",
+          "migrate_transformers", "own_parts")  # fmt: skip
 # Between these two lines of nbs/parts.ipynb is the table of all parts.
 PARTS_BEGIN, PARTS_END = "<!-- parts: written by scripts/sync.py -->", "<!-- end of parts -->"
 # The same for nbs/encoders.ipynb, and its columns: names of benchmarks/families.py, and titles.

@@ -1,4 +1,4 @@
-"Guides: their order in the sidebar, and a table of migration that cannot go stale."
+"Guides: their order in the sidebar, and migrations of no more lines, whose tables cannot go stale."
 
 import ast
 import inspect
@@ -21,6 +21,39 @@ def test_the_sidebar_lists_every_guide_in_order():
         *(f"guides/{name}.ipynb" for name in sync.GUIDES), "guides/zebra.ipynb"]  # fmt: skip
     section = sync.sidebar(ROOT).partition("title: Guides")[2].partition("title:")[0]
     assert re.findall(r"guides/(\w+)\.ipynb", section) == list(sync.GUIDES)
+
+
+def code_lines(cell: dict) -> list[str]:
+    "The lines of a code cell, or of the block in a Markdown cell, without blank ones and comments."
+    text = source(cell)
+    if cell["cell_type"] == "markdown":
+        text = re.search(r"```\w+\n(.*?)```", text, re.DOTALL)[1]
+    return [line for line in text.splitlines() if line.strip() and not line.strip().startswith("#")]
+
+
+def migrations() -> list[tuple[str, dict, dict]]:  # name of the page, the original, ours
+    "The cells of the guides to migration that are tagged, in pairs."
+    pairs = []
+    for name in ("migrate", "migrate_transformers"):
+        cells = json.loads((ROOT / f"nbs/guides/{name}.ipynb").read_text(encoding="utf-8"))["cells"]
+        tagged = {
+            tag: [cell for cell in cells if tag in cell["metadata"].get("tags", ())]
+            for tag in ("original", "ours")
+        }
+        pairs += [(name, *pair) for pair in zip(*tagged.values(), strict=True)]
+    return pairs
+
+
+def test_every_system_has_a_migration_of_no_more_lines():
+    pairs = migrations()
+    originals = "".join(source(original) for _, original, _ in pairs)
+    for name in ("bertblocks.training", "BertBlocksPretrainingModule(", "class Bert(", "NumpyFSLDatasetConfig",
+                 "TrainingArguments(", "KLDivergence|config.optimization.kl", "transformers.Trainer(",
+                 "run_mlm.py", "SentenceTransformerTrainer("):  # fmt: skip
+        assert any(part in originals for part in name.split("|")), name
+    assert len(pairs) == 9
+    for name, original, ours in pairs:
+        assert 0 < len(code_lines(ours)) <= len(code_lines(original)), (name, source(ours))
 
 
 def test_the_table_of_migration_has_the_defaults():
