@@ -4,8 +4,9 @@
 
 # %% auto #0
 __all__ = ['COMPRESSIONS', 'OnError', 'MALFORMED', 'Rows', 'READERS', 'SUFFIXES', 'suffix_of', 'open_binary', 'ReadOptions',
-           'ErrorHandler', 'Line', 'Position', 'SourceFile', 'read_lines', 'read_text', 'resolve_column', 'read_csv',
-           'parse_json', 'read_json', 'read_parquet', 'read_arrow', 'read_rows', 'text_of']
+           'ErrorHandler', 'Line', 'Position', 'SourceFile', 'read_lines', 'read_text', 'inner_columns',
+           'resolve_column', 'read_csv', 'parse_json', 'read_json', 'read_parquet', 'read_arrow', 'read_rows',
+           'text_of']
 
 # %% ../../nbs/data/02_readers.ipynb #01901144
 import bz2
@@ -77,7 +78,8 @@ def open_binary(
 class ReadOptions:
     "How text is found in files and datasets."
 
-    text_column: str | int = "text"  # of tables and datasets, by name or by number from 1
+    # Of tables and datasets, by name or by number from 1; document.text is a field of a column.
+    text_column: str | int = "text"
     prompt_column: str | int | None = None  # of what precedes the text
     file_format: str | None = None  # a key of READERS, or my_file.read; None: by the suffix
     sample_by: str = "auto"  # a text file's documents: "line", "paragraph" or "document"
@@ -231,17 +233,17 @@ class SourceFile:
         "Decode a line that begins at the byte `start`; None for one that the handler has got."
         if start + len(data) <= self.position.offset:  # read before
             return None
-        bare = data.rstrip(b"\r\n")
+        line_end = re.search(rb"[\r\n]*$", data[-2:])[0]
         try:
-            text = bare.decode(encoding)
+            text = str(memoryview(data)[: len(data) - len(line_end)], encoding)  # without a copy
         except UnicodeDecodeError as error:
-            reason = f"byte {bare[error.start]:#04x} at position {start + error.start}"
+            reason = f"byte {data[error.start]:#04x} at position {start + error.start}"
             self._refuse(number, data, reason)
             return None
         if 4 * text.count("\0") > len(text):
             self._refuse(number, data, "it holds zero bytes")
         text = text if start else text.removeprefix("\ufeff")
-        return Line(number, text, start + len(data), data[len(bare) :].decode())
+        return Line(number, text, start + len(data), line_end.decode())
 
     def _refuse(self, line: int, data: bytes, reason: str) -> None:
         "Hand a line that does not decode to the handler. Raises `ValueError` for binary files."
@@ -278,7 +280,11 @@ class SourceFile:
     def unread(self, lines: Sequence[Line]) -> None:
         self._ahead.extendleft(reversed(lines))
 
-    def select(self, available: Sequence[str], where: str = "") -> dict[str | int, str]:
+    def select(
+        self,
+        available: Sequence[str] | Mapping[str, Any],  # names, or cells by name
+        where: str = "",
+    ) -> dict[str | int, str]:
         "Return the name of each requested column. A number counts in the first row of the file."
         if self.columns is None:
             return {name: name for name in available}
@@ -287,7 +293,8 @@ class SourceFile:
             try:
                 if learned.get(str(column)) not in available:
                     requested = learned.get(str(column), column)
-                    learned[str(column)] = resolve_column(requested, available)
+                    inner = inner_columns(available) if isinstance(available, Mapping) else {}
+                    learned[str(column)] = resolve_column(requested, list(available), inner=inner)
             except ValueError as error:
                 raise ValueError(f"{self.path}{where}: {error}") from None
         return {column: learned[str(column)] for column in self.columns}
@@ -389,11 +396,26 @@ def _suspect_header(columns: Sequence[str]) -> str:  # empty where the names loo
     return ""
 
 
+def inner_columns(
+    row: Mapping[str, Any],  # cells by name, or lists of them
+) -> dict[str, str]:  # a field's name, such as document.text: its column
+    "List the fields within columns."
+    inner = {}
+    for name, value in row.items():
+        while isinstance(value, list) and value:
+            value = value[0]
+        if isinstance(value, Mapping):
+            fields = [*value, *inner_columns(value)]
+            inner |= {f"{name}.{field}": name for field in fields}
+    return inner
+
+
 def resolve_column(
     column: str | int,  # a name, or a number: 1 is the first, -1 the last
     available: Sequence[str],
     argument: str = "text_column",  # that named it, for messages
-) -> str:  # its name
+    inner: Mapping[str, str] | None = None,  # of `inner_columns`
+) -> str:  # its name, or that of the column that holds the field
     "Find a column. Raises `ValueError` with the name that may have been meant."
     option, hint = f"{argument}={column!r}", _suspect_header(available)
     names, counted = [str(name)[:40] for name in available], None
@@ -407,6 +429,10 @@ def resolve_column(
     same = [name for name in available if str(name).lower() == str(column).lower()]
     if len(same) == 1:
         return same[0]
+    fields = {n: c for n, c in (inner or {}).items() if f".{n}".endswith(f".{column}")}
+    if column in fields or len(fields) == 1:
+        return fields.get(column) or next(iter(fields.values()))
+    names += inner or {}
     if is_number:
         raise ValueError(f"{option}: {names} are numbered from 1 to {len(names)}, or from -1 back")
     suggestion = did_you_mean(column, names) or ";"
@@ -497,11 +523,15 @@ def _csv_rows(file: SourceFile) -> Iterator[tuple[int, list[str]]]:
             yield first, row
 
 # %% ../../nbs/data/02_readers.ipynb #381475ad
-def _select_cells(file: SourceFile, header: Sequence[str]) -> dict[str | int, int]:
+def _select_cells(
+    file: SourceFile,
+    header: Sequence[str],
+    cells: Sequence[Any] = (),  # of each column, for the fields within them
+) -> dict[str | int, int]:
     "Return the position of each requested column. Raises `ValueError` for a name of two columns."
     counts = [header[: n + 1].count(name) for n, name in enumerate(header)]
     names = [name if n == 1 else f"{name}.{n}" for name, n in zip(header, counts)]
-    columns = file.select(names)
+    columns = file.select(dict(zip(names, cells)) if cells else names)
     for column, name in columns.items() if file.columns is not None else ():
         if column == name and f"{name}.2" in names:
             raise ValueError(
@@ -591,7 +621,7 @@ def read_json(file: SourceFile, options: ReadOptions) -> Rows:
         try:
             if not isinstance(row, dict):
                 raise ValueError(f"{file.path} {where} is not an object: {str(row)[:40]!r}")
-            columns = file.select(list(row), f" {where}")
+            columns = file.select(row, f" {where}")
         except ValueError as error:
             file.handle(error)
         else:
@@ -622,10 +652,18 @@ def _cell(cell: Any) -> Any:
         return error
 
 
+def _empty_cell(type_: Any) -> Any:  # of Arrow
+    "Return a cell with all fields of a type."
+    if hasattr(type_, "value_type"):  # a list
+        return [_empty_cell(type_.value_type)]
+    fields = [type_[n] for n in range(type_.num_fields)]
+    return {field.name: _empty_cell(field.type) for field in fields} or None
+
+
 def _column_rows(
     file: SourceFile,
-    # Opens a table: the names of its columns, and a function of their positions that reads batches
-    open_table: Callable[[Any], tuple[list[str], Callable[[list[int]], Iterator[list]]]],
+    # Opens a table: its schema, and a function of the positions of columns that reads batches
+    open_table: Callable[[Any], tuple[Any, Callable[[list[int]], Iterator[list]]]],
 ) -> Rows:
     import pyarrow
 
@@ -633,8 +671,8 @@ def _column_rows(
     if source.suffix.lower() in COMPRESSIONS:
         source = pyarrow.BufferReader(file.file.read())
     try:
-        names, read_batches = open_table(source)
-        columns = _select_cells(file, names)
+        schema, read_batches = open_table(source)
+        columns = _select_cells(file, schema.names, [*map(_empty_cell, schema.types)])
         for batch in read_batches([*columns.values()]):
             num_read, first = max(0, position.row - first), first + len(batch[0])
             values = zip(*(_cells(cells.slice(num_read)) for cells in batch))
@@ -653,7 +691,7 @@ def read_parquet(file: SourceFile, options: ReadOptions) -> Rows:
     "Read a Parquet table, batch by batch, and only the requested columns."
     from pyarrow import parquet  # here, because importing it takes longer than reading a text
 
-    def open_table(source: Any) -> tuple[list[str], Callable]:
+    def open_table(source: Any) -> tuple[Any, Callable]:
         table = parquet.ParquetFile(source)
         names = table.schema_arrow.names
 
@@ -664,7 +702,7 @@ def read_parquet(file: SourceFile, options: ReadOptions) -> Rows:
             batches = table.iter_batches(1000, columns=[names[n] for n in numbers])
             return (batch.columns for batch in batches)
 
-        return names, read_batches
+        return table.schema_arrow, read_batches
 
     return _column_rows(file, open_table)
 
@@ -673,7 +711,7 @@ def read_arrow(file: SourceFile, options: ReadOptions) -> Rows:
     "Read an Arrow file or stream (`datasets` writes the latter), batch by batch."
     import pyarrow
 
-    def open_table(source: Any) -> tuple[list[str], Callable]:
+    def open_table(source: Any) -> tuple[Any, Callable]:
         source = pyarrow.memory_map(str(source)) if isinstance(source, Path) else source
         try:
             reader = pyarrow.ipc.open_file(source)
@@ -687,7 +725,7 @@ def read_arrow(file: SourceFile, options: ReadOptions) -> Rows:
                 for start in range(0, len(part), 1000):
                     yield [part.column(n).slice(start, 1000) for n in numbers]
 
-        return reader.schema.names, read_batches
+        return reader.schema, read_batches
 
     return _column_rows(file, open_table)
 
@@ -775,25 +813,41 @@ def read_rows(
         yield from reader(source, options, **options.reader_kwargs)
 
 # %% ../../nbs/data/02_readers.ipynb #20972344
+def _inner_text(value: Any, fields: list[str]) -> Any:
+    "Return the text in a cell; the value itself if there is none."
+    if isinstance(value, Mapping):
+        name = next((name for name in fields if name in value), None)
+        return value if name is None else _inner_text(value[name], fields[fields.index(name) + 1 :])
+    if not isinstance(value, list) or not value:
+        return value
+    texts = [_inner_text(part, fields) for part in value]
+    if not all(isinstance(text, str) for text in texts):
+        return value
+    return ("\n" if any(" " in text for text in texts) else " ").join(texts)
+
+
 def text_of(
     row: Mapping,
     column: str | int,  # a key of the row
     where: str,  # for messages
 ) -> str:
-    "Return the text of a cell. Raises `ValueError` for other values, and for invalid Unicode."
-    value = row[column]
+    """Return the text of a cell, or of a field of it; several are joined by lines, or words by spaces.
+
+    Raises `ValueError` for other values, and for invalid Unicode.
+    """
+    value = _inner_text(row[column], str(column).split("."))
     if value is None:
         raise ValueError(f"{where}: column {column!r} is null; fill it, or leave the row out")
     if not isinstance(value, str):
+        fields = [*inner_columns({str(column): value})]
+        hint = f"a field, such as {fields}," if fields else "the column of the text"
         raise ValueError(
-            f"{where}: column {column!r} holds {type(value).__name__}, not text; name the column of "
-            "the text as text_column"
+            f"{where}: column {column!r} holds {type(value).__name__}, not text; name {hint} as "
+            "text_column"
         )
-    try:
-        value.encode()
-    except UnicodeEncodeError as error:
+    if surrogate := re.search("[\ud800-\udfff]", value):  # needs no copy of a long text
         raise ValueError(
-            f"{where}: column {column!r} holds half of a surrogate pair ({value[error.start]!r}), "
+            f"{where}: column {column!r} holds half of a surrogate pair ({surrogate[0]!r}), "
             "which is not valid Unicode; correct the row, or leave it out"
-        ) from None
+        )
     return value

@@ -33,7 +33,7 @@ from bertlab.data.readers import (
     Position,
     ReadOptions,
 )
-from .readers import read_rows, resolve_column, suffix_of, text_of
+from .readers import inner_columns, read_rows, resolve_column, suffix_of, text_of
 
 # %% ../../nbs/data/03_sources.ipynb #fa83fa25
 def _refuse_directory(error: OSError) -> None:
@@ -214,7 +214,8 @@ def dataset_rows(
         names = {column: column for column in batch}
         if columns is not None:
             try:
-                names = {column: resolve_column(column, list(batch)) for column in columns}
+                inner = inner_columns(batch)
+                names = {c: resolve_column(c, list(batch), inner=inner) for c in columns}
             except ValueError as error:
                 raise ValueError(f"{name}: {error}") from None
         for row_number, cells in enumerate(
@@ -463,7 +464,7 @@ class TextStream:
             except ValueError as error:
                 self.handle(error)
             else:
-                if text.strip():
+                if text and not text.isspace():
                     yield text
 
     def state_dict(self) -> dict:  # plain numbers, fit for JSON

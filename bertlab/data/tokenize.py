@@ -149,7 +149,7 @@ def read_part(
         except ValueError as error:
             handle(error)
         else:
-            if text.strip():
+            if text and not text.isspace():
                 yield text
 
 

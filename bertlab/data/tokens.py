@@ -252,7 +252,7 @@ def _write_tokens(
         with pa.ipc.new_stream(file, schema) as writer:
             for ids, lengths in blocks:
                 offsets = np.append(0, np.cumsum(lengths)).astype(np.int32)
-                lists = pa.ListArray.from_arrays(offsets, pa.array(ids.astype(dtype)))
+                lists = pa.ListArray.from_arrays(offsets, pa.array(ids.astype(dtype, copy=False)))
                 writer.write_batch(pa.record_batch([lists], schema=schema))
                 num_documents, num_tokens = num_documents + len(lengths), num_tokens + len(ids)
                 if num_tokens > max_tokens:
@@ -472,6 +472,7 @@ class BatchEncoder:
             unknown_id = self.backend.token_to_id(model["unk_token"])
         # "[MASK]" in a text is the word, or unknown if the model finds the token as a word.
         self.special_ids, self.unknown_id = spelled_special_ids(self.backend, unknown_id)
+        self.dtype = id_dtype(1 + max(self.backend.get_vocab().values()))
 
     def _cut(self, text: str) -> Iterator[str]:
         "Cut a long text, for which the library needs 200 times its memory, where no id changes."
@@ -491,7 +492,7 @@ class BatchEncoder:
 
     def __call__(self, texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
         "Tokenize without special tokens: the ids of all texts joined, and tokens per text."
-        parts: list[np.ndarray] = []
+        joined, lengths = bytearray(), []  # which grows in place, unlike an array
         counts = [0] * len(texts)  # pieces of each text
 
         def cut() -> Iterator[str]:
@@ -501,13 +502,15 @@ class BatchEncoder:
 
         for batch in text_batches(cut()):
             encodings = self.backend.encode_batch_fast(batch, add_special_tokens=False)
-            parts += [np.array(encoding.ids, dtype=np.int32) for encoding in encodings]
+            for encoding in encodings:
+                ids = np.array(encoding.ids, dtype=self.dtype)
+                if self.special_ids:
+                    ids[np.isin(ids, self.special_ids)] = self.unknown_id
+                joined += ids.data
+                lengths.append(len(ids))
             del encodings  # before the next ones are made
-        ids = np.concatenate(parts)
-        if self.special_ids:
-            ids[np.isin(ids, self.special_ids)] = self.unknown_id
-        ends = np.append(0, np.cumsum([len(part) for part in parts]))[np.cumsum([0, *counts])]
-        return ids, np.diff(ends)
+        ends = np.append(0, np.cumsum(lengths, dtype=np.int64))[np.cumsum([0, *counts])]
+        return np.frombuffer(joined, self.dtype), np.diff(ends)
 
 
 BATCH_CHARS, BATCH_TEXTS = 500_000, 2000  # a batch ends with whichever comes first

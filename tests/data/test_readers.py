@@ -13,6 +13,7 @@ import zipfile
 from collections import Counter
 
 import numpy as np
+import datasets
 import pyarrow
 import pytest
 from pyarrow import parquet
@@ -27,7 +28,7 @@ from bertlab.data.readers import (
     resolve_column,
     text_of,
 )
-from bertlab.data.sources import TextStream, iter_documents
+from bertlab.data.sources import TextStream, dataset_rows, iter_documents
 from bertlab.finetuning.files import read_labelled
 
 ROWS = [
@@ -344,3 +345,43 @@ def test_malformed_rows_are_counted_under_the_first_message():
         handle(ValueError(f"row {n} is bad"))
     [(note, count)] = handle.notes.items()
     assert count == 3 and "row 0 is bad" in note
+
+
+@pytest.mark.parametrize("suffix", [".parquet", ".arrow", ".jsonl"])
+@pytest.mark.parametrize("column, expected", [
+    ("text", ["one cat", "two"]),  # of one column alone
+    ("document.text", ["one cat", "two"]),
+    ("chat.said.body", ["hi you\nwho is it", "no"]),
+    ("lines", ["a line\nand more", "b"]),
+    ("words", ["a cat", "dogs"]),
+])  # fmt: skip
+def test_text_within_columns_is_found(tmp_path, suffix, column, expected):
+    rows = [
+        {"id": 1, "document": {"title": "t", "text": "one cat"}, "lines": ["a line", "and more"],
+         "chat": [{"who": "x", "said": {"body": b}} for b in ("hi you", "who is it")], "words": ["a", "cat"]},
+        {"id": 2, "document": {"title": "u", "text": "two"}, "lines": ["b"],
+         "chat": [{"who": "y", "said": {"body": "no"}}], "words": ["dogs"]},
+    ]  # fmt: skip
+    path = tmp_path / f"a{suffix}"
+    if suffix == ".jsonl":
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    else:
+        table = pyarrow.Table.from_pylist(rows)
+        if suffix == ".parquet":
+            parquet.write_table(table, path)
+        else:
+            with pyarrow.ipc.new_file(path, table.schema) as writer:
+                writer.write_table(table)
+    options = ReadOptions(column)
+    assert [document.text for document in iter_documents(path, options)] == expected
+    data = datasets.Dataset.from_list(rows)
+    names = [column]
+    assert [text_of(row, column, "") for _, row in dataset_rows(data, "d", names)] == expected
+    for wrong, words in (
+        ("document", ["document.text"]),
+        ("body2", ["chat.said.body"]),
+        ("id", ["int"]),
+    ):
+        with pytest.raises(ValueError) as error:
+            list(iter_documents(path, ReadOptions(wrong)))
+        assert all(word in str(error.value) for word in (wrong, *words))

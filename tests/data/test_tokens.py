@@ -2,16 +2,23 @@
 
 import pickle
 import random
+import tracemalloc
+from collections import Counter
 
 import datasets
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
 
 from bertlab.data import tokens as module
 from bertlab.data.diffusion import encode_pairs
 from bertlab.data.packing import PackedDataset
+from bertlab.data.readers import ReadOptions
+from bertlab.data.tokenize import Part, read_part
 from bertlab.data.collators import MaskedLanguageModelingCollator
 from bertlab.data.tokenizers import tokenize_plain, train_tokenizer
 from bertlab.data.tokens import (
@@ -379,3 +386,22 @@ def test_a_long_line_is_encoded_in_pieces_with_its_own_ids(algorithm, monkeypatc
     assert ids[start : start + lengths[1]].tolist() == expected and sum(lengths) == len(ids)
     assert list(lengths[[0, 2, 3]]) == [len(encoder(["a cat"])[0]), 0, len(encoder(["on"])[0])]
     assert max(sizes) < 5 * 2**17 < len(text)
+
+
+def test_a_long_line_costs_its_bytes_its_text_and_no_more(tmp_path):
+    backend = Tokenizer(WordLevel({"[UNK]": 0, "word": 1}, unk_token="[UNK]"))
+    backend.pre_tokenizer = WhitespaceSplit()
+    encoder, peaks = BatchEncoder(backend.to_str()), {}
+    for size in (150_000, 350_000):  # words, of 5 bytes
+        path = tmp_path / f"{size}.txt"
+        path.write_text("word " * size + "\n")
+        tracemalloc.start()
+        (text,) = read_part(Part((str(path),), stamps=(1,)), ReadOptions(), Counter())
+        read = tracemalloc.get_traced_memory()[1]
+        tracemalloc.reset_peak()
+        ids, _ = encoder([text])
+        peaks[size] = read, tracemalloc.get_traced_memory()[1] - len(text)
+        tracemalloc.stop()
+        assert len(ids) == size
+    reading, encoding = (np.subtract(peaks[350_000], peaks[150_000]) / 200_000).tolist()
+    assert reading < 10.5 and encoding < 3  # bytes for a word
