@@ -106,8 +106,8 @@ def average(
     if run_file.exists() and load_yaml(run_file).get("command") == "finetune":
         if len(paths) > 1 or last is not None:
             raise ValueError(
-                f"{paths[0]} is a fine-tuning run, whose finished seeds are averaged: name it alone, "
-                f"and leave last={last} out"
+                f"{paths[0]} is a fine-tuning run, whose finished seeds are averaged: name it alone"
+                + f", and leave last={last} out" * (last is not None)
             )
         return _average_seeds(paths[0], target, how)
     if how == "greedy":

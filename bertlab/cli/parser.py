@@ -116,7 +116,7 @@ def read_options(
     bases = [f"{source.rpartition(':')[0]}:{base.id}" for base in getattr(node, "bases", ())]
     options = {option.name: option for base in bases for option in read_options(base)}
     for name, annotation, default in _parameters(node):
-        scope = _Types(os=os)
+        scope = _Types(os=os, Callable=str)  # a dotted name, which is checked where it is used
         kind = Any if annotation is None else _ordered(eval(ast.unparse(annotation), {}, scope))
         is_required = default is None
         text = _YAML_WORDS.sub(lambda word: _IN_YAML[word[0]], helps.get(name, "").replace("`", ""))
@@ -550,6 +550,13 @@ def _read_content(command: Command, content: Mapping[str, Any]) -> dict[str, Any
     return values
 
 
+def _as_dicts(value: Any) -> Any:
+    "Convert jsonargparse's namespaces, such as a class_path without init_args."
+    if isinstance(value, list):
+        return [_as_dicts(item) for item in value]
+    return value.as_dict() if hasattr(value, "as_dict") else value
+
+
 def _set_flag(
     command: Command, overrides: dict[str, Any], flag: str, text: str, grows: bool
 ) -> None:
@@ -569,7 +576,7 @@ def _set_flag(
     words = [f"--{flag}{'+' if is_item else ''}={text}"]
     with _naming_type(option, text, flag):
         parsed = command.parser.parse_args(words, before, defaults=False)
-        overrides[option.name] = parsed[option.name]
+        overrides[option.name] = _as_dicts(parsed[option.name])
 
 # %% ../../nbs/cli/01_parser.ipynb #797bb705
 _NOT_GIVEN = {  # what a file for BertBlocks should say, and what happens if it does not

@@ -144,7 +144,8 @@ def write_json(
 
     with atomic_write(path) as temporary:
         text = json.dumps(clean(value), indent=2, ensure_ascii=False, allow_nan=False)
-        temporary.write_text(text + "\n", encoding="utf-8")
+        # Bytes in a file's name that are not UTF-8 become JSON's own escapes.
+        temporary.write_text(text + "\n", encoding="utf-8", errors="backslashreplace")
 
 # %% ../../nbs/core/01_files.ipynb #8b71bb70
 def recover_directory(

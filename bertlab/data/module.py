@@ -340,7 +340,9 @@ class PretrainingDataConfig:
         hold_out = replace(self.hold_out, validation_fraction=0) if is_given else self.hold_out
 
         def make(name: Any, split: str | None) -> DataSource:
-            return DataSource(name, replace(self.reading, split=split or "train"), hold_out)
+            in_memory = not isinstance(name, (str, os.PathLike, Corpus, type(None)))
+            origin = _read_in_memory(name, self.reading) if in_memory else name
+            return DataSource(origin, replace(self.reading, split=split or "train"), hold_out)
 
         train = [make(name, self.train_split) for name in names]
         if not is_given:

@@ -284,7 +284,7 @@ class FinetuningDataModule(L.LightningDataModule):
 
     def prepare_data(self) -> None:
         "Download, once for each machine; `setup` then finds the data in the cache."
-        names_files = self.source[0] and not self.in_memory and is_files(self.source[0])
+        names_files = not self.in_memory and is_files(self.source[0])
         if names_files and not find_files(*self.source, self.file_format):
             load_hub(*self.source)
 

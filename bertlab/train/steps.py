@@ -534,7 +534,7 @@ class TrainingModule(L.LightningModule):
         undefined = {k: v for k, v in metrics.items() if not math.isfinite(v)}
         self.log_dict({name: v for name, v in metrics.items() if name not in undefined})
         if undefined:  # callbacks see NaN, loggers nothing
-            nan = {name: torch.tensor(value) for name, value in undefined.items()}
+            nan = {name: torch.as_tensor(value) for name, value in undefined.items()}
             self.trainer.callback_metrics.update(nan)
             rank_zero_warn(
                 f"{', '.join(undefined)} cannot be computed: no row of the set has a label, or the "

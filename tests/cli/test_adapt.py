@@ -128,9 +128,9 @@ def test_pooling_of_sentence_transformers_alone_is_kept(tmp_path):
 def test_models_of_different_vectors_have_no_mean(tmp_path):
     first = save_bi_encoder(tmp_path / "first")
     for options, part in ((("cls",), "cls"), (("mean", False), "Normalize")):
-        other = save_bi_encoder(tmp_path / part, *options)
+        second = save_bi_encoder(tmp_path / part, *options)
         with pytest.raises(ValueError, match=part):
-            save_average([first, other], tmp_path / "x")
+            save_average([first, second], tmp_path / "x")
     plain = save_model(BertLabModel(shape()), TOKENIZER, tmp_path / "plain")
     save_average([first, plain], tmp_path / "mean")  # an encoder and what was trained from it
     assert read_st_config(tmp_path / "mean") == read_st_config(first)

@@ -152,8 +152,8 @@ def test_a_run_without_an_end_is_finished_with_a_cooldown(words, tmp_path, capsy
     finish = ["--trainer.max_steps", "6", "--model.scheduler_cooldown_steps", "50%"]
     main(["pretrain", "--resume", str(tmp_path / "run"), *finish, "--run.stop_above", "null"])
     lines = (tmp_path / "run" / "history.csv").read_text().splitlines()
-    place = lines[0].split(",").index("learning_rate")
-    rates = [float(line.split(",")[place]) for line in lines[1:]]
+    column = lines[0].split(",").index("learning_rate")
+    rates = [float(line.split(",")[column]) for line in lines[1:]]
     assert rates == pytest.approx([0.01, 0.01, 0.01, 0.01, 0.02 / 3, 0.01 / 3])
 
 
@@ -185,8 +185,8 @@ def test_max_tokens_set_the_steps(words, capsys):
 def test_case_and_documents_are_plain_options(words, tmp_path):
     pairs = (f"Die Katze {i} sitzt lange da.\nEin Hund {i} bellt sehr laut.\n" for i in range(40))
     (tmp_path / "a.txt").write_text("\n".join(pairs))
-    runs = [built([str(tmp_path / "a.txt"), *words[:2], "--output", str(tmp_path / "x"), *more])
-            for more in ([], ["--cased", "--sample_by", "line"])]  # fmt: skip
+    runs = [built([str(tmp_path / "a.txt"), *words[:2], "--output", str(tmp_path / "x"), *flags])
+            for flags in ([], ["--cased", "--sample_by", "line"])]  # fmt: skip
     assert ["K" in run.tokenizer.get_vocab()
             for run in runs] == [False, True]  # fmt: skip
     counts = [int(re.search(r"train: (\d+) documents", run.describe())[1]) for run in runs]
@@ -226,21 +226,21 @@ def test_what_the_device_lacks_is_refused_early(words, tmp_path, capsys, no_text
 def test_a_wrong_option_is_refused_before_the_text_is_read(
     words, tmp_path, capsys, no_text, optimizer, option, value, part
 ):
-    told = refuse(
+    message = refuse(
         capsys, "pretrain", *words, "--model.optimizer_class", optimizer, f"--model.{option}", value
     )
-    assert part in told and not (tmp_path / "run").exists()
+    assert part in message and not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("more", [
+@pytest.mark.parametrize("options", [
     ["--model.parameter_overrides", '{"*blocks.1.*": {lr: 1.0e-4}}'],
     ["--model.parameter_overrides", '{"*decoder*": {lr: 1.0e-4}}', "--model.objective", "enhanced_mlm"],
     ["--model.parameter_overrides", '{"*lora_*": {weight_decay: 0.0}}', "--model.adapter", "lora"],
     ["--model.parameter_overrides", '{"*blocks.1.mlp*": {hidden: false}}', "--model.optimizer_class", "muon"],
     ["--model.parameter_overrides", '{"*blocks.1.*": {lr: 1.0e-4}}', "--model.freeze", "1"],
 ])  # fmt: skip
-def test_patterns_are_matched_on_the_model_of_the_run(words, more):
-    built([*words, "--model.model_config_kwargs.num_hidden_layers", "2", *more])
+def test_patterns_are_matched_on_the_model_of_the_run(words, options):
+    built([*words, "--model.model_config_kwargs.num_hidden_layers", "2", *options])
 
 
 def test_parts_that_a_continued_model_lacks_are_refused(folder, words, tmp_path, capsys):
@@ -297,9 +297,9 @@ def test_a_foreign_tokenizer_is_refused_early(
     monkeypatch.setattr(PretrainingDataModule, "prepare_data", lambda self: pytest.fail("too late"))
     options = ["--model.model_config_kwargs", "null", "--model.pretrained_model_name_or_path", str(model),
                "--data.pretrained_tokenizer_name_or_path", str(other)]  # fmt: skip
-    more = [command] if command.startswith("--") else []
+    leading = [command] if command.startswith("--") else []
     message = refuse(
-        capsys, "validate" if command == "validate" else "pretrain", *words, *options, *more
+        capsys, "validate" if command == "validate" else "pretrain", *words, *options, *leading
     )
     assert (
         "was trained with another tokenizer" in message
@@ -335,8 +335,8 @@ def test_a_run_killed_after_its_last_step_is_completed(words, tmp_path):
 
 
 def test_a_run_may_validate_on_no_batches(words, tmp_path, capsys):
-    found = pretrain([*words, "--trainer.limit_val_batches", "0", "--run.validate_first", "true"])
-    assert found["steps"] == 4 and "val_loss" not in found
+    metrics = pretrain([*words, "--trainer.limit_val_batches", "0", "--run.validate_first", "true"])
+    assert metrics["steps"] == 4 and "val_loss" not in metrics
     capsys.readouterr()
     assert "limit_val_batches=0" in refuse(capsys, "validate", str(tmp_path / "run"))
 
@@ -410,8 +410,8 @@ def test_tokens_of_tokenize_are_trained_on(folder, words, tmp_path, capsys):
         == 0
     )
     assert "120 documents" in capsys.readouterr().out
-    other = ["--run.output", str(tmp_path / "other"), "--data.streaming", "true"]
-    assert "leave streaming out" in refuse(capsys, *printed, *words, *other)
+    options = ["--run.output", str(tmp_path / "other"), "--data.streaming", "true"]
+    assert "leave streaming out" in refuse(capsys, *printed, *words, *options)
 
 
 def test_overwrite_moves_a_run_and_trains_a_tokenizer(folder, words, tmp_path):
@@ -448,20 +448,20 @@ def test_validate_agrees_with_the_run(folder, capsys):
 
 
 def test_sources_of_callbacks_are_checked_early(folder, tmp_path):
-    asked = "[{kind: fill_mask, name: facts, source: %s, every_n_steps: 2}]" % (
+    evaluators = "[{kind: fill_mask, name: facts, source: %s, every_n_steps: 2}]" % (
         tmp_path / "none.tsv"
     )
     words = ["--config", str(folder / "tiny.yaml"), "--run.output", str(tmp_path / "run")]
     with pytest.raises(ValueError, match="none.tsv"):
-        pretrain([*words, "--run.evaluators", asked])
-    begun = [
+        pretrain([*words, "--run.evaluators", evaluators])
+    checked = [
         "--model.pretrained_model_name_or_path",
         str(find_model_directory(folder / "run")),
         "--model.model_config_kwargs",
         "null",
     ]
     with pytest.raises(ValueError, match="'qvk"):
-        pretrain([*words, *begun, "--run.histograms", "['qvk*']"])
+        pretrain([*words, *checked, "--run.histograms", "['qvk*']"])
 
 
 def test_validate_has_a_row_for_each_set(folder, tmp_path):
@@ -477,7 +477,7 @@ def test_fill_mask_agrees_with_transformers(folder, capsys):
     from transformers import pipeline
 
     best = str(folder / "run" / "models" / "best")
-    theirs = pipeline("fill-mask", model=best, top_k=3)("the [MASK] sat on a mat")
+    expected = pipeline("fill-mask", model=best, top_k=3)("the [MASK] sat on a mat")
     capsys.readouterr()
     assert (
         main(
@@ -495,7 +495,7 @@ def test_fill_mask_agrees_with_transformers(folder, capsys):
     printed = capsys.readouterr().out.splitlines()
     assert printed[0] == "the [MASK] sat on a mat" and len(printed) == 5
     assert [guess.split()[0] for guess in printed[1].strip().split(", ")] == [
-        t["token_str"].strip() for t in theirs
+        t["token_str"].strip() for t in expected
     ]
 
 
@@ -545,12 +545,12 @@ def test_validate_takes_a_bare_model(folder, tmp_path, capsys):
     shutil.copytree(find_model_directory(folder / "run"), tmp_path / "model")
     words = [str(tmp_path / "model"), "--data.train_dataset_name_or_path", str(folder / "text.txt"),
              "--data.max_sequence_length", "32", "--data.val_batch_size", "1"]  # fmt: skip
-    [whole] = validate(words)
-    assert whole["loss"] > 0 and whole["model"] == str(tmp_path / "model")
+    [row] = validate(words)
+    assert row["loss"] > 0 and row["model"] == str(tmp_path / "model")
     [part] = validate(
         [*words, "--trainer.limit_val_batches", "1", "--trainer.precision", "bf16-mixed"]
     )
-    assert part["loss"] != whole["loss"]
+    assert part["loss"] != row["loss"]
     assert "/none" in refuse(capsys, "validate", str(tmp_path / "none"))
     with pytest.raises(ValueError, match="precision"):
         validate([*words, "--trainer.precision", "half"])
@@ -588,8 +588,8 @@ def test_distill_refuses_a_wrong_file(capsys, tmp_path):
     assert "tokns" in refuse(capsys, "distill", str(tmp_path / "s.yaml"))
     assert "missing.yaml" in refuse(capsys, "distill", "missing.yaml")
     assert main(["devices"]) == 0
-    shown = capsys.readouterr().out
-    assert "device  " in shown and ("32-true" in shown or "16-mixed" in shown)
+    printed = capsys.readouterr().out
+    assert "device  " in printed and ("32-true" in printed or "16-mixed" in printed)
 
 
 def test_all_callbacks_can_be_enabled(words, tmp_path):
@@ -656,11 +656,11 @@ def test_ctrl_c_saves_and_the_run_can_be_resumed(words, tmp_path):
 
 def test_a_model_of_a_run_is_validated_on_its_text(folder, tmp_path):
     shutil.copytree(folder / "run", tmp_path / "run")
-    [whole] = validate([str(tmp_path / "run")])
+    [row] = validate([str(tmp_path / "run")])
     [model] = validate([str(tmp_path / "run" / "models" / "best")])
     assert (
-        model["set"] == whole["set"] == "held out of the training text"
-        and model["loss"] == whole["loss"]
+        model["set"] == row["set"] == "held out of the training text"
+        and model["loss"] == row["loss"]
     )
     shutil.copytree(find_model_directory(folder / "run"), tmp_path / "alone")
     [alone] = validate([str(tmp_path / "alone"), "--data.train_dataset_name_or_path", str(folder / "text.txt"),

@@ -184,7 +184,7 @@ def test_domain_adaptation_goes_on_from_a_directory_that_stands_for_a_hub_name(t
     assert pretrain(words)["steps"] == 2
     adapted = find_model_directory(tmp_path / "run")
     before, after = (
-        yaml.safe_load((place / "config.json").read_text()) for place in (known, adapted)
+        yaml.safe_load((directory / "config.json").read_text()) for directory in (known, adapted)
     )
     assert before["hidden_size"] == after["hidden_size"] == 16 and after["architectures"] == [
         "ModernBertForMaskedLM"

@@ -153,12 +153,12 @@ def test_validate_agrees_with_the_demo(finished, capsys):
     assert row["loss"] == pytest.approx(metrics_of(finished[0])["val_loss"], rel=1e-4)
 
 
-@pytest.mark.parametrize("kind", ["wordpiece", "bpe", "unigram"])
-def test_a_token_with_its_space_can_be_hidden(kind):
+@pytest.mark.parametrize("tokenizer_type", ["wordpiece", "bpe", "unigram"])
+def test_a_token_with_its_space_can_be_hidden(tokenizer_type):
     text = "the bird sees cat the bird ."
     # Unigram learns only what occurs in two different words.
     texts = [text, text.replace("cat", "cats")] * 20
-    tokenizer = train_tokenizer(texts, 300 if kind == "bpe" else 60, kind=kind)
+    tokenizer = train_tokenizer(texts, 300 if tokenizer_type == "bpe" else 60, kind=tokenizer_type)
     assert gaps_in([text], tokenizer) == [("the bird sees [MASK] the bird .", "cat")]
 
 

@@ -250,9 +250,9 @@ def test_prompts_come_before_texts_and_queries(folder, capsys, tmp_path):
     prompts = {"query": "alpha beta: ", "passage": "gamma: "}
     model, texts = change_model(folder, tmp_path, prompts=prompts), folder / "texts"
     assert "'gamma: '" in succeed(capsys, "encode", model, texts, "--output", tmp_path / "index")
-    for side, shown in (("query", True), ("none", False)):
+    for side, is_shown in (("query", True), ("none", False)):
         words = ["--output", tmp_path / f"{side}.npy", "--prompt", side]
-        assert ("'alpha beta: '" in succeed(capsys, "encode", model, texts, *words)) == shown
+        assert ("'alpha beta: '" in succeed(capsys, "encode", model, texts, *words)) == is_shown
     assert "passage" in refuse(capsys, "encode", model, texts, "--prompt", "passage")
     plain = load_bi_encoder(str(folder / "run"))
     for source in (tmp_path / "index", texts):

@@ -50,19 +50,19 @@ def place(tmp_path_factory):
 def answer(capfd, *words):
     capfd.readouterr()
     status = program.main(["export", *map(str, words)])
-    said = capfd.readouterr()
-    return status, said.out, said.err.strip()
+    captured = capfd.readouterr()
+    return status, captured.out, captured.err.strip()
 
 
 def test_files_are_written_and_their_cost_is_said(place, tmp_path, capfd):
-    status, said, _ = answer(capfd, place / "model", "--output", tmp_path / "out", "--text", place / "text.txt",
+    status, printed, _ = answer(capfd, place / "model", "--output", tmp_path / "out", "--text", place / "text.txt",
                              "--outputs", "[logits, attentions]")  # fmt: skip
     assert status == 0
     report = json.loads((tmp_path / "out/export.json").read_text())
     assert report["outputs"] == ["logits", "attentions"]
     for name, row in report["files"].items():
         assert (tmp_path / "out" / name).stat().st_size == row["bytes"]
-        assert name in said and f"{row['agreement']:.1%}" in said
+        assert name in printed and f"{row['agreement']:.1%}" in printed
 
 
 def test_files_are_scored_on_labelled_pairs(place, tmp_path, capfd):

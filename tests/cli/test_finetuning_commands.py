@@ -349,7 +349,8 @@ WRONG = [
     ("--model.pretrained_model_name_or_path=somebody/model", "not both"),
     ("--trainer.max_steps=3", "max_steps"), ("--trainer.precision=fp17", "precision='fp17'"),
     ("--trainer.limit_train_batches=1.5", "limit_train_batches"), ("--trainer.limit_val_batches=0", "limit_val_batches=0"),
-    ("--trainer.devices=2", "trainer.devices"),
+    ("--trainer.devices=2", "trainer.devices"), ("--data.reader_kwargs.encodign=cp1252", "encoding"),
+    *((f"--model.{name}=torch.utils.collect_env.run", "installed package") for name in ("scheduler_type", "optimizer_class")),
 ]  # fmt: skip
 
 

@@ -110,8 +110,8 @@ def test_help_and_mistakes_need_no_heavy_import(tmp_path):
     assert done.returncode == 0, done.stderr[-2000:]
     messages = done.stderr.splitlines()
     for line, message in zip(WRONG.splitlines(), messages, strict=True):
-        named = re.findall(r"none|taken|learning_rat|many|[a-z_]*steps", line)
-        assert any(word in message for word in named), message
+        words = re.findall(r"none|taken|learning_rat|many|[a-z_]*steps", line)
+        assert any(word in message for word in words), message
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -122,15 +122,15 @@ def test_help_shows_no_names_of_the_source(name):
     assert "%%" not in COMMANDS[name].help() and "None:" not in COMMANDS[name].help()
 
 
-def example(kind: Any) -> Command:
+def example(type_: Any) -> Command:
     from bertlab.cli.parser import Option
 
     command = Command("example", "cli/export.py:export")
-    command.__dict__["options"] = {"x": Option("x", kind)}
+    command.__dict__["options"] = {"x": Option("x", type_)}
     return command
 
 
-@pytest.mark.parametrize("text, kind, value", [
+@pytest.mark.parametrize("text, type_, value", [
     ("3", int, 3), ("2e-3", float, 0.002), ("3", float, 3.0), (".inf", float, float("inf")),
     ("null", int | None, None), ("64K", int | str | None, "64K"), ("64", int | str | None, 64),
     ("true", bool | str, True), ("full", bool | str, "full"), ("no", str | list[str], "no"),
@@ -139,16 +139,16 @@ def example(kind: Any) -> Command:
     ("no way", list[str] | None, ["no way"]), ("{class_path: a.B}", dict[str, Any] | str, {"class_path": "a.B"}),
     ("[MASK] here", list[str] | None, ["[MASK] here"]), ("{a: no}", Any, {"a": "no"}),
 ])  # fmt: skip
-def test_a_word_becomes_a_value_of_its_type(text, kind, value):
-    result = parse(example(kind), ["--x", text]).config["x"]
+def test_a_word_becomes_a_value_of_its_type(text, type_, value):
+    result = parse(example(type_), ["--x", text]).config["x"]
     assert result == value and type(result) is type(value)
 
 
-@pytest.mark.parametrize("text, kind", [("many", int), ("2.5", int), ("true", int), ("null", int), ("fast", float),
+@pytest.mark.parametrize("text, type_", [("many", int), ("2.5", int), ("true", int), ("null", int), ("fast", float),
                                         ("a", list[int]), ("1", dict[str, int] | None)])  # fmt: skip
-def test_a_value_of_another_type_is_refused(text, kind):
+def test_a_value_of_another_type_is_refused(text, type_):
     with pytest.raises(ValueError, match=rf"x must be .*{text}"):
-        parse(example(kind), ["--x", text])
+        parse(example(type_), ["--x", text])
 
 
 def test_flags_win_over_files_and_later_files_over_earlier(tmp_path):
@@ -196,6 +196,10 @@ def test_entries_of_dictionaries_and_growing_lists():
     assert config["data"]["collator_kwargs"] == {"a": 1, "b": 3}
     assert config["model"]["model_kwargs"] == {"er": "x"}
     assert config["trainer"]["callbacks"] == ["one.A", {"class_path": "two.B"}]
+    callbacks = configured("--trainer.callbacks", "[{class_path: two.B}, one.A]")["trainer"][
+        "callbacks"
+    ]
+    assert callbacks == [{"class_path": "two.B"}, "one.A"] and type(callbacks[0]) is dict
     adapter = configured(
         "--model.adapter", "{type: lora}", "--model.adapter.r", "8", command="finetune"
     )
@@ -287,5 +291,5 @@ def test_resuming_with_the_same_words_adds_nothing_twice(tmp_path):
     for again in (words, [*file, *words]):
         config = configured(*again, base=first)
         assert {name: config[name] for name in first} == first
-    more = configured(*words, f"--{TEXT}+", "d.txt", base=first)
-    assert more["data"]["train_dataset_name_or_path"] == ["a.txt", "b.txt", "c.txt", "d.txt"]
+    longer = configured(*words, f"--{TEXT}+", "d.txt", base=first)
+    assert longer["data"]["train_dataset_name_or_path"] == ["a.txt", "b.txt", "c.txt", "d.txt"]

@@ -70,8 +70,8 @@ def test_a_worker_that_takes_nothing_is_refused():
 
 
 def test_a_worker_knows_its_place_and_unequal_machines_are_refused():
-    found = launch_of(5, [4] * 8)
-    assert (found.rank, found.world_size, found.num_nodes, found.devices) == (5, 8, 2, 4)
+    launch = launch_of(5, [4] * 8)
+    assert (launch.rank, launch.world_size, launch.num_nodes, launch.devices) == (5, 8, 2, 4)
     with pytest.raises(ValueError, match="num_workers=5.*STRICT_SPREAD"):
         launch_of(0, [4, 4, 4, 4, 1])
 
@@ -79,12 +79,12 @@ def test_a_worker_knows_its_place_and_unequal_machines_are_refused():
 def test_sharded_strategies_stay_ours_and_what_starts_processes_is_refused():
     assert isinstance(ray_strategy("fsdp"), FullyShardedStrategy)
     assert ray_strategy("tensor:2").mesh_sizes(4) == (2, 1, 1)
-    for asked in ("ddp_spawn", "deepspeed"):
-        with pytest.raises(ValueError, match=f"trainer.strategy='{asked}'"):
-            ray_strategy(asked)
+    for strategy in ("ddp_spawn", "deepspeed"):
+        with pytest.raises(ValueError, match=f"trainer.strategy='{strategy}'"):
+            ray_strategy(strategy)
 
 
-@pytest.mark.parametrize("more, options, parts", [
+@pytest.mark.parametrize("words, options, parts", [
     ([], {"num_workers": 0}, ["num_workers", "0"]),
     ([], {"cpus_per_worker": 0}, ["cpus_per_worker", "0"]),
     ([], {"max_failures": -2}, ["max_failures", "-2"]),
@@ -96,7 +96,7 @@ def test_sharded_strategies_stay_ours_and_what_starts_processes_is_refused():
     ([], {"resume": True}, ["run", "resume"]),
 ])  # fmt: skip
 def test_a_mistake_is_one_sentence_before_ray_is_imported(
-    tmp_path, monkeypatch, more, options, parts
+    tmp_path, monkeypatch, words, options, parts
 ):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, "ray", None)  # importing it would be an ImportError
@@ -106,7 +106,7 @@ def test_a_mistake_is_one_sentence_before_ray_is_imported(
     Path("old/metrics.json").write_text("{}\n")
     Path("file").touch()
     with pytest.raises(ValueError) as refused:
-        train_on_ray(words_of("run", *more), **options)
+        train_on_ray(words_of("run", *words), **options)
     assert all(part in str(refused.value) for part in parts) and not Path("run").exists()
 
 
@@ -152,8 +152,8 @@ def cluster(tmp_path_factory):
 @pytest.fixture(scope="module")
 def calm(cluster) -> str:
     "A run of two workers that nothing happens to."
-    found = train_on_ray(words_of("calm"), num_workers=2)
-    assert found["steps"] == STEPS
+    metrics = train_on_ray(words_of("calm"), num_workers=2)
+    assert metrics["steps"] == STEPS
     return "calm"
 
 
@@ -164,11 +164,11 @@ def test_two_workers_have_the_losses_of_one_process(calm):
     assert {path.name for path in Path(calm).iterdir()} == {
         path.name for path in Path("one").iterdir()
     }
-    kept = yaml.safe_load(Path(calm, "run.yaml").read_text())
+    config = yaml.safe_load(Path(calm, "run.yaml").read_text())
     assert (
-        kept["trainer"]["devices"],
-        kept["trainer"]["num_nodes"],
-        kept["data"]["train_batch_size"],
+        config["trainer"]["devices"],
+        config["trainer"]["num_nodes"],
+        config["data"]["train_batch_size"],
     ) == (2, 1, 4)
 
 
@@ -204,10 +204,10 @@ def test_workers_die_and_the_run_goes_on_bit_by_bit_and_is_overwritten_once(calm
     Path("deaths.py").write_text(DEATHS)
     Path("killed").mkdir()
     Path("killed/run.yaml").write_text("old: true\n")
-    found = train_on_ray(
+    metrics = train_on_ray(
         words_of("killed", "--trainer.callbacks", "deaths.DieTwice"), overwrite=True, max_failures=2
     )
-    assert Path("died-1").exists() and Path("died-5").exists() and found["steps"] == STEPS
+    assert Path("died-1").exists() and Path("died-5").exists() and metrics["steps"] == STEPS
     assert losses("killed") == losses(calm)
     assert [path.name for path in Path("killed").glob("previous-*")] == ["previous-1"], (
         "attempts after a death go on"
@@ -224,8 +224,8 @@ def test_more_deaths_than_allowed_end_the_run_and_one_process_goes_on(calm):
     with pytest.raises(TrainingFailedError):
         train_on_ray(words_of("ended", "--trainer.callbacks", "deaths.DieTwice"), max_failures=0)
     assert Path("gone-5").exists() and Path("ended/checkpoints/step-00000004.ckpt").exists()
-    found = pretrain(["--trainer.devices", "1"], resume="ended")
-    assert found["steps"] == STEPS and losses("ended") == pytest.approx(losses(calm), abs=2e-5)
+    metrics = pretrain(["--trainer.devices", "1"], resume="ended")
+    assert metrics["steps"] == STEPS and losses("ended") == pytest.approx(losses(calm), abs=2e-5)
 
 
 @needs_ray
@@ -240,7 +240,7 @@ def test_ray_goes_on_where_one_process_stopped(cluster):
 
 @needs_ray
 @pytest.mark.slow
-@pytest.mark.parametrize("more, options, parts", [
+@pytest.mark.parametrize("words, options, parts", [
     ([], {"num_workers": 3}, ["num_workers=3", "1 CPU", "places for 2"]),
     ([], {"num_workers": 2, "cpus_per_worker": 2}, ["num_workers=2", "2 CPU", "places for 1"]),
     (["--trainer.accelerator", "gpu"], {"num_workers": 1}, ["1 GPU", "places for 0"]),
@@ -249,9 +249,9 @@ def test_ray_goes_on_where_one_process_stopped(cluster):
     (["--data.train_dataset_name_or_path", "nowhere.txt"], {}, ["nowhere.txt"]),  # which the workers find
     (["--run.batch_tokens", "500"], {}, ["batch_tokens=500", "512"]),
 ])  # fmt: skip
-def test_what_cannot_be_is_refused_before_a_file_is_written(cluster, more, options, parts):
+def test_what_cannot_be_is_refused_before_a_file_is_written(cluster, words, options, parts):
     with pytest.raises(ValueError) as refused:
-        train_on_ray(words_of("refused", *more), **options)
+        train_on_ray(words_of("refused", *words), **options)
     assert all(part in str(refused.value) for part in parts) and not Path("refused").exists()
 
 
@@ -262,16 +262,16 @@ printf '%s\\n' "$@" > "$PLACE/words"
 """
 
 
-def run_script(script: str, place: Path, **environment: str) -> list[str]:
+def run_script(script: str, directory: Path, **environment: str) -> list[str]:
     "Run a script in bash with programs of ours in place of the launchers; the words that these were given."
     for name in ("srun", "torchrun"):
-        (place / name).write_text(FAKE_SRUN)
-        (place / name).chmod(0o755)
-    paths = f"{place}{os.pathsep}{os.environ['PATH']}"
+        (directory / name).write_text(FAKE_SRUN)
+        (directory / name).chmod(0o755)
+    paths = f"{directory}{os.pathsep}{os.environ['PATH']}"
     done = subprocess.run(["bash", "-c", script, "script", "--config", "bertlab/configs/several-nodes.yaml"], cwd=ROOT,
-                          env={**os.environ, "PATH": paths, "PLACE": str(place), **environment}, capture_output=True, text=True)  # fmt: skip
+                          env={**os.environ, "PATH": paths, "PLACE": str(directory), **environment}, capture_output=True, text=True)  # fmt: skip
     assert done.returncode == 0, done.stderr
-    return (place / "words").read_text().splitlines()
+    return (directory / "words").read_text().splitlines()
 
 
 @pytest.mark.parametrize("name", ["slurm.sh", "skypilot.yaml"])
@@ -297,8 +297,9 @@ def test_a_launcher_s_file_starts_a_run_and_goes_on_with_one_that_is_there(
         output.mkdir()
         (output / "run.yaml").write_text("{}\n")
     words = run_script(script, tmp_path, **environment)
-    asked = parse(COMMANDS["pretrain"], words[words.index("pretrain") + 1 :])
-    assert asked.config["run"]["output"] == str(output) and bool(asked.config["resume"]) == resume
+    parsed = parse(COMMANDS["pretrain"], words[words.index("pretrain") + 1 :])
+    assert parsed.config["run"]["output"] == str(output) and bool(parsed.config["resume"]) == resume
     assert (
-        asked.config["trainer"]["num_nodes"] == 2 and asked.config["trainer"]["strategy"] == "fsdp"
+        parsed.config["trainer"]["num_nodes"] == 2
+        and parsed.config["trainer"]["strategy"] == "fsdp"
     )

@@ -22,17 +22,17 @@ def refused(command: list[str], monkeypatch, capsys) -> str:
     return line
 
 
-@pytest.mark.parametrize("output, said", [("folder", "already exists"), ("text.txt", "already exists"),
+@pytest.mark.parametrize("output, part", [("folder", "already exists"), ("text.txt", "already exists"),
                                           ("text.txt/measures.json", "text.txt is a file")])  # fmt: skip
 def test_a_comparison_that_cannot_be_written_is_refused_first(
-    output, said, tmp_path, monkeypatch, capsys
+    output, part, tmp_path, monkeypatch, capsys
 ):
     (tmp_path / "folder").mkdir()
     (tmp_path / "text.txt").write_text("a text")
     line = refused(
         ["compare", str(tmp_path), "--output", str(tmp_path / output)], monkeypatch, capsys
     )
-    assert output in line and said in line and (tmp_path / "text.txt").read_text() == "a text"
+    assert output in line and part in line and (tmp_path / "text.txt").read_text() == "a text"
 
 
 def test_a_comparison_makes_the_folders_of_its_file(tmp_path, monkeypatch):
@@ -54,10 +54,10 @@ def test_a_comparison_notes_shorter_rows(positions, tmp_path, capsys):
     save_model(BertLabForMaskedLM(config), tokenizer, tmp_path / "model")
     (tmp_path / "text.txt").write_text("a text of a few words and letters\n" * 40)
     capsys.readouterr()
-    found = vocabularies.compare(
+    measures = vocabularies.compare(
         [str(tmp_path / "model"), str(tmp_path / "tokenizer")], str(tmp_path / "text.txt")
     )
-    assert found[str(tmp_path / "model")]["bits_per_byte"] > 0
+    assert measures[str(tmp_path / "model")]["bits_per_byte"] > 0
     notes = [line for line in capsys.readouterr().out.splitlines() if not line.startswith("|")]
     assert len(notes) == (positions < 128) and all("rows of 64 tokens" in line for line in notes)
 

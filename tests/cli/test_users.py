@@ -361,10 +361,10 @@ def test_a_model_directory_cannot_name_code_to_import(folder):
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_flag_has_a_help(command):
-    options, shown = COMMANDS[command].options, COMMANDS[command].help()
+    options, help_text = COMMANDS[command].options, COMMANDS[command].help()
     assert [name for name, option in options.items() if not option.help.strip()] == []
     for name in options:
-        assert f"--{name} " in shown
+        assert f"--{name} " in help_text
 
 
 def test_help_of_a_public_name_shows_its_parameters():

@@ -18,7 +18,7 @@ torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory):
+def folder(tmp_path_factory):
     tokenizer = train_tokenizer(["the cat sat on the mat"] * 9, vocab_size=60)
     torch.manual_seed(0)
     model = BertLabForMaskedDiffusion(modernbert_tiny(vocab_size=len(tokenizer), hidden_size=16, intermediate_size=16,
@@ -29,25 +29,25 @@ def place(tmp_path_factory):
 PROMPTS = ["the [MASK] sat on the [MASK]", "the cat"]
 
 
-def test_the_texts_are_on_standard_output_and_the_show_is_not(place, capsys):
-    texts = write_texts(str(place), PROMPTS, max_new_tokens=5, sampler="random", seed=3)
-    words = [str(place), *PROMPTS, "--max_new_tokens", "5", "--sampler", "random", "--seed", "3"]
+def test_the_texts_are_on_standard_output_and_the_show_is_not(folder, capsys):
+    texts = write_texts(str(folder), PROMPTS, max_new_tokens=5, sampler="random", seed=3)
+    words = [str(folder), *PROMPTS, "--max_new_tokens", "5", "--sampler", "random", "--seed", "3"]
     for live in ("false", "true"):
         assert main(["write", *words, "--live", live]) == 0
-        shown = capsys.readouterr()
-        assert shown.out.splitlines() == texts
-        assert ("\x1b[" in shown.err) == (live == "true")
+        captured = capsys.readouterr()
+        assert captured.out.splitlines() == texts
+        assert ("\x1b[" in captured.err) == (live == "true")
 
 
-@pytest.mark.parametrize("words, said", [
+@pytest.mark.parametrize("words, part", [
     (["{place}-not", "x"], "no such file or directory"), (["{place}", "x", "--sampler", "confidense"], "confidence"),
     (["{place}", "no gap", "--mode", "infill"], "no gap"), (["{place}", "x", "--temprature", "1"], "temperature"),
     (["{place}", "x", "--max_new_tokens", "99"], "max_position_embeddings"),
 ])  # fmt: skip
-def test_a_mistake_is_answered_in_one_line(place, capsys, words, said):
-    assert main(["write", *[word.replace("{place}", str(place)) for word in words]]) == 2
+def test_a_mistake_is_answered_in_one_line(folder, capsys, words, part):
+    assert main(["write", *[word.replace("{place}", str(folder)) for word in words]]) == 2
     err = [line for line in capsys.readouterr().err.splitlines() if line.startswith("bertlab")]
-    assert len(err) == 1 and said in err[0]
+    assert len(err) == 1 and part in err[0]
 
 
 def test_each_step_is_a_line():
@@ -55,8 +55,8 @@ def test_each_step_is_a_line():
     ids = torch.tensor([tokenizer("the cat sat")["input_ids"]])
     no, stream = torch.zeros_like(ids, dtype=torch.bool), io.StringIO()
     show = show_steps(tokenizer, stream)
-    for number in (0, 0, 1):
-        show(number, SamplingStep(ids, no, no, torch.ones(ids.shape)))
+    for seed in (0, 0, 1):
+        show(seed, SamplingStep(ids, no, no, torch.ones(ids.shape)))
     assert stream.getvalue().splitlines() == [
         "  0 the cat sat",
         "  1 the cat sat",
@@ -74,9 +74,9 @@ def test_a_break_in_a_text_does_not_break_the_line_of_the_show():
     )
 
 
-def test_a_run_remembers_whether_its_model_may_end_a_text(place, tmp_path):
-    assert not was_taught_ends(place)
+def test_a_run_remembers_whether_its_model_may_end_a_text(folder, tmp_path):
+    assert not was_taught_ends(folder)
     (tmp_path / "models" / "step-5").mkdir(parents=True)
-    for ends, known in ((0, False), (8, True)):
+    for ends, is_remembered in ((0, False), (8, True)):
         (tmp_path / "run.yaml").write_text(yaml.safe_dump({"data": {"max_ends": ends}}))
-        assert was_taught_ends(tmp_path / "models" / "step-5") is known
+        assert was_taught_ends(tmp_path / "models" / "step-5") is is_remembered

@@ -20,6 +20,7 @@ from bertlab.core.files import (
     recover_directory,
     write_json,
 )
+from bertlab.core.serialization import load_json
 
 
 def names(directory):
@@ -120,6 +121,12 @@ def test_permissions_are_the_old_files_or_the_usual_ones(tmp_path):
 def test_numbers_that_are_not_finite_are_null_in_json(tmp_path):
     write_json(tmp_path / "m.json", {"a": [1.5, float("nan")], "b": {"c": float("inf")}})
     assert json.loads((tmp_path / "m.json").read_text()) == {"a": [1.5, None], "b": {"c": None}}
+
+
+def test_json_holds_names_that_are_not_utf8(tmp_path):
+    name = os.fsdecode(b"caf\xe9 \xc3\xa9.txt")
+    write_json(tmp_path / "m.json", {"source": name})
+    assert load_json(tmp_path / "m.json") == {"source": name}
 
 
 # ---- directories ----------------------------------------------------------------------------------

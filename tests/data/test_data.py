@@ -123,6 +123,15 @@ def test_set_datasets_takes_what_is_in_memory(form):
     assert sorted(parts[0] + parts[1]) == sorted(texts) and 5 <= len(parts[1]) <= 15
 
 
+def test_a_table_in_memory_may_be_the_source():
+    pandas = pytest.importorskip("pandas")
+    texts = make_texts(40)
+    data = make_module(pandas.DataFrame({"text": texts}))
+    data.prepare_data()
+    data.setup()
+    assert sorted(texts_of(data.train_dataset) + texts_of(data.val_dataset)) == sorted(texts)
+
+
 def test_what_is_in_memory_is_no_stream():
     data = make_module("a.txt", streaming=True)
     with pytest.raises(ValueError, match="streaming reads files or hub datasets"):

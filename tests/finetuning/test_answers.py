@@ -65,11 +65,15 @@ def test_answers_in_ascii_score_as_squads_formula(answer, gold):
         bare = "".join(letter for letter in text.lower() if letter not in string.punctuation)
         return re.sub(r"\b(a|an|the)\b", " ", bare).split()
 
-    ours, theirs = words(answer), words(gold)
-    same = (Counter(ours) & Counter(theirs)).total()
-    overlap = 2 * same / (len(ours) + len(theirs)) if ours and theirs else float(ours == theirs)
-    assert normalize_answer(answer) == " ".join(ours)
-    assert score_answer(answer, [gold], "exact_match") == float(ours == theirs)
+    answer_words, gold_words = words(answer), words(gold)
+    same = (Counter(answer_words) & Counter(gold_words)).total()
+    overlap = (
+        2 * same / (len(answer_words) + len(gold_words))
+        if answer_words and gold_words
+        else float(answer_words == gold_words)
+    )
+    assert normalize_answer(answer) == " ".join(answer_words)
+    assert score_answer(answer, [gold], "exact_match") == float(answer_words == gold_words)
     assert score_answer(answer, [gold]) == overlap
 
 
@@ -82,11 +86,13 @@ def test_answers_in_chinese_score_as_in_mlqa(answer, gold):
         bare = "".join(c for c in text.lower() if not unicodedata.category(c).startswith("P"))
         return "".join(f" {c} " if "\u4e00" <= c <= "\u9fa5" else c for c in bare).split()
 
-    ours, theirs = tokens(answer), tokens(gold)
-    assert score_answer(answer, [gold], "exact_match") == float(ours == theirs)
-    same = (Counter(ours) & Counter(theirs)).total()
+    answer_tokens, gold_tokens = tokens(answer), tokens(gold)
+    assert score_answer(answer, [gold], "exact_match") == float(answer_tokens == gold_tokens)
+    same = (Counter(answer_tokens) & Counter(gold_tokens)).total()
     assert score_answer(answer, [gold]) == pytest.approx(
-        2 * same / (len(ours) + len(theirs)) if ours and theirs else float(ours == theirs)
+        2 * same / (len(answer_tokens) + len(gold_tokens))
+        if answer_tokens and gold_tokens
+        else float(answer_tokens == gold_tokens)
     )
 
 
@@ -103,9 +109,9 @@ def test_answers_in_chinese_score_as_in_mlqa(answer, gold):
 ])  # fmt: skip
 def test_answers_of_other_scripts_by_hand(answer, gold, exact, overlap):
     for form in ("NFC", "NFD"):
-        said = unicodedata.normalize(form, answer)
-        assert score_answer(said, [gold], "exact_match") == exact, form
-        assert score_answer(said, [gold]) == pytest.approx(overlap), form
+        normalized = unicodedata.normalize(form, answer)
+        assert score_answer(normalized, [gold], "exact_match") == exact, form
+        assert score_answer(normalized, [gold]) == pytest.approx(overlap), form
 
 
 def window(start, end, length=6):
@@ -150,17 +156,19 @@ def test_the_threshold_decides_between_an_answer_and_none():
     assert choose_answer(answers[::-1], -2).text == "" and choose_answer(answers[:1], 3).text == ""
 
 
-@pytest.mark.parametrize("kind", ["wordpiece", "bpe", "unigram"])
-def test_an_answer_begins_with_its_first_letter(kind):
+@pytest.mark.parametrize("model_type", ["wordpiece", "bpe", "unigram"])
+def test_an_answer_begins_with_its_first_letter(model_type):
     context = "The capital of France is  Paris ."
-    tokenizer = train_tokenizer([context] * 9 + ["Paris Parisian"] * 90, 300, kind=kind)
+    tokenizer = train_tokenizer([context] * 9 + ["Paris Parisian"] * 90, 300, kind=model_type)
     encoded = tokenizer(context, add_special_tokens=False, return_offsets_mapping=True)
     offsets = [(-1, -1), *encoded["offset_mapping"]]
     score = [
         1.0 if context[a:b].strip() == "Paris" else 5.0 if not context[a:b].strip() else 0.0
         for a, b in offsets[1:]
     ]
-    found = rank_answers(
+    ranked = rank_answers(
         [[-9, *score]], [[-9, *score]], [np.array(offsets)], [0], [context], max_answer_tokens=1
     )[0]
-    assert found[0] == ("Paris", 2.0, 26, 31) and all(one.text == one.text.strip() for one in found)
+    assert ranked[0] == ("Paris", 2.0, 26, 31) and all(
+        candidate.text == candidate.text.strip() for candidate in ranked
+    )

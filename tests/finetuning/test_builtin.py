@@ -79,7 +79,7 @@ def test_names_are_told_apart_by_what_they_do():
         "return/keyword c/variable ./operator k/function (/operator a/argument =/operator b/parameter )/operator "
         "#/comment c/comment"
     )
-    assert " ".join(f"{word}/{kind}" for word, kind in labelled) == expected
+    assert " ".join(f"{word}/{label}" for word, label in labelled) == expected
 
 
 def test_words_in_strings_are_strings():
@@ -131,11 +131,11 @@ def test_questions_have_the_answers_of_the_line():
 def test_groups_stay_together_and_nothing_comes_twice(pairs, seed):
     rows = [{"text": text, "source": f"{group}:f{n}"} for n, (group, text) in enumerate(pairs)]
     splits, dropped = divide_rows(rows, seed, SMALL, module_of)
-    kept = [row for part in splits.values() for row in part]
+    all_rows = [row for part in splits.values() for row in part]
     groups = [{module_of(row["source"]) for row in part} for part in splits.values()]
     assert sum(map(len, groups)) == len(set().union(*groups))
-    assert len({normalized_words(row["text"]) for row in kept}) == len(kept)
-    assert len(kept) + dropped.total() == len(rows)
+    assert len({normalized_words(row["text"]) for row in all_rows}) == len(all_rows)
+    assert len(all_rows) + dropped.total() == len(rows)
 
 
 def test_twins_of_training_rows_are_left_out():
@@ -201,8 +201,8 @@ def test_no_text_names_an_area():
             for word in normalized_words(part).split()
         }
         assert not words & names
-    shown = " ".join(row["text"] for row in area_rows(hide_names=False, max_per_area=60)).lower()
-    assert any(name in shown for name in names)
+    joined = " ".join(row["text"] for row in area_rows(hide_names=False, max_per_area=60)).lower()
+    assert any(name in joined for name in names)
 
 
 def test_answers_are_in_place_and_none_is_too_frequent():
@@ -239,8 +239,8 @@ def test_a_data_module_has_the_baselines_of_its_rows():
     data = FinetuningDataModule("classification", max_sequence_length=32, vocab_size=300)
     data.set_datasets(**dataset.splits)
     data.setup()
-    found, expected = compute_baselines(data), dataset_baselines(dataset)
+    computed, expected = compute_baselines(data), dataset_baselines(dataset)
     for name, baseline in expected.items():
-        assert found[name] == {f"test_{k}": v for k, v in baseline.scores.items()}
+        assert computed[name] == {f"test_{k}": v for k, v in baseline.scores.items()}
     drawn = compute_baselines(data, max_rows=60)
-    assert drawn != found and drawn == compute_baselines(data, max_rows=60)
+    assert drawn != computed and drawn == compute_baselines(data, max_rows=60)

@@ -117,7 +117,7 @@ def test_ids_are_sorted_labels(labels, names, ids):
     assert [task.label_ids(task.name_label(label)) for label in labels] == ids
 
 
-@pytest.mark.parametrize("labels, kind, named", [
+@pytest.mark.parametrize("labels, task_cls, expected", [
     (["a", "b"], Classification, ["a", "b"]), ([1, 2], Classification, ["1", "2"]),
     ([1.0, 0.0], Classification, ["1", "0"]), (np.float32([1, 0]), Classification, ["1", "0"]),
     ([True, False], Classification, ["True", "False"]), (torch.tensor([3, 4]), Classification, ["3", "4"]),
@@ -128,14 +128,14 @@ def test_ids_are_sorted_labels(labels, names, ids):
     ([Decimal("0.5"), Fraction(1)], Regression, [0.5, 1.0]), ([Decimal("2.0"), 1], Classification, ["2", "1"]),
     (np.array([[1, 0], [0, 1]]), MultiLabelClassification, [["LABEL_0"], ["LABEL_1"]]),
 ])  # fmt: skip
-def test_labels_of_any_class_say_what_they_are_for(labels, kind, named):
+def test_labels_of_any_class_say_what_they_are_for(labels, task_cls, expected):
     rows = [{"text": "a", "label": label} for label in labels]
     columns = {"text": "text", "label": "label"}
     labels = [Classification().read(row, columns)["label"] for row in rows]
     task = Classification().resolve(labels)
-    assert type(task) is kind and task.problem_type in task.label_rule
+    assert type(task) is task_cls and task.problem_type in task.label_rule
     task.learn_labels(labels)
-    assert [task.name_label(label) for label in labels] == named
+    assert [task.name_label(label) for label in labels] == expected
 
 
 @pytest.mark.parametrize("label", [
@@ -178,9 +178,9 @@ def test_lists_of_0_and_1_are_marks_and_lists_of_names_are_names():
     assert task.name_label([0, 1]) == ["y"] and task.label_ids(["y"]) == [0, 1]
     with pytest.raises(ValueError, match=r"\[2, 0\]"):
         task.name_label([2, 0])
-    named = MultiLabelClassification()
-    named.learn_labels([["b"], ["a", "b"]])
-    assert named.label_ids(named.name_label(["b"])) == [0, 1]
+    names_task = MultiLabelClassification()
+    names_task.learn_labels([["b"], ["a", "b"]])
+    assert names_task.label_ids(names_task.name_label(["b"])) == [0, 1]
 
 
 def test_baselines_beat_the_majority():

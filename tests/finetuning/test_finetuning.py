@@ -60,12 +60,12 @@ def tagged(n, seed=0):
 def asked(n, seed=0, unanswerable=False):
     rng, rows = np.random.default_rng(seed), []
     for i in range(n):
-        place, thing = str(rng.choice(PLACES)), str(rng.choice(TOOLS))
-        context = f"the {thing} is in {place} " + "the file is here " * int(rng.integers(0, 6))
+        city, thing = str(rng.choice(PLACES)), str(rng.choice(TOOLS))
+        context = f"the {thing} is in {city} " + "the file is here " * int(rng.integers(0, 6))
         answers = (
             []
             if unanswerable and i % 3 == 0
-            else [{"text": place, "answer_start": context.find(place)}]
+            else [{"text": city, "answer_start": context.find(city)}]
         )
         rows.append({"question": "where is the " + thing, "context": context, "answers": answers})
     return rows
@@ -209,9 +209,9 @@ def test_two_processes_train_and_score_as_one(tmp_path):
         module, data = processed(task)
         values = logged(fit(module, data, 4))
         for rank in range(2):
-            theirs, scores = torch.load(tmp_path / f"{task}-{rank}.pt")
+            logits, scores = torch.load(tmp_path / f"{task}-{rank}.pt")
             for key, weight in weights(module).items():
-                torch.testing.assert_close(theirs[key], weight, atol=1e-6, rtol=1e-4)
+                torch.testing.assert_close(logits[key], weight, atol=1e-6, rtol=1e-4)
             for name, value in values.items():
                 assert scores[name] == pytest.approx(value, abs=1e-5), name
 
@@ -223,7 +223,7 @@ def test_two_processes_train_and_score_as_one(tmp_path):
 def test_only_frozen_weights_stay(num_layers, num_frozen):
     config = {**CONFIG, "num_hidden_layers": num_layers}
     module, data = module_for(freeze_layers=num_frozen, model_config_kwargs=config), data_for()
-    blocks = tuple(f"encoder.blocks.{number}." for number in range(num_frozen))
+    blocks = tuple(f"encoder.blocks.{block}." for block in range(num_frozen))
     start = {}
 
     class Remember(Callback):
@@ -278,9 +278,9 @@ def test_a_layer_moves_by_its_own_rate(num_layers):
 # --- schedules ------------------------------------------------------------------------------------
 
 
-def rates(kind, warmup, total, options=None):
+def rates(name, warmup, total, options=None):
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
-    schedule, seen = finetuning_schedule(optimizer, kind, warmup, total, options), []
+    schedule, seen = finetuning_schedule(optimizer, name, warmup, total, options), []
     for _ in range(int(total)):
         seen.append(optimizer.param_groups[0]["lr"])
         optimizer.step()
@@ -298,9 +298,9 @@ def test_schedules_are_what_their_names_say():
         [1, 9 / 16, 4 / 16, 1 / 16],
         atol=1e-6,
     )
-    for kind in ("constant", None):
+    for name in ("constant", None):
         np.testing.assert_allclose(
-            rates(kind, 2, 5), [0, 0.5, 1, 1, 1]
+            rates(name, 2, 5), [0, 0.5, 1, 1, 1]
         )  # transformers' would not warm up
 
 
@@ -321,10 +321,10 @@ class Halved(torch.optim.lr_scheduler.StepLR):
         super().__init__(optimizer, every, 0.5)
 
 
-@pytest.mark.parametrize("named", [False, True])
-def test_a_users_schedule_is_a_class_or_its_dotted_name(named):
-    own = "test_finetuning.Halved" if named else Halved
-    module = module_for(scheduler_type=own, scheduler_kwargs={"every": 2}, learning_rate=1.0)
+@pytest.mark.parametrize("by_name", [False, True])
+def test_a_users_schedule_is_a_class_or_its_dotted_name(by_name):
+    schedule = "test_finetuning.Halved" if by_name else Halved
+    module = module_for(scheduler_type=schedule, scheduler_kwargs={"every": 2}, learning_rate=1.0)
     assert rates_of(module) == [1.0, 1.0, 0.5, 0.5, 0.25]
 
 
@@ -350,29 +350,31 @@ def test_weighted_losses_are_torchs():
     torch.testing.assert_close(
         total / count, torch.nn.functional.cross_entropy(logits, labels, weights_C)
     )
-    several = torch.randint(0, 2, (6, 3)).float()
-    total, count = binary_cross_entropy_sums(logits, several, weights_C)
+    label_rows = torch.randint(0, 2, (6, 3)).float()
+    total, count = binary_cross_entropy_sums(logits, label_rows, weights_C)
     torch.testing.assert_close(
         total / count,
-        torch.nn.functional.binary_cross_entropy_with_logits(logits, several, pos_weight=weights_C),
+        torch.nn.functional.binary_cross_entropy_with_logits(
+            logits, label_rows, pos_weight=weights_C
+        ),
     )
-    blank = several.clone()
+    blank = label_rows.clone()
     blank[2] = -100
     total, count = binary_cross_entropy_sums(logits, blank, weights_C)
-    kept = [0, 1, 3, 4, 5]
+    indices = [0, 1, 3, 4, 5]
     assert count == 15
     torch.testing.assert_close(
         total / count,
         torch.nn.functional.binary_cross_entropy_with_logits(
-            logits[kept], several[kept], pos_weight=weights_C
+            logits[indices], label_rows[indices], pos_weight=weights_C
         ),
     )
 
 
-@pytest.mark.parametrize("kind", ["class", "tags"])
-def test_class_weights_are_not_in_the_loss_of_a_split(kind):
-    rows = [texts_of(n, seed, kind) for seed, n in enumerate((48, 19, 11))]
-    found = []
+@pytest.mark.parametrize("task_name", ["class", "tags"])
+def test_class_weights_are_not_in_the_loss_of_a_split(task_name):
+    rows = [texts_of(n, seed, task_name) for seed, n in enumerate((48, 19, 11))]
+    losses = []
     for weights_C in (None, [1.0, 7.0]):
         module, data = (
             module_for(class_weights=weights_C, learning_rate=0.0),
@@ -381,14 +383,14 @@ def test_class_weights_are_not_in_the_loss_of_a_split(kind):
         trainer = fit(module, data, 1)
         batch = next(iter(data.val_dataloader()))
         learned = module.label_loss(batch).mean().item()
-        found.append(
+        losses.append(
             (
                 logged(trainer)["val_loss"],
                 trainer.test(module, data, verbose=False)[0]["test_loss"],
                 learned,
             )
         )
-    assert found[0][:2] == found[1][:2] and found[0][2] != pytest.approx(found[1][2])
+    assert losses[0][:2] == losses[1][:2] and losses[0][2] != pytest.approx(losses[1][2])
 
 
 # --- checkpoints ----------------------------------------------------------------------------------
@@ -453,7 +455,7 @@ def test_a_run_stopped_within_an_epoch_continues_its_rows(tmp_path, cut):
         seed_everything(0 if start is None else 9)
         data, rows = data_for(), []
         callback = SaveAt(cut, path)
-        callback.on_train_batch_start = lambda trainer, module, batch, number, rows=rows: (
+        callback.on_train_batch_start = lambda trainer, module, batch, batch_idx, rows=rows: (
             rows.append(batch["input_ids"].tolist())
         )
         if start is not None:
@@ -477,12 +479,12 @@ def test_a_run_stopped_within_an_epoch_continues_its_rows(tmp_path, cut):
         assert torch.equal(weight, ends[1][key]), key
 
 
-@pytest.mark.parametrize("kind", ["linear", "polynomial"])
-def test_a_resume_uses_its_own_rate(tmp_path, kind):
+@pytest.mark.parametrize("schedule", ["linear", "polynomial"])
+def test_a_resume_uses_its_own_rate(tmp_path, schedule):
     rates, path = {}, tmp_path / "half.ckpt"
     for start, rate in ((None, 1e-3), (path, 1e-4)):
         module, history = (
-            module_for(scheduler_type=kind, learning_rate=rate, layer_decay=0.8),
+            module_for(scheduler_type=schedule, learning_rate=rate, layer_decay=0.8),
             History(),
         )
         callbacks = [history, SaveAt(4, path)] if start is None else [history]
@@ -543,8 +545,8 @@ def test_users_parts_leave_a_safely_loadable_checkpoint(options, tmp_path):
         f"{__name__}.Own" if "optimizer_class" in options else "adamw"
     )
     loaded = FinetuningModule.load_from_checkpoint(tmp_path / "own.ckpt")
-    for ours, theirs in zip(module.model.parameters(), loaded.model.parameters()):
-        assert torch.equal(ours, theirs)
+    for before, after in zip(module.model.parameters(), loaded.model.parameters()):
+        assert torch.equal(before, after)
 
 
 def test_a_trained_module_refuses_other_label_ids():
@@ -552,14 +554,14 @@ def test_a_trained_module_refuses_other_label_ids():
 
     module = module_for()
     trainer = fit(module, data_for(), 3)
-    other = data_for(label_names=["tool", "fruit"])
+    reordered = data_for(label_names=["tool", "fruit"])
     with pytest.raises(
         ValueError,
         match="id2label=.*'fruit', 'tool'.*'tool', 'fruit'",
     ):
-        trainer.validate(module, other, verbose=False)
-    other.setup("validate")
+        trainer.validate(module, reordered, verbose=False)
+    reordered.setup("validate")
     with pytest.raises(ValueError, match="'fruit', 'tool'"):
-        evaluate(module, other)
+        evaluate(module, reordered)
     trainer.validate(module, data_for(label_names=["fruit", "tool"]), verbose=False)
     assert module.task.labels.names == ("fruit", "tool")

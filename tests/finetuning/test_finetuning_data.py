@@ -86,8 +86,8 @@ def test_a_file_of_any_kind_gives_the_same_batches(suffix, tmp_path):
     from_file.setup()
     in_memory = given_rows(rows)
     assert from_file.id2label == {0: "NA", 1: "null"}
-    for ours, theirs in zip(from_file.train_dataloader(), in_memory.train_dataloader()):
-        assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    for batch, expected in zip(from_file.train_dataloader(), in_memory.train_dataloader()):
+        assert all(torch.equal(batch[name], expected[name]) for name in expected)
 
 
 def test_a_directory_in_hub_form_has_configs(tmp_path):
@@ -151,6 +151,7 @@ def test_rows_in_memory_are_read_like_a_file(make, tmp_path):
     from_file, in_memory = (module(source=s) for s in (str(tmp_path / "rows.csv"), make(rows)))
     sliced = module(source=make(rows), train_split="train[:5]")
     for data in (from_file, in_memory, sliced):
+        data.prepare_data()
         data.setup()
     assert from_file.rows["train"].rows == in_memory.rows["train"].rows and len(in_memory.rows) == 2
     assert sum(map(len, sliced.rows.values())) == 5
@@ -214,12 +215,12 @@ def test_questions_on_one_context_stay_together():
 @given(st.lists(st.integers(0, 8), min_size=2, max_size=40), st.integers(0, 5))
 def test_no_text_is_in_both_parts(texts, seed):
     try:
-        kept, held = hold_out_texts(texts, 0.2, seed)
+        train_rows, held = hold_out_texts(texts, 0.2, seed)
     except ValueError:
         assert max(map(texts.count, texts)) > len(texts) / 2
         return
-    assert sorted(kept + held) == list(range(len(texts))) and held and kept
-    assert not {texts[i] for i in kept} & {texts[i] for i in held}
+    assert sorted(train_rows + held) == list(range(len(texts))) and held and train_rows
+    assert not {texts[i] for i in train_rows} & {texts[i] for i in held}
 
 
 # --- labels ---------------------------------------------------------------------------------------
@@ -467,9 +468,9 @@ def test_packed_rows_hold_each_sentence_once_with_its_labels():
         ids, mask, labels, places = (
             batch[k][0] for k in ("input_ids", "attention_mask", "labels", "position_ids")
         )
-        for number in range(1, int(mask.max()) + 1):
-            found.append(content(ids[mask == number], labels[mask == number]))
-            assert places[mask == number].tolist() == list(range(int((mask == number).sum())))
+        for document in range(1, int(mask.max()) + 1):
+            found.append(content(ids[mask == document], labels[mask == document]))
+            assert places[mask == document].tolist() == list(range(int((mask == document).sum())))
         assert (labels[mask == 0] == -100).all()
     assert sorted(found) == expected and shapes == {(1, 64)} and len(packed.datasets["train"]) < 15
     assert len(packed.datasets["validation"]) == 3, (

@@ -62,19 +62,21 @@ class StopAfter(Callback):
 @pytest.mark.parametrize("interrupted", [False, True])
 def test_a_run_whose_patience_was_spent_takes_no_step_when_it_goes_on(tmp_path, interrupted):
     "It was killed behind its training, or stopped by a signal in the validation that ended it."
-    series, more = (
+    series, options = (
         TrainingCheckpoint(tmp_path / "checkpoints"),
         {"num_epochs": 9, "patience": 1, **PLAIN},
     )
     module = lambda: module_for(learning_rate=0.0)
     if interrupted:
         with pytest.raises(TrainingInterrupted):
-            finetune(module(), data_for(), tmp_path, callbacks=[StopAfter(series), series], **more)
+            finetune(
+                module(), data_for(), tmp_path, callbacks=[StopAfter(series), series], **options
+            )
     else:
-        assert finetune(module(), data_for(), tmp_path, callbacks=[series], **more).stopped_early
+        assert finetune(module(), data_for(), tmp_path, callbacks=[series], **options).stopped_early
     best = (tmp_path / "best.ckpt").stat().st_mtime_ns
     run = finetune(module(), data_for(), tmp_path, callbacks=[TrainingCheckpoint(series.directory)],
-                   checkpoint=latest_checkpoint(series.directory), **more)  # fmt: skip
+                   checkpoint=latest_checkpoint(series.directory), **options)  # fmt: skip
     assert run.stopped_early and run.best_step == 6 and run.record.column("step")[-1] == 12
     assert (tmp_path / "best.ckpt").stat().st_mtime_ns == best
     assert latest_checkpoint(series.directory).name == "step-00000012.ckpt"
@@ -143,8 +145,8 @@ def test_a_ruined_model_has_no_score_and_is_not_the_best(tmp_path):
 
 
 def test_the_best_weights_of_a_run_that_was_moved_stay_the_best(tmp_path):
-    def made(place):
-        return runs.BestCheckpoint(place, "val_loss")
+    def made(directory):
+        return runs.BestCheckpoint(directory, "val_loss")
 
     (tmp_path / "old").mkdir()
     (tmp_path / "old" / "best.ckpt").write_text("weights")
@@ -175,7 +177,7 @@ def test_a_pretrained_model_brings_its_tokenizer_in_python_too(tmp_path):
     finetune(module_for(), data_for(), tmp_path / "run", num_epochs=1, **PLAIN).save_predictor(
         tmp_path / "model"
     )
-    theirs, rows = (
+    source, rows = (
         load_tokenizer(tmp_path / "model"),
         {"train": texts_of(48, 0), "val": texts_of(12, 1)},
     )
@@ -183,14 +185,14 @@ def test_a_pretrained_model_brings_its_tokenizer_in_python_too(tmp_path):
     bare.set_datasets(**rows)
     module = FinetuningModule("classification", str(tmp_path / "model"))
     prepare(module, bare)
-    assert bare.tokenizer.get_vocab() == theirs.get_vocab()
-    own = FinetuningDataModule("classification", max_sequence_length=16, vocab_size=60)
-    own.set_datasets(**rows)
-    own.setup()
+    assert bare.tokenizer.get_vocab() == source.get_vocab()
+    untrained = FinetuningDataModule("classification", max_sequence_length=16, vocab_size=60)
+    untrained.set_datasets(**rows)
+    untrained.setup()
     with pytest.raises(ValueError, match="tokenizer"):
         finetune(
             FinetuningModule("classification", str(tmp_path / "model")),
-            own,
+            untrained,
             tmp_path / "other",
             num_epochs=1,
             **PLAIN,
@@ -262,17 +264,19 @@ def test_a_model_below_a_baseline_is_told():
         "learning_rate": 1e-4,
         "task": "classification",
     }
-    told = lambda f1, *method: compare_with_baselines(
+    advice = lambda f1, *method: compare_with_baselines(
         "val_f1", {"val_f1": f1}, baselines, hparams, *method
     )
-    assert told(0.9) == "" and "bag of words" in told(0.5) and "bag of words" in told(math.nan)
+    assert (
+        advice(0.9) == "" and "bag of words" in advice(0.5) and "bag of words" in advice(math.nan)
+    )
     assert compare_with_baselines("val_loss", {"val_loss": 1.0}, baselines, hparams) == ""
-    assert "method=probe" in told(0.5) and "method=probe" not in told(0.5, "probe")
+    assert "method=probe" in advice(0.5) and "method=probe" not in advice(0.5, "probe")
     metrics = {"val_spearman": 0.04}
     majority = {"majority": {"val_spearman": 0.0}}
     assert "chance" in compare_with_baselines("val_spearman", metrics, majority, hparams)
     hparams["task"] = "question_answering"
-    assert "probe" not in told(0.5)
+    assert "probe" not in advice(0.5)
 
 
 class LastWeights(Callback):

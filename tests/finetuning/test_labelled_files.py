@@ -120,22 +120,22 @@ def test_other_spaces_stay_in_their_word(tmp_path):
 
 
 def squad(*questions, context="a b a") -> dict:
-    made = [{"id": str(i), "question": "q?", **question} for i, question in enumerate(questions)]
+    rows = [{"id": str(i), "question": "q?", **question} for i, question in enumerate(questions)]
     return {
         "version": "v2.0",
-        "data": [{"title": "T", "paragraphs": [{"context": context, "qas": made}]}],
+        "data": [{"title": "T", "paragraphs": [{"context": context, "qas": rows}]}],
     }
 
 
 def test_questions_are_taken_out_of_their_paragraphs(tmp_path):
-    whole = squad(
+    content = squad(
         {"answers": [{"text": "a", "answer_start": 4}], "is_impossible": False},
         {"answers": [], "is_impossible": True},
     )
-    whole["data"] += squad({"id": "z", "answers": [{"text": "x", "answer_start": 0}]}, context="x")[
-        "data"
-    ]
-    rows = rows_of(save(tmp_path / "dev.json", json.dumps(whole)))
+    content["data"] += squad(
+        {"id": "z", "answers": [{"text": "x", "answer_start": 0}]}, context="x"
+    )["data"]
+    rows = rows_of(save(tmp_path / "dev.json", json.dumps(content)))
     assert rows["answers"] == [
         {"text": ["a"], "answer_start": [4]},
         {"text": [], "answer_start": []},

@@ -60,8 +60,8 @@ def pretrained(tmp_path_factory):
 
 def test_both_kinds_of_directory_give_the_same_encoder_and_head(pretrained):
     model, folder = pretrained
-    for kind in ("ours", "theirs"):
-        loaded, fresh, _ = load_task_model(TASK, folder / kind)
+    for library in ("ours", "theirs"):
+        loaded, fresh, _ = load_task_model(TASK, folder / library)
         assert sorted(fresh) == FRESH and loaded.config.id2label == {0: "fruit", 1: "tool"}
         state = loaded.state_dict()
         for key, weight in model.state_dict().items():
@@ -76,32 +76,32 @@ def test_both_kinds_of_directory_give_the_same_encoder_and_head(pretrained):
 
 
 @pytest.mark.parametrize("task", ["classification", "token_classification", "question_answering"])
-@pytest.mark.parametrize("kind", ["Bert", "Roberta", "ModernBert"])
+@pytest.mark.parametrize("family", ["Bert", "Roberta", "ModernBert"])
 def test_a_checkpoint_of_transformers_gets_the_head_that_transformers_gives_it(
-    tmp_path, kind, task
+    tmp_path, family, task
 ):
-    config = getattr(transformers, f"{kind}Config")(
+    config = getattr(transformers, f"{family}Config")(
         **SMALL, bos_token_id=2, cls_token_id=2, eos_token_id=3, sep_token_id=3, pad_token_id=0
     )
-    shaken(getattr(transformers, f"{kind}ForMaskedLM")(config)).save_pretrained(tmp_path / "mlm")
+    shaken(getattr(transformers, f"{family}ForMaskedLM")(config)).save_pretrained(tmp_path / "mlm")
     task = task_of("fruit", "tool", kind=task)
-    ours, fresh, _ = load_task_model(task, tmp_path / "mlm")
+    model, fresh, _ = load_task_model(task, tmp_path / "mlm")
     # Their own class, with the weights that were drawn here: equal scores mean equal everything else.
-    save_predictor(ours, tmp_path / "saved", TOKENIZER)
+    save_predictor(model, tmp_path / "saved", TOKENIZER)
     head = task.architecture
-    theirs, report = getattr(transformers, kind + head).from_pretrained(
+    reference, report = getattr(transformers, family + head).from_pretrained(
         tmp_path / "mlm", num_labels=2, output_loading_info=True
     )
-    saved = getattr(transformers, kind + head).from_pretrained(tmp_path / "saved")
+    saved = getattr(transformers, family + head).from_pretrained(tmp_path / "saved")
     assert len(fresh) == len(report["missing_keys"]) and all(
         key.startswith("task_head.") for key in fresh
     )
-    for key, weight in theirs.state_dict().items():
+    for key, weight in reference.state_dict().items():
         if key not in report["missing_keys"] and not key.endswith("position_ids"):
             assert torch.equal(saved.state_dict()[key], weight), key
     ids = torch.randint(5, 100, (2, 9))
-    ours, saved = ours.eval(), saved.eval()
-    for a, b in zip(ours(ids).to_tuple(), saved(ids).to_tuple()):
+    model, saved = model.eval(), saved.eval()
+    for a, b in zip(model(ids).to_tuple(), saved(ids).to_tuple()):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
 
 
@@ -112,9 +112,9 @@ def test_a_classifier_that_answered_to_other_names_is_forgotten_and_the_same_one
         )
     )
     old.save_pretrained(tmp_path)
-    kept, fresh, _ = load_task_model(TASK, tmp_path)
+    model, fresh, _ = load_task_model(TASK, tmp_path)
     assert fresh == [] and torch.equal(
-        kept.task_head.classifier.weight, old.task_head.classifier.weight
+        model.task_head.classifier.weight, old.task_head.classifier.weight
     )
     for labels in (task_of("tool", "fruit"), get_task("classification", num_labels=3)):
         anew, fresh, _ = load_task_model(labels, tmp_path)
@@ -126,8 +126,8 @@ def test_a_classifier_that_answered_to_other_names_is_forgotten_and_the_same_one
             assert not torch.equal(
                 anew.task_head.classifier.weight, old.task_head.classifier.weight
             )
-    other, fresh, _ = load_task_model(get_task("token_classification", num_labels=2), tmp_path)
-    assert sorted(fresh) == FRESH and isinstance(other, BertLabForTokenClassification)
+    tagger, fresh, _ = load_task_model(get_task("token_classification", num_labels=2), tmp_path)
+    assert sorted(fresh) == FRESH and isinstance(tagger, BertLabForTokenClassification)
 
 
 def test_options_reach_the_model(pretrained):
@@ -137,8 +137,8 @@ def test_options_reach_the_model(pretrained):
         "classifier_pooling": "cls",
         "attn_implementation": "eager",
     }
-    for kind in ("ours", "theirs"):
-        model, *_ = load_task_model(TASK, pretrained[1] / kind, options)
+    for library in ("ours", "theirs"):
+        model, *_ = load_task_model(TASK, pretrained[1] / library, options)
         assert model.task_head.dropout.p == 0.3 and model.config._attn_implementation == "eager"
         assert {
             m.p for m in model.encoder.blocks[0].mlp.modules() if isinstance(m, torch.nn.Dropout)
@@ -247,17 +247,18 @@ def test_pipelines_load_what_was_saved_where_bertlab_is_not(tmp_path):
         tmp_path / "mlm-bert"
     )
     shaken(BertLabForMaskedLM(TINY)).save_pretrained(tmp_path / "mlm-modernbert")
-    made = {
-        kind: save_all(tmp_path / f"mlm-{kind}", tmp_path / kind) for kind in ("bert", "modernbert")
+    directories = {
+        family: save_all(tmp_path / f"mlm-{family}", tmp_path / family)
+        for family in ("bert", "modernbert")
     }
     run = subprocess.run(
         [sys.executable, "-c", ELSEWHERE, str(tmp_path)], capture_output=True, text=True
     )
     assert run.returncode == 0, run.stderr[-2000:]
     everything = json.loads(run.stdout.splitlines()[-1])
-    for kind, models in made.items():
+    for family, models in directories.items():
         found, ids = (
-            everything[kind],
+            everything[family],
             TOKENIZER("the apple is here", return_tensors="pt")["input_ids"],
         )
         score = models["classification"](ids).logits.softmax(-1)[0]
@@ -266,10 +267,12 @@ def test_pipelines_load_what_was_saved_where_bertlab_is_not(tmp_path):
             score.max().item(), abs=1e-4
         )
         tags = models["token_classification"](ids).logits[0].argmax(-1)
-        shown = [TAGS.index(one["entity"]) for one in found["token-classification"]]
-        assert shown == [
+        tag_ids = [TAGS.index(one["entity"]) for one in found["token-classification"]]
+        assert tag_ids == [
             int(tag) for tag in tags[1:-1] if tag
         ]  # the pipeline leaves O and special tokens out
         pair = TOKENIZER("where", "in oslo", return_tensors="pt")["input_ids"]
-        ours = models["question_answering"](pair).start_logits[0]
-        torch.testing.assert_close(torch.tensor(found["answers"]), ours, atol=1e-4, rtol=1e-3)
+        start_logits = models["question_answering"](pair).start_logits[0]
+        torch.testing.assert_close(
+            torch.tensor(found["answers"]), start_logits, atol=1e-4, rtol=1e-3
+        )

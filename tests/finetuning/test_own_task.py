@@ -25,8 +25,8 @@ class Ordinal(Classification):
     def loss(self, output, batch):
         steps = torch.arange(self.num_labels, device=output["logits"].device)
         expected = (output["logits"].float().softmax(-1) * steps).sum(-1)
-        known = batch["labels"] >= 0
-        return ((expected - batch["labels"]).square() * known).sum(), known.sum()
+        has_label = batch["labels"] >= 0
+        return ((expected - batch["labels"]).square() * has_label).sum(), has_label.sum()
 
 
 def test_a_class_in_a_file_is_a_task(tmp_path):

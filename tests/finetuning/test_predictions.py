@@ -57,9 +57,9 @@ def test_labels_are_those_of_the_module(trained):
         assert list(row["probabilities"].values()) == pytest.approx(shares, abs=1e-4)
         assert row["predicted_label"] == data.id2label[int(np.argmax(shares))]
     classify = pipeline("text-classification", str(directory))
-    for row, other in zip(rows, classify([row["text"] for row in texts_of(11, 2)])):
-        assert row["predicted_label"] == other["label"]
-        assert row["probability"] == pytest.approx(other["score"], abs=1e-4)
+    for row, expected in zip(rows, classify([row["text"] for row in texts_of(11, 2)])):
+        assert row["predicted_label"] == expected["label"]
+        assert row["probability"] == pytest.approx(expected["score"], abs=1e-4)
 
 
 @pytest.mark.parametrize("task", TASKS)
@@ -122,14 +122,16 @@ def test_probabilities_of_answers_do_not_depend_on_how_many_are_listed(trained):
     assert all(len(row["n_best"]) <= 2 for row in few) and len(many[0]["n_best"]) > 2
 
 
-@pytest.mark.parametrize("kind", ["tags", "number"])
-def test_several_labels_and_numbers_are_predicted_and_evaluated(tmp_path, kind):
+@pytest.mark.parametrize("problem_type", ["tags", "number"])
+def test_several_labels_and_numbers_are_predicted_and_evaluated(tmp_path, problem_type):
     data = data_for(
-        train=texts_of(32, 0, kind), val=texts_of(9, 1, kind), test=texts_of(9, 2, kind)
+        train=texts_of(32, 0, problem_type),
+        val=texts_of(9, 1, problem_type),
+        test=texts_of(9, 2, problem_type),
     )
     run = finetune(module_for(), data, tmp_path / "run", num_epochs=1, **PLAIN)
     predictor = load_predictor(run.save_predictor(tmp_path / "model"))
-    rows = predictor.predict(texts_of(9, 2, kind)).rows
+    rows = predictor.predict(texts_of(9, 2, problem_type)).rows
     scores = data.task.score(data.rows["test"], rows)
     for name, value in scores.items():
         assert value == pytest.approx(run.metrics[f"test_{name}"], abs=1e-3), name

@@ -52,8 +52,8 @@ def text_of(*parts):
             return
         label, *inside = part
         start = len(text) + bool(text)
-        for one in inside:
-            add(one)
+        for span in inside:
+            add(span)
         spans.append({"start": start, "end": len(text), "label": label})
 
     for part in parts:
@@ -64,8 +64,12 @@ def text_of(*parts):
 def rows_of(n, seed=0, filler=0):
     rng, rows = np.random.default_rng(seed), []
     for _ in range(n):
-        city, kind, other = str(rng.choice(CITIES)), str(rng.choice(KINDS)), str(rng.choice(CITIES))
-        parts = ["the", ("ORG", kind, "of", ("LOC", city)), "is", "in", ("LOC", other)]
+        city, noun, second_city = (
+            str(rng.choice(CITIES)),
+            str(rng.choice(KINDS)),
+            str(rng.choice(CITIES)),
+        )
+        parts = ["the", ("ORG", noun, "of", ("LOC", city)), "is", "in", ("LOC", second_city)]
         rows.append(text_of(*["it is here and"] * int(rng.integers(0, filler + 1)), *parts))
     return rows
 
@@ -152,10 +156,10 @@ def test_a_span_is_a_label_of_the_windows_that_hold_it():
     ("Cafe\u0301 au lait 🙂 🇦🇹 e\u0301te\u0301 नमस्ते", ["Cafe\u0301", "🙂", "🇦🇹", "e\u0301te\u0301", "नमस्ते"]),
 ])  # fmt: skip
 def test_offsets_are_exact_in_every_script(text, marked):
-    own = train_tokenizer([text] * 20, 200)
-    spans = [(text.index(one), text.index(one) + len(one), n) for n, one in enumerate(marked)]
-    row = {"text": text, "spans": [dict(zip(("start", "end", "label"), one)) for one in spans]}
-    collator = SpanClassificationCollator.from_tokenizer(own, max_sequence_length=64)
+    tokenizer = train_tokenizer([text] * 20, 200)
+    spans = [(text.index(word), text.index(word) + len(word), n) for n, word in enumerate(marked)]
+    row = {"text": text, "spans": [dict(zip(("start", "end", "label"), word)) for word in spans]}
+    collator = SpanClassificationCollator.from_tokenizer(tokenizer, max_sequence_length=64)
     encoded = collator.encode([row])[0]
     back = {
         (encoded["offsets"][a, 0], encoded["offsets"][b, 1], c) for a, b, c in encoded["labels"]
@@ -211,23 +215,23 @@ def test_a_column_that_datasets_keeps_is_read_with_its_names(tmp_path):
     ]
     spans = datasets.List({"start": datasets.Value("int32"), "end": datasets.Value("int32"),
                            "label": datasets.ClassLabel(names=["LOC", "ORG"])})  # fmt: skip
-    kept = datasets.Dataset.from_list(
+    dataset = datasets.Dataset.from_list(
         rows, features=datasets.Features({"text": datasets.Value("string"), "spans": spans})
     )
-    kept.to_parquet(str(tmp_path / "train.parquet"))
+    dataset.to_parquet(str(tmp_path / "train.parquet"))
     data = FinetuningDataModule(
         "span_classification", tokenizer(), str(tmp_path / "train.parquet"), max_sequence_length=16
     )
     data.setup()
     assert data.label2id == {"LOC": 0, "ORG": 1}
-    data.set_datasets(train=kept, val=kept)
+    data.set_datasets(train=dataset, val=dataset)
     data.setup()
     assert data.label2id == {"LOC": 0, "ORG": 1} and data.rows["train"][0]["spans"]
-    other = datasets.List({**spans.feature, "label": datasets.ClassLabel(names=["ORG", "LOC"])})
+    reordered = datasets.List({**spans.feature, "label": datasets.ClassLabel(names=["ORG", "LOC"])})
     held = datasets.Dataset.from_list(
-        rows, features=datasets.Features({"text": datasets.Value("string"), "spans": other})
+        rows, features=datasets.Features({"text": datasets.Value("string"), "spans": reordered})
     )
-    data.set_datasets(train=kept, val=held)
+    data.set_datasets(train=dataset, val=held)
     data.setup()
     names = [
         {span["label"] for row in data.rows[split] for span in row["spans"]} for split in data.rows
@@ -263,7 +267,11 @@ def loss_by_hand(scores_BCLL, labels, documents_BL, special_BL):
     total, count = 0.0, 0
     for b, documents in enumerate(documents_BL.tolist()):
         for document in sorted(set(documents) - {0}):
-            at = [i for i, one in enumerate(documents) if one == document and not special_BL[b, i]]
+            at = [
+                i
+                for i, number in enumerate(documents)
+                if number == document and not special_BL[b, i]
+            ]
             for c in range(scores_BCLL.shape[1]):
                 spans = {(i, j) for i, j, label in labels[b].tolist() if label == c and i >= 0}
                 cells = [(i, j) for i in at for j in at if i <= j]
@@ -283,11 +291,9 @@ def test_the_loss_is_that_of_a_plain_loop_and_so_is_its_gradient():
     labels = torch.full((4, 3, 3), -100)
     labels[0, :3] = torch.tensor([[1, 6, 0], [2, 3, 0], [2, 3, 1]])
     labels[1, :2] = torch.tensor([[0, 1, 0], [3, 5, 0]])
-    found = global_pointer_loss(scores, labels, allowed_spans(documents, special))
+    loss = global_pointer_loss(scores, labels, allowed_spans(documents, special))
     expected, count = loss_by_hand(scores.detach(), labels, documents, special)
-    assert (
-        found[0].item() == pytest.approx(expected, rel=1e-12) and found[1].item() == count == 2 * 3
-    )
+    assert loss[0].item() == pytest.approx(expected, rel=1e-12) and loss[1].item() == count == 2 * 3
     assert torch.autograd.gradcheck(
         lambda s: global_pointer_loss(s, labels, allowed_spans(documents, special))[0],
         scores,
@@ -369,15 +375,15 @@ def test_a_directory_predicts_as_its_module(trained):
     predictor = load_predictor(folder)
     assert predictor.task.labels.names == ("LOC", "ORG") and predictor.task.doc_stride == 6
     rows = [*data.rows["test"]]
-    one = predictor.predict([{"text": row["text"]} for row in rows], batch_size=1)
+    alone = predictor.predict([{"text": row["text"]} for row in rows], batch_size=1)
     many = predictor.predict([{"text": row["text"]} for row in rows[::-1]], batch_size=7)
-    assert one.num_long == many.num_long > 0
-    assert predictor.task.score(rows, one.rows)["span_f1"] == pytest.approx(
+    assert alone.num_long == many.num_long > 0
+    assert predictor.task.score(rows, alone.rows)["span_f1"] == pytest.approx(
         run.metrics["test_span_f1"], abs=1e-6
     )
-    for row, ours, theirs in zip(rows, one.rows, many.rows[::-1]):
-        spans = ours["predicted_spans"]
-        assert span_tuples(spans) == span_tuples(theirs["predicted_spans"])
+    for row, row_alone, row_in_batch in zip(rows, alone.rows, many.rows[::-1]):
+        spans = row_alone["predicted_spans"]
+        assert span_tuples(spans) == span_tuples(row_in_batch["predicted_spans"])
         assert all(
             row["text"][s["start"] : s["end"]] == s["text"] and s["score"] > 0 for s in spans
         )

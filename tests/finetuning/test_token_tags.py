@@ -26,7 +26,7 @@ sentence = st.lists(st.tuples(*[st.integers(0, 8)] * 2), min_size=1, max_size=12
 
 def scheme_names(name):
     marks = SCHEMES[name] or "BIES"
-    return ["O", *(f"{mark}-{kind}" for mark in marks for kind in ("LOC", "PER"))]
+    return ["O", *(f"{mark}-{entity}" for mark in marks for entity in ("LOC", "PER"))]
 
 
 @pytest.mark.parametrize("name", SCHEMES)
