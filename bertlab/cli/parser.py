@@ -415,11 +415,11 @@ def _bertblocks_callbacks(trainer: dict[str, Any], run: dict[str, Any], notes: l
             callbacks.remove(part)
             options = {"every_n_train_steps": "checkpoint_every_steps", "save_top_k": "keep_last"}
             values = part.get("init_args") or {}
-            run |= {ours: values[name] for name, ours in options.items() if values.get(name, 0) > 0}
-            others = ", ".join(f"{k}={v!r}" for k, v in values.items() if k not in options)
+            run |= {options[name]: values[name] for name in options if values.get(name, 0) > 0}
+            unused = ", ".join(f"{k}={v!r}" for k, v in values.items() if k not in options)
             notes.append(
                 "trainer.callbacks: HuggingFaceModelCheckpoint is run.checkpoint_every_steps and "
-                f"run.keep_last{f', without {others}' if others else ''}"
+                f"run.keep_last{f', without {unused}' if unused else ''}"
             )
 
 
@@ -460,10 +460,10 @@ def read_bertblocks(
     if rate is not None and model.get("objective", "mlm") == "mlm":
         data["collator_kwargs"] = {"mlm_probability": rate, **(data.get("collator_kwargs") or {})}
     if read := data.get("data_kwargs"):  # of load_dataset there
-        known = {k: v for k, v in read.items() if k in command.keys}
-        rest = {k: v for k, v in read.items() if k not in known and k != "name"}
-        names = {"config_name": read["name"]} if "name" in read else {}
-        data["data_kwargs"] = known | names | ({"load_dataset_kwargs": rest} if rest else {})
+        options = {k: v for k, v in read.items() if k in command.keys}
+        passed = {k: v for k, v in read.items() if k not in options and k != "name"}
+        options |= {"config_name": read["name"]} if "name" in read else {}
+        data["data_kwargs"] = options | ({"load_dataset_kwargs": passed} if passed else {})
     if "model" in content and command.name != "finetune":
         _bertblocks_model(model, notes)
     for section, options in (("model", model), ("data", data), ("trainer", trainer)):
@@ -481,15 +481,15 @@ def read_bertblocks(
 def read_lightning_cli(
     content: Mapping[str, Any],  # of a file
     command: Command,
-    others: Mapping[str, Any] = MappingProxyType({}),  # of the files beside it, for references
+    merged: Mapping[str, Any] = MappingProxyType({}),  # of all files, for references
 ) -> dict[str, Any]:  # sections of options
     "Convert the content of a file for LightningCLI; other files stay as they are."
     content = dict(content)
     sections = {name: content.get(name) for name in ("model", "data")}
     classes = [n for n, v in sections.items() if isinstance(v, Mapping) and "class_path" in v]
-    if not classes and "bertblocks." not in str(others):
+    if not classes and "bertblocks." not in str(merged):
         return content
-    content = _resolve_references(content, {**others, **content})
+    content = _resolve_references(content, {**merged, **content})
     for name in classes:
         class_path = str(content[name]["class_path"])
         content[name] = content[name].get("init_args") or {}

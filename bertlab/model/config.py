@@ -157,29 +157,29 @@ _BERTBLOCKS_ONLY = {  # names that are not settings of BertLabConfig
 
 # %% ../../nbs/model/01_config.ipynb #36667a4c
 def _bertblocks_positions(settings: dict[str, Any]) -> dict[str, Any]:
-    ours, kind = {}, settings.pop("block_pos_enc_kind", "")
+    converted, kind = {}, settings.pop("block_pos_enc_kind", "")
     kind = settings.pop("pos_emb_kind", kind)  # of its first versions
     options = settings.pop("pos_emb_kwargs", None) or settings.pop("block_pos_enc_kwargs", None)
     if "emb_pos_enc_kind" in settings:
-        ours["embedding_positions"] = settings.pop("emb_pos_enc_kind") or "none"
+        converted["embedding_positions"] = settings.pop("emb_pos_enc_kind") or "none"
     if kind in ("learned", "sinusoidal"):  # these are added once
         return {"embedding_positions": kind, "attention_positions": "none"}
     if kind != "":
         names = {"learned_alibi": "alibi", "relative": "alibi", None: "none"}
-        ours["attention_positions"] = names.get(kind, kind)
+        converted["attention_positions"] = names.get(kind, kind)
     if kind == "rope":
         find = lambda *names: next((options[n] for n in names if (options or {}).get(n)), 10_000.0)
-        ours["global_rope_theta"] = find("base_global", "rope_theta", "base")
-        ours["local_rope_theta"] = find("base_local", "local_attn_rope_theta", "base")
+        converted["global_rope_theta"] = find("base_global", "rope_theta", "base")
+        converted["local_rope_theta"] = find("base_local", "local_attn_rope_theta", "base")
         if "rope_dim" in (options or {}):
             width, heads = settings.get("hidden_size", 768), settings.get("num_attention_heads", 12)
-            ours["partial_rotary_factor"] = options["rope_dim"] * heads / width
-    return ours
+            converted["partial_rotary_factor"] = options["rope_dim"] * heads / width
+    return converted
 
 
 def _bertblocks_window(settings: dict[str, Any], notes: list[str]) -> dict[str, Any]:
     window, every = settings.pop("local_attention"), settings.pop("global_attention_every_n_layers")
-    if isinstance(window, int):  # ours
+    if isinstance(window, int):  # in our form
         return {"local_attention": window, "global_attention_every_n_layers": every or 1}
     if min(window) < 0:
         return {"global_attention_every_n_layers": 1}
@@ -197,51 +197,53 @@ def _bertblocks_window(settings: dict[str, Any], notes: list[str]) -> dict[str, 
 
 # %% ../../nbs/model/01_config.ipynb #afc5e675
 def _bertblocks_norms(settings: dict[str, Any], notes: list[str]) -> dict[str, Any]:
-    ours, kind = {}, settings.get("norm_kind", "pre")
+    converted, kind = {}, settings.get("norm_kind", "pre")
     params = settings.pop("norm_params", None) or {}
     if "group_size" in params:
-        ours["norm_groups"] = params["group_size"]
+        converted["norm_groups"] = params["group_size"]
     if "alpha" in params:
         notes.append(f"norm_params={params!r} has no counterpart: norm_fn sets its own alpha")
     if settings.get("norm_fn") == "rms" and "norm_bias" in settings:  # it has none there
         settings["norm_bias"] = False
     if (first := settings.pop("residual_first_layer", None)) is not None:
-        ours["embedding_norm"] = bool(first) or kind in ("post", "both")
+        converted["embedding_norm"] = bool(first) or kind in ("post", "both")
     has_final = kind in ("pre", "both")
     if settings.pop("include_final_norm", has_final) != has_final:
         notes.append(
             f"include_final_norm={not has_final} has no counterpart: norm_kind={kind!r} means "
             f"{'a' if has_final else 'no'} final norm"
         )
-    return ours
+    return converted
 
 
 def convert_bertblocks(
     settings: Mapping[str, Any],  # of a BertBlocksConfig, of any of its versions
 ) -> tuple[dict[str, Any], list[str]]:  # of BertLabConfig; lines
     "Convert settings of BertBlocks' models; a line for each that is not computed as there."
-    left, notes = dict(settings), []
+    remaining, notes = dict(settings), []
     for (name, value), instead in _INEXACT.items():
-        if name in left and left[name] == value:
+        if name in remaining and remaining[name] == value:
             notes.append(f"{name}={value!r} is computed otherwise: {instead}")
     for name, (neutral, instead) in _UNSUPPORTED.items():
-        if name in left and (value := left.pop(name)) not in neutral:
+        if name in remaining and (value := remaining.pop(name)) not in neutral:
             notes.append(f"{name}={value!r} has no counterpart: {instead}")
-    ours = _bertblocks_norms(left, notes)
-    if settings.get("head_type") == "proj" and "mlp_in_bias" in left:
-        ours["head_bias"] = left["mlp_in_bias"]
+    converted = _bertblocks_norms(remaining, notes)
+    if settings.get("head_type") == "proj" and "mlp_in_bias" in remaining:
+        converted["head_bias"] = remaining["mlp_in_bias"]
     for first, second in (("mlp_in_bias", "mlp_out_bias"), ("attn_proj_bias", "attn_out_bias")):
-        if second in left and left.setdefault(first, left[second]) != left.pop(second):
-            notes.append(f"{second}={not left[first]} follows {first}={left[first]} here")
-    ours |= _bertblocks_positions(left)
-    if left.keys() >= {"local_attention", "global_attention_every_n_layers"}:
-        ours |= _bertblocks_window(left, notes)
-    if (has_types := left.pop("add_token_type_emb", None)) is not None:
-        left["type_vocab_size"] = left.get("type_vocab_size", 1) if has_types else 0
-    for name, value in left.items():
+        if second in remaining and remaining.setdefault(first, remaining[second]) != remaining.pop(
+            second
+        ):
+            notes.append(f"{second}={not remaining[first]} follows {first}={remaining[first]} here")
+    converted |= _bertblocks_positions(remaining)
+    if remaining.keys() >= {"local_attention", "global_attention_every_n_layers"}:
+        converted |= _bertblocks_window(remaining, notes)
+    if (has_types := remaining.pop("add_token_type_emb", None)) is not None:
+        remaining["type_vocab_size"] = remaining.get("type_vocab_size", 1) if has_types else 0
+    for name, value in remaining.items():
         values = _BERTBLOCKS_VALUES.get(name)
-        ours[_BERTBLOCKS_NAMES.get(name, name)] = values.get(value, value) if values else value
-    return ours, notes
+        converted[_BERTBLOCKS_NAMES.get(name, name)] = values.get(value, value) if values else value
+    return converted, notes
 
 # %% ../../nbs/model/01_config.ipynb #633cdccc
 _FROM_FILES = ("_name_or_path", "_commit_hash", "attn_implementation", "experts_implementation",
@@ -316,11 +318,11 @@ class BertLabConfig(PretrainedConfig):
     initializer_cutoff_factor: float = 2.0  # standard deviations before the cut; likewise
 
     def __post_init__(self, **kwargs):
-        theirs = {name: kwargs.pop(name) for name in [*kwargs] if name in _BERTBLOCKS_ONLY}
-        if theirs:
+        aliases = {name: kwargs.pop(name) for name in [*kwargs] if name in _BERTBLOCKS_ONLY}
+        if aliases:
             windows = ("local_attention", "global_attention_every_n_layers")
-            theirs |= {name: getattr(self, name) for name in windows}
-            settings, notes = convert_bertblocks(theirs)
+            aliases |= {name: getattr(self, name) for name in windows}
+            settings, notes = convert_bertblocks(aliases)
             for name, value in settings.items():
                 setattr(self, name, value)
             for note in notes:

@@ -28,6 +28,7 @@ from lightning.pytorch.plugins import LayerSync
 from lightning.pytorch.profilers import Profiler
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities import rank_zero_only
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.seed import isolate_rng
 
 import bertlab
@@ -35,7 +36,7 @@ from ..core.devices import check_device, describe_device, find_accelerator
 from ..core.durations import parse_amount
 from ..core.files import check_run_directory, prepare_run_directory
 from ..core.names import check_choice, check_range, did_you_mean, import_object, look_up
-from ..core.serialization import load_json, save_run_file, shareable_yaml
+from ..core.serialization import load_json, one_line, save_run_file, shareable_yaml
 from ..data.module import PretrainingDataConfig, PretrainingDataModule, longest_rows
 from ..data.module import phase_steps
 from ..data.sources import check_not_inside
@@ -179,6 +180,8 @@ def reporting_unknown_options() -> Iterator[None]:
         if "unexpected keyword argument" not in str(error):
             raise
         raise ValueError(f"{error}: is it misspelt in one of the *_kwargs?") from None
+    except MisconfigurationException as error:  # of a class of Lightning
+        raise ValueError(one_line(error)) from None
 
 
 def build_objects(value: Any) -> Any:
@@ -759,9 +762,11 @@ def _describe_pretraining(
     is_chosen = run.recipe == "auto" and module.options.pretrained_model_name_or_path is None
     shape = run.shape
     size = f"{module.num_params():,} parameters, vocabulary {num_token_ids(data.tokenizer):,}"
+    reason = module.rows_padded_because
+    rows = describe_rows(reason) if data.packing or reason else "one text a row"
     lines = [
         data.describe(num_rows=1),
-        f"rows    {describe_rows(module.rows_padded_because)}",
+        f"rows    {rows}",
         f"model   {size}" + f" ({shape}; --run.shape chooses another)" * bool(shape),
         f"recipe  {describe_recipe(module.options, trainer['max_steps'] > 0)}"
         + " (--run.recipe reference: AdamW at a constant rate)" * is_chosen,

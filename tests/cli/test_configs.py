@@ -11,7 +11,7 @@ from bertlab.cli.commands import COMMANDS
 from bertlab.cli.parser import parse
 from bertlab.model.huggingface import saved_as, save_model
 from bertlab.core.files import find_model_directory
-from bertlab.train.run import complete_config, default_shape, resolve_config
+from bertlab.train.run import build_objects, complete_config, default_shape, resolve_config
 from called import pretrain, resumed_config  # noqa: E402
 from bertlab.model.config import BertLabConfig, bert_base, modernbert_base, modernbert_large
 from bertlab.data.module import PretrainingDataModule
@@ -234,12 +234,14 @@ def parsed(tmp_path, *contents, command="pretrain", words=()):
     return parse(COMMANDS[command], [*files, *words])
 
 
-def test_a_file_for_bertblocks_trains_for_its_epochs(tmp_path, monkeypatch):
+def test_a_file_for_bertblocks_trains_for_its_epochs(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     word_tokenizer(WORDS).save_pretrained("tokenizer")
     write_texts(tmp_path / "t.txt")
     Path("theirs.yaml").write_text(yaml.safe_dump(bertblocks()))
     metrics = pretrain(["--config", "theirs.yaml", "--run.report", "true"])
+    printed = capsys.readouterr()
+    assert "one text a row" in printed.out and "head_type='mlp'" in printed.err
     history = [row.split(",") for row in Path("runs/7/history.csv").read_text().splitlines()[1:]]
     rates = [float(row[2]) for row in history if row[2]]
     assert metrics["steps"] == len(rates) > 4 and metrics["steps"] % 2 == 0
@@ -434,3 +436,8 @@ def test_an_unknown_name_of_a_model_is_refused(setting, tmp_path):
     with pytest.raises(ValueError) as error:
         PretrainingModule({"vocab_size": 60, **config["model"]["model_config_kwargs"]})
     assert str([*setting.values()][0]) in str(error.value) or "num_block" in str(error.value)
+
+
+def test_a_callback_that_lightning_refuses_is_named():
+    with pytest.raises(ValueError, match="save_top_k=3"):
+        build_objects({"class_path": "ModelCheckpoint", "init_args": {"save_top_k": 3}})
