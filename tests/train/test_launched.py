@@ -18,6 +18,7 @@ import pytest
 import yaml
 from conftest import ROOT
 from forks import forked
+from programs import bertlab
 from ranks import run_on_ranks
 
 from bertlab.data.loaders import eval_loader
@@ -36,7 +37,7 @@ def prepared(tmp_path_factory):
     words = ["".join(lots.choices("abcdefghij", k=5)) for _ in range(80)]
     text = "\n".join(" ".join(lots.choices(words, k=lots.randint(5, 40))) for _ in range(301))
     (folder / "text.txt").write_text(text + "\n")
-    assert run(folder, "one", 0).returncode == 0
+    assert bertlab(*words_of("one", ROWS, 8)[2:], cwd=folder).returncode == 0
     return folder
 
 
