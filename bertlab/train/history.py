@@ -98,7 +98,7 @@ class History(Clock):
         self.first_step_at: float | None = None  # time.perf_counter() after this session's first
         self._pending: list[dict[str, Any]] = []
         self._trainer: Any = None  # during `fit`
-        self._seen: dict[str, Any] = {}  # metrics at the last look
+        self._seen: tuple[dict, dict] = {}, {}  # metrics and their counts at the last look
         self._is_open = False  # whether more may be logged for the last row
         self._written: tuple[int, list[str]] = 0, []  # rows in the file, and its columns
 
@@ -152,14 +152,17 @@ class History(Clock):
 
     def _new_metrics(self) -> dict[str, Any]:
         "Return what was logged since the last look, by whom it may be."
-        metrics, logged = self._trainer.callback_metrics, self._trainer.lightning_module.logged
-        is_new = lambda name: logged.get(
-            name.partition("/dataloader_idx")[0], metrics[name] is not self._seen.get(name)
-        )
-        values = {name: value for name, value in metrics.items() if is_new(name)}
-        self._seen = dict(metrics)
-        logged.update(dict.fromkeys(logged, False))
-        return values
+        metrics, counts = self._trainer.callback_metrics, self._trainer.lightning_module.num_logged
+        seen, seen_counts = self._seen
+
+        def is_new(name: str) -> bool:
+            key = name.partition("/dataloader_idx")[0]
+            if key in counts:
+                return counts[key] > seen_counts.get(key, 0)
+            return metrics[name] is not seen.get(name)
+
+        self._seen = dict(metrics), dict(counts)
+        return {name: value for name, value in metrics.items() if is_new(name)}
 
     def _add_late_metrics(self) -> None:
         "Add to the last row what later callbacks and the end of an epoch have logged."
@@ -216,7 +219,7 @@ class History(Clock):
         self.stop()
 
     def teardown(self, trainer, pl_module, stage: str) -> None:
-        self._trainer, self._is_open, self._seen = None, False, {}
+        self._trainer, self._is_open, self._seen = None, False, ({}, {})
 
     on_exception = teardown
 

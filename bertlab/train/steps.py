@@ -11,6 +11,7 @@ __all__ = ['LOSS_SCALE', 'full_tensor', 'total_grad_norm', 'data_parallel_size',
 # %% ../../nbs/train/02_steps.ipynb #f4407764
 import math
 import os
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from contextlib import ExitStack, contextmanager
 from inspect import signature
@@ -324,7 +325,7 @@ class TrainingModule(L.LightningModule):
         self.model: torch.nn.Module | None = None  # built by `configure_model`
         self.skipped: Tensor | None = None  # whether the last step was skipped; None: no guard
         self.step_tokens: Tensor | None = None  # real tokens of the last step, over all processes
-        self.logged: dict[str, bool] = {}  # name: whether it was logged since `History` looked
+        self.num_logged = Counter()  # name: how often it was logged
         self._divisor: Tensor | float = 1.0  # labels of the last micro-batch
         self._window: Tensor | None = None  # sums of the micro-batches since the last step
         self._norm: Tensor | None = None  # of the whole gradient, for the clip
@@ -370,7 +371,7 @@ class TrainingModule(L.LightningModule):
     def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         "As in Lightning; `History` records what was logged since its last look."
         if kwargs.get("on_step") is not False:  # else its value is known at the end of the epoch
-            self.logged |= dict.fromkeys((name, f"{name}_step", f"{name}_epoch"), True)
+            self.num_logged.update((name, f"{name}_step", f"{name}_epoch"))
         super().log(name, value, *args, **kwargs)
 
     def total_steps(self) -> int | float:
