@@ -303,10 +303,7 @@ class RowsByLength(Dataset):
         if self._latest[0] != (epoch, pool):
             size = _POOL * self.per_batch
             indices = np.arange(pool * size, min((pool + 1) * size, len(self)))
-            lengths: list[int] = []
-            for start in range(0, len(indices), 1000):  # few at a time: memory
-                keys = [(epoch, int(index)) for index in indices[start : start + 1000]]
-                lengths += [len(row["input_ids"]) for row in self.rows.__getitems__(keys)]
+            lengths = self.rows.dataset.row_lengths(epoch, indices)
             order = group_by_length(lengths, self.per_batch, [self.seed, epoch, pool])
             self._latest = (epoch, pool), indices[order]
         return self._latest[1]

@@ -116,11 +116,7 @@ class _StreamShard:
         "Order the rows of a block as they are given out."
         if not self.stream.by_length:
             return np.arange(len(rows))
-        lengths: list[int] = []
-        for start in range(0, len(rows), _ROWS_BUILT):
-            keys = range(start, min(start + _ROWS_BUILT, len(rows)))
-            lengths += [len(row["input_ids"]) for row in rows.build(keys)]
-        turn = self.stream.turn
+        lengths, turn = rows.row_lengths(0, range(len(rows))), self.stream.turn
         num_first = min(-block["first_row"] % turn, len(rows))
         return group_by_length(lengths, turn, [*seed, 1], num_first)
 

@@ -124,3 +124,10 @@ def test_mixtures_that_cannot_be_are_named(sources, weights, options, words):
     with pytest.raises(ValueError) as error:
         MixedDataset(sources, weights, **options)
     assert all(word in str(error.value) for word in words)
+
+
+def test_lengths_are_those_of_the_built_rows(sources):
+    for rows in (*sources.values(), MixedDataset(sources, [1, 1, 1], max_repetition=3)):
+        for epoch, indices in ((0, range(9)), (2, [7, 0, 20])):
+            built = [int((rows[epoch, index]["attention_mask"] > 0).sum()) for index in indices]
+            assert rows.row_lengths(epoch, indices).tolist() == built
