@@ -11,6 +11,7 @@ import re
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from importlib import import_module
 from inspect import signature
 from pathlib import Path
@@ -256,6 +257,15 @@ def _print_result(result: Any) -> None:
     print(result, flush=True)
 
 
+def _call_and_print(name: str, words: Sequence[str]) -> None:
+    "Call a command and print its result; with --run.progress json apart from the lines of JSON."
+    parsed, apart = parse_command(name, words), nullcontext()
+    if (parsed.config.get("run") or {}).get("progress") == "json" and not parsed.prints_config:
+        apart = import_module("bertlab.train.history").json_lines_alone()
+    with apart:
+        _print_result(call(name, words, quiet=True))
+
+
 def main(argv: Sequence[str] | None = None) -> int:  # the exit status
     "The program `bertlab`."
     for stream in (sys.stdout, sys.stderr):  # a character that a stream lacks ends no run
@@ -271,7 +281,7 @@ def main(argv: Sequence[str] | None = None) -> int:  # the exit status
         if {"--help", "-h"} & {*words}:
             print(COMMANDS[name].help(), end="")
             return 0
-        work = lambda: _print_result(call(name, words, quiet=True))
+        work = lambda: _call_and_print(name, words)
         return run_command(name, work, lambda: _resume_command(name, words))
     families = {name.partition(" ")[0] for name in COMMANDS if " " in name}
     family = words[0] if words and words[0] in families else ""

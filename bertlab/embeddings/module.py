@@ -288,10 +288,6 @@ class EmbeddingModule(TrainingModule):
         if h.adapter is not None:
             add_adapter(encoder, h.adapter)
         freeze_weights(encoder, h.freeze)
-        if h.learning_rate is None:
-            start = "new" if h.pretrained_model_name_or_path is None else "embeddings"
-            start, width = "adapter" if h.adapter else start, encoder.config.hidden_size
-            h.learning_rate = default_learning_rate(width, start, h.optimizer_class)
         length = config.get("max_sequence_length")
         self.own_length = max_text_length(encoder, self.tokenizer, length) if config else None
         pooling, st_config = h.pooling or config.get("pooling", "mean"), config.get("st_config")
@@ -309,7 +305,15 @@ class EmbeddingModule(TrainingModule):
         self.loss.check_dim(model.embedding_dim)
         model.st_config["matryoshka_dims"] = [*self.loss.matryoshka_dims]
         self.model = model
+        if h.learning_rate is None:
+            h.learning_rate = self.default_rate()
         build_param_groups(self, self._optimizer_settings())  # validates the overrides
+
+    def default_rate(self, total_steps: float = math.inf) -> float:
+        "Return the peak learning rate by width, optimizer, and where the weights come from."
+        h, is_new = self.hparams, self.hparams.pretrained_model_name_or_path is None
+        start = "adapter" if h.adapter else "new" if is_new else "embeddings"
+        return default_learning_rate(self.config.hidden_size, start, h.optimizer_class)
 
     def configure_model(self) -> None:
         "Build the model; then set up recomputation and compilation, once."

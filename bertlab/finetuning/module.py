@@ -294,18 +294,22 @@ class FinetuningModule(TrainingModule):
     def configure_optimizers(self) -> dict[str, Any]:
         return self.build_optimizer(self.total_steps())
 
+    def default_rate(self, total_steps: float = math.inf) -> float:
+        "Return the peak learning rate by width, steps, optimizer, and where the weights come from."
+        h, is_new = self.hparams, self.hparams.pretrained_model_name_or_path is None
+        start = "adapter" if h.adapter else "new" if is_new else "finetuning"
+        width = self.config.hidden_size
+        return default_learning_rate(width, start, h.optimizer_class, total_steps)
+
     def build_optimizer(
         self,
         total_steps: int | float,  # of the whole run; infinite if it has no end
     ) -> dict[str, Any]:  # what Lightning's `configure_optimizers` returns
         "Build optimizer and schedule. Raises `ValueError` for options that do not fit them."
         self.hparams.update({**self._objects, **self.hparams})  # a model that was built elsewhere
-        h, is_new = self.hparams, self.hparams.pretrained_model_name_or_path is None
+        h = self.hparams
         if h.learning_rate is None:
-            start = "adapter" if h.adapter else "new" if is_new else "finetuning"
-            h.learning_rate = default_learning_rate(
-                self.config.hidden_size, start, h.optimizer_class, total_steps
-            )
+            h.learning_rate = self.default_rate(total_steps)
         options = optimizer_options(h)
         groups = finetuning_groups(self.model, h)
         optimizer = get_optimizer(h.optimizer_class, groups, options, h.optimizer_quantized)

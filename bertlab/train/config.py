@@ -85,7 +85,7 @@ class PretrainingConfig:
         return {option.name: getattr(self, option.name) for option in fields(self)}
 
 # %% ../../nbs/train/01_config.ipynb #02c11948
-PROGRESS = ("auto", "plain", "none")
+PROGRESS = ("auto", "plain", "json", "none")
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ class RunConfig:
     stop_below: float | None = None  # validation loss at which the run is done
     stop_above: float | None = None  # validation loss at which the run has diverged
     ema_decay: float | None = None  # of a moving average to validate and write; such as 0.999
-    progress: str = "auto"  # how progress is shown: auto, plain or none
+    progress: str = "auto"  # how progress is shown: auto, plain, json (a line for each) or none
     loggers: list[str] | None = None  # csv, tensorboard, wandb, trackio: in logs of the directory
     preview_sentences: list[str] | None = None  # with [MASK], filled while the model trains
     preview_every_steps: int = 500  # steps between previews

@@ -14,11 +14,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
+from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from torch import Tensor, nn
 
 from ..core.files import atomic_write
-from .monitors import PeriodicCallback
+from .monitors import PeriodicCallback, media_library
 from .steps import full_tensor
 
 # %% ../../nbs/train/14_histograms.ipynb #1d34ed7c
@@ -99,10 +99,8 @@ def log_histogram(logger: Logger, histogram: TensorHistogram) -> None:
             sum_squares=total * (h.std**2 + h.mean**2), bucket_limits=h.edges[1:].tolist(),
             bucket_counts=h.counts.tolist(), global_step=h.step,
         )  # fmt: skip
-    elif isinstance(logger, WandbLogger):
-        import wandb
-
-        logger.experiment.log({name: wandb.Histogram(np_histogram=(h.counts, h.edges))})
+    elif media := media_library(logger):
+        logger.log_metrics({name: media.Histogram(np_histogram=(h.counts, h.edges))}, h.step)
     else:
         moments = {"mean": h.mean, "std": h.std, "norm": h.norm, "max": h.max_abs}
         logger.log_metrics({f"{name}/{key}": value for key, value in moments.items()}, step=h.step)

@@ -433,11 +433,9 @@ class PretrainingModule(TrainingModule):
             self._load(config)
         self.save_directories = config.save_directories
         self.has_default_rate = config.learning_rate is None
-        if self.has_default_rate:
-            start = "adapter" if config.adapter else "new" if source is None else "continued"
-            rate = default_learning_rate(self.config.hidden_size, start, config.optimizer_class)
-            config = replace(config, learning_rate=rate)
         self.options = config
+        if self.has_default_rate:
+            self.options = config = replace(config, learning_rate=self.default_rate())
         name = getattr(self.tokenizer, "name_or_path", None) or None
         self.save_hyperparameters(config.to_dict() | {"pretrained_tokenizer_name_or_path": name})
         if self.tokenizer is not None:
@@ -466,6 +464,12 @@ class PretrainingModule(TrainingModule):
     def rows_padded_because(self) -> str | None:  # None: the model takes packed rows
         "Why the rows must be padded."
         return self.padded_because
+
+    def default_rate(self, total_steps: float = math.inf) -> float:
+        "Return the peak learning rate by width, optimizer, and where the weights come from."
+        options, is_new = self.options, self.options.pretrained_model_name_or_path is None
+        start = "adapter" if options.adapter else "new" if is_new else "continued"
+        return default_learning_rate(self.config.hidden_size, start, options.optimizer_class)
 
     def describe_missing_keys(self) -> str:
         "Describe in a line which weights of a continued model are new; empty if none is."

@@ -13,6 +13,7 @@ from typing import Any
 
 import lightning as L
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.loggers import WandbLogger
 from lightning.pytorch.utilities import rank_zero_only
 
 from ..core.files import RUN_FILE, check_run_directory, lock_directory
@@ -153,6 +154,9 @@ def _run_stage(number: int, config: Mapping[str, Any], optimizer: Path | None) -
     if rank_zero_only.rank == 0:
         print_line(f"stage {number}", *run.describe().splitlines())
     metrics, max_steps = run.fit(), run.trainer.max_steps
+    for logger in run.trainer.loggers:
+        if isinstance(logger, WandbLogger):
+            logger.experiment.finish()  # the next stage would write to its run
     if run.trainer.global_step < max_steps:
         raise TrainingStopped(
             f"stage {number} stopped at step {run.trainer.global_step} of {max_steps}: "

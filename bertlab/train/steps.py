@@ -364,6 +364,10 @@ class TrainingModule(L.LightningModule):
         "Return the options that loggers get, without what looks like a secret."
         return without_secrets(super().hparams_initial)
 
+    def default_rate(self, total_steps: float = math.inf) -> float:
+        "Return the peak learning rate of a run that is given none."
+        raise NotImplementedError(f"{type(self).__name__} must define default_rate")
+
     def auxiliary_losses(self) -> dict[str, tuple[float, Tensor]]:  # weight, sum over the labels
         "Return further losses of the batch that `label_loss` has just seen, by name."
         return {}

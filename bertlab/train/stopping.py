@@ -8,7 +8,9 @@ __all__ = ['TimeLimit', 'LearningCheck', 'StepGuard', 'NonFiniteGuard', 'spike_l
 # %% ../../nbs/train/11_stopping.ipynb #18a78b6f
 import math
 import time
-from collections.abc import Callable
+import warnings
+from collections import deque
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -16,9 +18,11 @@ from lightning.pytorch.callbacks import Callback
 
 from ..core.durations import Duration, parse_amount
 from ..core.names import check_minimum, check_range
+from ..data.rows import IGNORE_INDEX
+from ..model.losses import unigram_entropy
 from ..optim.budgets import TimeBudgetLR
 from .history import Clock, format_seconds, print_line
-from .steps import any_rank
+from .steps import any_rank, gathered_labels
 
 # %% ../../nbs/train/11_stopping.ipynb #2cdc3c09
 class TimeLimit(Clock):
@@ -94,11 +98,18 @@ class TimeLimit(Clock):
 
 # %% ../../nbs/train/11_stopping.ipynb #7ea121c1
 class LearningCheck(Callback):
-    "Say in one line, after the warmup and a tenth of the steps, that the loss has hardly moved."
+    """Say in one line, after the warmup and a tenth of the steps, that nothing is being learned.
+
+    That is a loss that has hardly moved, or one that stays at that of a constant prediction: the
+    entropy of the labels.
+    """
+
+    NUM_BATCHES = 40  # whose labels are remembered
 
     def __init__(self, write: Callable[[str], None] = print_line):
         self.write = write
         self.losses: dict[int, torch.Tensor] = {}  # of optimizer steps
+        self.labels: deque[torch.Tensor] = deque(maxlen=self.NUM_BATCHES)
         self._peak, self._warmup = 0.0, 0
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
@@ -109,19 +120,46 @@ class LearningCheck(Callback):
         if step > last or "train_loss" not in trainer.callback_metrics:
             return
         self.losses[step] = trainer.callback_metrics["train_loss"]
+        if isinstance(batch, Mapping) and "labels" in batch and "loss_weights" not in batch:
+            self.labels.append(gathered_labels(batch))
         if step < last or len(self.losses) < last or not trainer.is_global_zero:
             return
-        losses = torch.stack([*self.losses.values()]).float()
-        before, after = (half.mean().item() for half in losses.chunk(2))
-        if after > 0.98 * before:
-            given = pl_module.hparams.learning_rate
-            advice = "look at the rows (do they hold what is to be learned?), or train longer"
-            if not pl_module.has_default_rate:
-                advice = f"try learning_rate={10 * given:.0e} (now {given:.0e}), or leave it out"
-            self.write(
-                f"after {step} steps the loss has hardly moved ({before:.3f}, then {after:.3f}): "
-                f"{advice}"
-            )
+        if finding := self.find(torch.stack([*self.losses.values()]).float(), pl_module):
+            self.write(f"after {step} steps the loss {finding}: {self.advise(trainer, pl_module)}")
+
+    def find(
+        self,
+        losses: torch.Tensor,  # of the steps so far
+        pl_module: Any,
+    ) -> str:  # empty: it is being learned
+        "Say that the loss has hardly moved, or what it is no better than."
+        has_moved = lambda losses: losses.chunk(2)[1].mean() <= 0.98 * losses.chunk(2)[0].mean()
+        if not has_moved(losses):
+            before, after = (half.mean().item() for half in losses.chunk(2))
+            return f"has hardly moved ({before:.3f}, then {after:.3f})"
+        is_weighted = getattr(pl_module, "class_weights_C", None) is not None
+        if not self.labels or self.labels[0].is_floating_point() or is_weighted:
+            return ""
+        recent = losses[-min(self.NUM_BATCHES, len(losses) // 2) :]
+        labels = torch.cat([labels.flatten().cpu() for labels in self.labels])
+        counts = labels[labels != IGNORE_INDEX].unique(return_counts=True)[1]
+        if len(counts) < 2 or has_moved(recent):
+            return ""
+        constant = unigram_entropy(counts)
+        if recent.mean() < 0.98 * constant:
+            return ""
+        return f"stays at {recent.mean():.3f}, that of a constant prediction ({constant:.3f})"
+
+    def advise(self, trainer: Any, pl_module: Any) -> str:
+        "Say what to try."
+        learning_rate = pl_module.hparams.learning_rate
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # a rate on another scale
+            highest = pl_module.default_rate(max(trainer.max_steps, 1))
+        if pl_module.has_default_rate or learning_rate >= highest:
+            return "look at the rows (do they hold what is to be learned?), or train longer"
+        better = min(10 * learning_rate, highest)
+        return f"try learning_rate={better:.0e} (now {learning_rate:.0e}), or leave it out"
 
 # %% ../../nbs/train/11_stopping.ipynb #bdeeadf1
 class StepGuard(Callback):

@@ -23,6 +23,7 @@ from ..core.devices import check_device, default_precision, retain_freed_memory
 from ..core.names import check_range
 from ..core.serialization import one_line
 from ..data.loaders import end_with_parent
+from .history import History
 from .parallel import check_precision, num_processes, get_strategy, is_lone_task
 from .parallel import started_by_first
 from .stopping import NonFiniteGuard
@@ -66,6 +67,8 @@ def _all_callbacks(
             "run.loggers to [csv], or pass logger=build_loggers(['csv'], DIRECTORY)"
         )
     guards = [NonFiniteGuard()] * (skip_nonfinite and not _contains(NonFiniteGuard, callbacks))
+    # What other callbacks log at a step's start belongs to the row that `History` begins then.
+    callbacks = sorted(callbacks, key=lambda callback: not isinstance(callback, History))
     return [*callbacks, *guards, *[_NoFitValidation()] * (not validates), RNGState()]
 
 

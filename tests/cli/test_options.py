@@ -138,6 +138,9 @@ def example(type_: Any) -> Command:
     ("[a, b]", str | list[str] | None, ["a", "b"]), ("-1", int, -1), ("2020", str | list[str] | None, "2020"),
     ("no way", list[str] | None, ["no way"]), ("{class_path: a.B}", dict[str, Any] | str, {"class_path": "a.B"}),
     ("[MASK] here", list[str] | None, ["[MASK] here"]), ("{a: no}", Any, {"a": "no"}),
+    # jsonargparse would make namespaces of classes that can be imported.
+    ("[{class_path: fractions.Fraction, init_args: {numerator: 2}}]", list[Any] | Any,
+     [{"class_path": "fractions.Fraction", "init_args": {"numerator": 2}}]),
 ])  # fmt: skip
 def test_a_word_becomes_a_value_of_its_type(text, type_, value):
     result = parse(example(type_), ["--x", text]).config["x"]

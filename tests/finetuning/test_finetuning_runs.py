@@ -245,16 +245,46 @@ def test_a_method_that_does_not_fit_is_refused(tmp_path, options, message):
         finetune(module_for(task), data_for(task), tmp_path, **options)
 
 
-@pytest.mark.parametrize("learning_rate, num_lines", [(1e-9, 1), (3e-3, 0)])
-def test_a_loss_that_does_not_move_is_said_once(learning_rate, num_lines):
+@pytest.mark.parametrize("learning_rate, proposed", [
+    (1e-9, "1e-08"), (2e-5, "2e-04"), (1e-2, None),  # above the default there is no better rate
+])  # fmt: skip
+def test_a_loss_that_does_not_move_is_said_once(learning_rate, proposed):
     lines: list[str] = []
-    fit(
-        module_for(learning_rate=learning_rate),
-        data_for(),
-        40,
-        callbacks=[LearningCheck(lines.append)],
-    )
-    assert len(lines) == num_lines and all("learning_rate=" in line for line in lines)
+    module = module_for(learning_rate=learning_rate)
+    check = LearningCheck(lines.append)
+    check.find = lambda losses, module: "has hardly moved"
+    fit(module, data_for(), 40, callbacks=[check])
+    assert len(lines) == 1
+    assert ("learning_rate=" in lines[0]) == (proposed is not None)
+    if proposed:
+        assert f"learning_rate={proposed} " in lines[0]
+        assert float(proposed) <= module.default_rate(40)
+
+
+def falling(start, end, num_steps=60):
+    return end + (start - end) * torch.exp(-torch.arange(num_steps) / 4.0)
+
+
+@pytest.mark.parametrize("losses, is_told", [
+    (torch.full((60,), 3.0), True),  # it has not moved
+    (falling(3.0, math.log(2)), True),  # it fell to the entropy of two equal labels, and stays
+    (falling(3.0, 0.2), False),  # it is below
+    (torch.linspace(3.0, 1.0, 60), False),  # it still falls
+])  # fmt: skip
+def test_a_loss_of_a_constant_prediction_is_no_learning(losses, is_told):
+    check = LearningCheck()
+    check.labels.extend([torch.tensor([0, 1, -100])] * 40)
+    assert bool(check.find(losses, None)) == is_told
+    check.labels.clear()  # nothing is known of the labels of a regression
+    assert bool(check.find(losses, None)) == bool((losses == 3).all())
+
+
+@pytest.mark.parametrize("learning_rate, num_lines", [(1e-9, 1), (3e-3, 0)])
+def test_a_run_that_learns_is_told_nothing(learning_rate, num_lines):
+    lines: list[str] = []
+    module = module_for(learning_rate=learning_rate)
+    fit(module, data_for(), 40, callbacks=[LearningCheck(lines.append)])
+    assert len(lines) == num_lines
 
 
 def test_a_model_below_a_baseline_is_told():

@@ -1,9 +1,12 @@
 "What a run says about its speed and its memory is counted right, and costs it no bit."
 
 import csv
+import json
 import math
+import sys
+from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import lightning as L
 import numpy as np
@@ -11,15 +14,18 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, LearningRateMonitor, ModelCheckpoint
 from test_training import CONFIG, Texts, equal, train
 
 from bertlab.train.checkpoints import TrainingCheckpoint
 from bertlab.train.resume import latest_checkpoint
-from bertlab.train.history import Clock, History, ProgressBar, paused
+from bertlab.train.histograms import WeightHistograms
+from bertlab.train.history import Clock, History, ProgressBar, json_lines_alone, paused
 from bertlab.model.config import BertLabConfig
 from bertlab.train.modules import PretrainingModule
-from bertlab.train.monitors import MemoryMonitor, PeriodicCallback, Throughput, build_loggers
+from bertlab.train.monitors import LOGGERS, MemoryMonitor, PeriodicCallback, Throughput
+from bertlab.train.monitors import build_loggers
+from bertlab.train.previews import FillMaskPreview
 from bertlab.train.monitors import get_progress, peak_flops_of, squared_document_lengths
 from bertlab.train.steps import num_devices
 from bertlab.train.trainer import make_trainer, seed_everything
@@ -186,10 +192,95 @@ def test_each_session_has_a_log_of_its_own_for_all_loggers(tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["version_0", "version_1"]
 
 
+@pytest.mark.parametrize("name", ["tensorboard", "wandb", "trackio"])
+def test_a_missing_logger_is_named_with_its_extra(name, tmp_path, monkeypatch):
+    class Missing(LOGGERS[name]):
+        def __init__(self, **options):
+            raise ModuleNotFoundError("Neither this nor that is available")
+
+    monkeypatch.setitem(LOGGERS, name, Missing)
+    with pytest.raises(
+        ImportError, match=rf"^logger '{name}' needs {name}: pip install .*\[loggers\]"
+    ):
+        build_loggers([name], tmp_path)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_rates_of_all_groups_reach_the_loggers(optimizer, tmp_path):
+    options = {"log_momentum": True, "log_weight_decay": True}
+    watching = [LearningRateMonitor(**options), History()]
+    with pytest.raises(ValueError, match="LearningRateMonitor.*run.loggers"):
+        make_trainer(3, "32-true", "cpu", callbacks=watching)
+    module, [logger] = (
+        PretrainingModule(CONFIG, optimizer_class=optimizer),
+        build_loggers(["csv"], tmp_path),
+    )
+    make_trainer(3, "32-true", "cpu", callbacks=watching, logger=logger, log_every_n_steps=1).fit(
+        module, Texts()
+    )
+    groups = [f"lr-{type(module.optimizers().optimizer).__name__}/{name}"
+              for name in ("hidden", "decay", "no_decay")[optimizer == "adamw":]]  # fmt: skip
+    with open(Path(logger.log_dir) / "metrics.csv") as file:
+        rows = [row for row in csv.DictReader(file) if row[groups[0]]]
+    assert len(rows) == 3
+    for group in groups:
+        assert all(float(row[group]) == module.hparams.learning_rate for row in rows)
+        assert watching[1].column(group) == pytest.approx(watching[0].lrs[group])
+
+
+class FakeTrackio(ModuleType):
+    "What trackio's interface does with tables and histograms: its run keeps them."
+
+    context_vars = SimpleNamespace(current_run=SimpleNamespace(get=lambda: None))
+
+    def __init__(self):
+        super().__init__("trackio")
+        self.__spec__, self.rows = ModuleSpec("trackio", None), []
+
+    def init(self, *names, **options):
+        log = lambda values, step: self.rows.append((step, values))
+        return SimpleNamespace(log=log, finish=lambda: None)
+
+    def Table(self, columns, data):
+        return data
+
+    def Histogram(self, np_histogram):
+        return np_histogram
+
+
+def test_previews_and_histograms_reach_every_logger(tmp_path, monkeypatch):
+    events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    monkeypatch.setitem(sys.modules, "trackio", trackio := FakeTrackio())
+    loggers = build_loggers(["csv", "tensorboard", "trackio"], tmp_path, "")
+    data = Texts()
+    text = f"{data.tokenizer.convert_ids_to_tokens(9)} [MASK]"
+    watching = [
+        FillMaskPreview([text], data.tokenizer, 2, quiet=True),
+        WeightHistograms(["*.qkv.weight"], 2),
+    ]
+    train(data, 4, watching, logger=loggers)
+    name = "weight/model.encoder.blocks.0.attention.qkv.weight"
+    tables = [
+        (step, values["FillMaskPreview"])
+        for step, values in trackio.rows
+        if "FillMaskPreview" in values
+    ]
+    assert [step for step, _ in tables] == [0, 2, 4] and tables[0][1][0][0].startswith(text)
+    counts = [values[name][0].sum() for _, values in trackio.rows if name in values]
+    assert counts == [48 * 16] * 3, "all weights are counted"
+    written = events.EventAccumulator(loggers[1].log_dir, {events.HISTOGRAMS: 0}).Reload()
+    assert (
+        len(written.Histograms(name)) == 3
+        and "FillMaskPreview/text_summary" in written.Tags()["tensors"]
+    )
+    with open(Path(loggers[0].log_dir) / "metrics.csv") as file:
+        assert len([row for row in csv.DictReader(file) if row[f"{name}/norm"]]) == 3
+
+
 def test_unknown_names_are_refused_with_the_known_ones(tmp_path):
     with pytest.raises(ValueError, match="'mlflow'.*csv, tensorboard, wandb, trackio"):
         build_loggers(["mlflow"], tmp_path)
-    with pytest.raises(ValueError, match="'fancy'.*auto, plain, none"):
+    with pytest.raises(ValueError, match="'fancy'.*auto, plain, json, none"):
         get_progress("fancy", History())
 
 
@@ -321,6 +412,31 @@ def test_plain_progress_prints_lines_with_the_validation_loss(capsys):
     for row in history.validation:
         assert f"step {row['step']}/4: validation loss {row['val_loss']:.3f}" in lines
     assert get_progress("none", history) == []
+
+
+def test_progress_in_json_is_one_object_a_line(capsys):
+    history = History()
+    bar = get_progress("json", history)
+    trainer = make_trainer(4, "32-true", "cpu", val_check_steps=2, callbacks=[history, *bar])
+    with json_lines_alone():
+        print("for people")
+        trainer.fit(LogsMore(CONFIG), Texts())
+    printed = capsys.readouterr()
+    lines = [json.loads(line) for line in printed.out.splitlines()]
+    assert "for people" in printed.err and {line["max_steps"] for line in lines} == {4}
+    assert [line["event"] for line in lines if line["event"] != "step"] == ["validation"] * 2 + [
+        "end"
+    ]
+    last = [line for line in lines if line["event"] == "step"][-1]
+    assert last["step"] == 4 and last["mine"] == 3 and last["seconds_left"] == 0
+    assert last["train_loss"] == history.rows[-1]["train_loss"]
+    validations = [line for line in lines if line["event"] == "validation"]
+    assert [(v["step"], v["val_loss"]) for v in validations] == [
+        (row["step"], row["val_loss"]) for row in history.validation
+    ]
+    bar[0].show(trainer, {"event": "step", "train_loss": math.nan, "seconds_left": math.inf})
+    values = json.loads(capsys.readouterr().out)
+    assert values["train_loss"] is None and values["seconds_left"] is None
 
 
 def test_a_bar_moves_on_a_terminal_and_changes_no_bit(monkeypatch, capsys):
