@@ -80,7 +80,8 @@ def finetune_embeddings(
         steps = dict.fromkeys(("steps", "validated_step"), run.trainer.global_step)
         write_json(output / "metrics.json", {**logged, **metrics, **steps, "baselines": baselines})
     is_ours = load_json(output / "config.json")["model_type"] == BertLabConfig.model_type
-    load = f"{'import bertlab, then ' * is_ours}load it with SentenceTransformer({str(output)!r})"
+    first = "import bertlab.model.huggingface, then " if is_ours else ""
+    load = f"{first}load it with SentenceTransformer({str(output)!r})"
     lines = []
     for name in sorted(name for name in metrics if name.startswith("val_")):
         others = [

@@ -36,7 +36,7 @@ from ..finetuning.predictions import load_predictor, predict_file
 from ..finetuning.runs import BestCheckpoint, Patience, ScoreLines
 from ..finetuning.runs import SeedResults, compare_with_baselines, epoch_options
 from ..finetuning.runs import evaluate_run, fit_probe, load_best, metric_rank, prepare
-from ..model.config import SPECIAL_TOKEN_IDS
+from ..model.config import SPECIAL_TOKEN_IDS, BertLabConfig
 from ..train.estimate import MemoryEstimate, estimate_steps, step_options
 from ..train.resume import check_same_run, read_checkpoint, run_fingerprint
 from ..train.reports import environment
@@ -219,6 +219,23 @@ def _probe_seed(config: Mapping[str, Any], data: FinetuningDataModule) -> dict[s
     return {name: float(value) for name, value in metrics.items()}
 
 
+# transformers 5 has no pipeline for answers, and none for spans that overlap.
+_PIPELINES = {"ForSequenceClassification": "text-classification",
+              "ForTokenClassification": "token-classification"}  # fmt: skip
+
+
+def _describe_use(directory: Path) -> str:  # of a model for a task
+    "Describe how a model is used, in words that can be run."
+    config, command = load_json(directory / "config.json"), f"bertlab predict {directory} FILE"
+    (name,) = config["architectures"]
+    task = next((task for head, task in _PIPELINES.items() if name.endswith(head)), None)
+    if task is None:
+        return f"ask it: {command}"
+    is_ours = config["model_type"] == BertLabConfig.model_type
+    first = "import bertlab.model.huggingface, then " if is_ours else ""
+    return f"{first}load it with transformers.pipeline({task!r}, {str(directory)!r}), or: {command}"
+
+
 def _save_best(parts: RunParts, output: Path, seed: int, metrics: Mapping[str, float]) -> None:
     "Write model, tokenizer and evaluation of the best seed, and report them."
     module, data = parts.module, parts.data
@@ -234,10 +251,7 @@ def _save_best(parts: RunParts, output: Path, seed: int, metrics: Mapping[str, f
         evaluation = evaluate(module, data, split)
         evaluation.write(output)
         print(f"{split} rows, best seed:\n{evaluation.table()}", flush=True)
-    print(
-        f"written  {output}: load it with transformers.pipeline, or: bertlab predict {output} FILE",
-        flush=True,
-    )
+    print(f"written  {output}: {_describe_use(output)}", flush=True)
 
 
 def _load_finished(output: Path) -> dict[int, dict[str, float]]:  # metrics by seed

@@ -514,7 +514,8 @@ def saved_as(
         try:
             family, head, _ = _choose_family(model, family, tokenizer)
         except ValueError as reason:
-            return f"written as {name}, which loads after `import bertlab`: {reason}"
+            module = "`import bertlab.model.huggingface`"
+            return f"written as {name}, which loads after {module}: {reason}"
         name = FAMILIES[family].prefix + head
     return f"written as {name}, which plain transformers loads"
 

@@ -206,7 +206,7 @@ class BertLabForSpanClassification(TaskModel):
 
     Memory grows with B C L^2: the scores of a window of 512 tokens take 1 MB for each label, and
     training needs about ten times that. Windows of 256 need a quarter. Transformers has no such
-    class, so a directory of this model loads only after `import bertlab`.
+    class, so a directory of this model loads only after `import bertlab.model.huggingface`.
     """
 
     @staticmethod
