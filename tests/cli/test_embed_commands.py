@@ -134,7 +134,9 @@ def test_a_resume_of_another_run_is_refused(folder, capsys, tmp_path, monkeypatc
     assert before == {path: path.read_bytes() for path in before}
 
 
-@pytest.mark.parametrize("norm, prefix", [("layer", ": "), ("rms", ": import bertlab.model.huggingface, then ")])
+@pytest.mark.parametrize(
+    "norm, prefix", [("layer", ": "), ("rms", ": import bertlab.model.huggingface, then ")]
+)
 def test_the_last_line_tells_how_to_load(folder, capsys, tmp_path, norm, prefix):
     words = ["--trainer.max_steps", "1", "--model.model_config_kwargs.norm", norm]
     printed = succeed(capsys, *finetune_words(folder, tmp_path / "new", *words))

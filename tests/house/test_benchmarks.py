@@ -33,6 +33,16 @@ def test_a_race_runs_at_tiny_sizes(tmp_path):
     assert json.loads((tmp_path / "race" / "log.json").read_text())
 
 
+@pytest.mark.slow
+def test_the_table_of_families_holds_for_two(tmp_path):
+    "One family on packed rows and one on padded ones: every use works."
+    run("families", "--quick", "--output", tmp_path / "result.json")
+    table = json.loads((tmp_path / "result.json").read_text())
+    assert table["bert"].pop("rows") == "packed" and "mpnet" in table["mpnet"].pop("rows")
+    assert {use for row in table.values() for use in row.values()} == {"yes"}
+    assert len(table["bert"]) == len(table["mpnet"]) == 7
+
+
 def test_a_ratio_compares_the_runs_of_one_round():
     our_runs, other_runs = [
         [{"rate": rate} for rate in rates] for rates in ([2.0, 30.0, 8.0], [1, 10, 2])
