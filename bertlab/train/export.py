@@ -259,7 +259,7 @@ def export_onnx(
             program.save(path, external_data=False)
     except Exception as error:  # of the tracer, the translator or protobuf, without a common base
         raise ValueError(
-            f"{type(module.model).__name__} cannot be expressed in ONNX: "
+            f"a {module.model.config.model_type} model cannot be expressed in ONNX: "
             f"{one_line(error.__cause__ or error, 150)}"
         ) from error
 
