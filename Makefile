@@ -17,7 +17,7 @@ VERSIONS_PYTHON := $(if $(filter lowest,$(VERSIONS)),3.10,3.13)
 # Else uv would rather take the newest fsspec than the lowest datasets.
 VERSIONS_PINS := $(if $(filter lowest,$(VERSIONS)),$(shell sed -nE 's/^    "(datasets)>=([0-9.]+).*/\1==\2.*/p' pyproject.toml))
 VERSIONS_TOOLS := accelerate hypothesis ipykernel packaging pytest pytest-timeout pytest-xdist scipy seqeval tensorboard
-VERSIONS_TESTS := tests/core tests/data tests/model tests/optim tests/train tests/finetuning
+VERSIONS_TESTS := tests/core tests/data tests/model tests/optim tests/train tests/finetuning tests/embeddings
 
 help: ## List what can be made
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 18
