@@ -68,9 +68,9 @@ def gap_logits(
         positions_BM = order_BL[:, : int(counts_B.max())]
         is_gap_BM = torch.arange(positions_BM.shape[1], device=ids_BL.device) < counts_B[:, None]
         out = model(input_ids=ids_BL, attention_mask=mask_BL, label_positions=positions_BM)
-        logits_NV = out.logits[is_gap_BM]
+        logits_NV = out.logits[is_gap_BM.cpu()]  # XLA has no nonzero
     else:
-        logits_NV = model(input_ids=ids_BL, attention_mask=mask_BL).logits[gaps_BL]
+        logits_NV = model(input_ids=ids_BL, attention_mask=mask_BL).logits[gaps_BL.cpu()]
     if not logits_NV.amax(-1).isfinite().all():  # a token may be ruled out by -inf
         raise ValueError(
             f"the scores of {type(model).__name__} are NaN or infinite: its training diverged, or "
