@@ -552,7 +552,7 @@ class EmbeddingRunConfig:
     validations: int = 5  # in a run
     checkpoint_every_steps: int = 500  # optimizer steps between checkpoints to resume from
     time_limit: int | str | None = None  # such as 2h30m; null: the budget of a time_budget schedule
-    progress: str = "auto"  # how progress is shown: auto, plain or none
+    progress: str = "auto"  # how progress is shown: auto, plain, json or none
     loggers: list[str] | None = None  # csv, tensorboard, wandb, trackio: in logs of the directory
 
     def __post_init__(self):
