@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 from lightning.fabric.plugins import CheckpointIO
+from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO  # XLA takes no other
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
@@ -329,13 +330,14 @@ def _build_config(settings: dict[str, Any]) -> PretrainedConfig:
 STATE_FILE = "trainer_state.json"  # of a model directory, with transformers' names
 
 
-class HuggingFaceCheckpointIO(CheckpointIO):
+class HuggingFaceCheckpointIO(_WrappingCheckpointIO):
     """Write a directory for transformers beside each checkpoint, and remove both together.
 
     `NAME.ckpt` gets the directory `NAME`; a checkpoint without this ending gets `NAME-model`.
     """
 
     def __init__(self, inner: CheckpointIO, module: TrainingModule):
+        super().__init__(inner)
         self.inner, self.module = inner, module
 
     @classmethod
