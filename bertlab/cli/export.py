@@ -43,7 +43,7 @@ def _read_labelled(directory: str, data: str) -> tuple[list, Callable[[nn.Module
     from bertlab.finetuning.predictions import load_predictor, predict_file, read_input
 
     predictor = load_predictor(directory)
-    table = read_input(data, delimiter=predictor.reader.get("delimiter"))
+    table = read_input(data, **predictor.reader)
     columns = predictor.find_columns(table)
     rows = filter(None, (predictor.read_row(row, columns) for row in table))
     texts = [tuple(t if isinstance(t, str) else " ".join(t) for t in r.values()) for r in rows]

@@ -132,7 +132,7 @@ def build_finetuning(
     trainer["callbacks"] = callbacks + trainer["callbacks"]
     describe = lambda: "\n".join(
         [data.describe(num_rows=1), f"model    {module.describe()}",
-         f"monitor  {monitor or 'none: no rows are validated on, and the last weights are kept'}"]
+         f"monitor  {monitor or 'none: there are no validation rows, and the last weights are kept'}"]
     )  # fmt: skip
     return RunParts(
         {**config, "model": model}, run.run_config(), module, data, None, trainer, describe,

@@ -163,7 +163,7 @@ def prepare(
             f"monitor={monitor!r} needs rows to validate on: name val_split, or hold a share out, as "
             "validation_fraction=0.1"
         )
-    rank_zero_info("no rows are validated on, and the last weights are kept")
+    rank_zero_info("there are no validation rows: the last weights are kept")
     return None
 
 

@@ -223,7 +223,7 @@ def convert_bertblocks(
     remaining, notes = dict(settings), []
     for (name, value), instead in _INEXACT.items():
         if name in remaining and remaining[name] == value:
-            notes.append(f"{name}={value!r} is computed otherwise: {instead}")
+            notes.append(f"{name}={value!r} is computed differently: {instead}")
     for name, (neutral, instead) in _UNSUPPORTED.items():
         if name in remaining and (value := remaining.pop(name)) not in neutral:
             notes.append(f"{name}={value!r} has no counterpart: {instead}")
@@ -427,16 +427,13 @@ def count_parameters(
     scales = config.qk_norm * 2 * config.head_dim
     inner = I * (2 if config.mlp == "glu" else 1)
     decoder = 0 if config.tie_word_embeddings else V * D
+    has_dense = config.mlm_head == "prediction"
     norm = D * (1 + config.norm_bias) + (config.norm == "dynamic_tanh")  # scale, bias, slope
     return {
         "embedding": (V + positions + config.type_vocab_size) * D,
         "attention": layers * (matrices["attention"] + biases + scales),
         "MLP": layers * (matrices["MLP"] + config.mlp_bias * (inner + D)),
-        "head": matrices["head"]
-        - V * D
-        + decoder
-        + config.decoder_bias * V
-        + config.head_bias * D * (config.mlm_head == "prediction"),
+        "head": has_dense * (D * D + config.head_bias * D) + config.decoder_bias * V + decoder,
         "norms": config.num_norms * norm,
     }
 

@@ -765,6 +765,31 @@ def _measure(
     return {"bytes": len(content), "sha256": sha256, "lost": max(0.0, lost), **row}
 
 
+def _write_files(
+    target: Path,
+    precisions: Sequence[str],  # of FILES, fp32 first
+    module: nn.Module,  # of `load_exportable`
+    tokenizer: Any,
+    batches: Sequence[Mapping[str, np.ndarray]],
+    score: Callable[[nn.Module | None], float] | None,  # of `export_model`
+) -> dict[str, dict[str, Any]]:  # measurements by file
+    torch_score = score and score(None)
+    (target / "onnx").mkdir()
+    rows = {}
+    for precision in precisions:
+        path = target / FILES[precision]
+        if precision == "fp32":
+            export_onnx(module, path)
+        else:
+            write = {"int8": quantize_int8, "fp16": convert_float16}[precision]
+            write(target / FILES["fp32"], path)
+        exported = OnnxModel(path, tokenizer, tokenizer.model_max_length)
+        model = _InPlaceOfTorch(exported, module.model.config)
+        scores = [score(model), torch_score] if score else []
+        rows[FILES[precision]] = _measure(path, exported, module, batches, scores)
+    return rows
+
+
 def export_model(
     directory: str | os.PathLike,  # of a model and its tokenizer
     output: str | os.PathLike,  # directory to write; it must not exist
@@ -798,9 +823,7 @@ def export_model(
     batches = example_batches(
         tokenizer, texts_to_check, min(64, max_length), mlm_probability=probability
     )
-    writers = {"int8": quantize_int8, "fp16": convert_float16}
     precisions = ["fp32", *["int8"] * int8, *["fp16"] * float16]
-    torch_score = score and score(None)
     with atomic_directory(output, new=True) as target:
         tokenizer.model_max_length = max_length
         save_tokenizer(tokenizer, target)
@@ -808,17 +831,7 @@ def export_model(
             if (source / file).is_file():
                 (target / file).parent.mkdir(exist_ok=True)
                 (target / file).write_bytes((source / file).read_bytes())
-        (target / "onnx").mkdir()
-        export_onnx(module, target / FILES["fp32"])
-        rows = {}
-        for precision in precisions:
-            path = target / FILES[precision]
-            if precision != "fp32":
-                writers[precision](target / FILES["fp32"], path)
-            exported = OnnxModel(path, tokenizer, max_length)
-            model = _InPlaceOfTorch(exported, module.model.config)
-            scores = [score(model), torch_score] if score else []
-            rows[FILES[precision]] = _measure(path, exported, module, batches, scores)
+        rows = _write_files(target, precisions, module, tokenizer, batches, score)
         report = {
             "model": name or Path(os.path.abspath(source)).name,
             "outputs": list(module.outputs),

@@ -153,7 +153,7 @@ class History(Clock):
         self._new_metrics()
 
     def _new_metrics(self) -> dict[str, Any]:
-        "Return what was logged since the last look, by whom it may be."
+        "Return what anyone has logged since the last look."
         metrics, counts = self._trainer.callback_metrics, self._trainer.lightning_module.num_logged
         seen, seen_counts = self._seen
 
@@ -382,7 +382,7 @@ _json_streams: list[Any] = []
 
 @contextmanager
 def json_lines_alone() -> Iterator[None]:
-    "Let standard output have the lines of `JSONProgress`, and standard error all others."
+    "Send the lines of `JSONProgress` to standard output, and all others to standard error."
     _json_streams.append(sys.stdout)
     try:
         with redirect_stdout(sys.stderr):

@@ -22,7 +22,7 @@ from ..data.rows import IGNORE_INDEX
 from ..model.losses import unigram_entropy
 from ..optim.budgets import TimeBudgetLR
 from .history import Clock, format_seconds, print_line
-from .steps import any_rank, gathered_labels
+from .steps import any_rank
 
 # %% ../../nbs/train/11_stopping.ipynb #2cdc3c09
 class TimeLimit(Clock):
@@ -121,10 +121,11 @@ class LearningCheck(Callback):
             return
         self.losses[step] = trainer.callback_metrics["train_loss"]
         if isinstance(batch, Mapping) and "labels" in batch and "loss_weights" not in batch:
-            self.labels.append(gathered_labels(batch))
+            self.labels.append(batch["labels"])  # without a computation: XLA would repeat it
         if step < last or len(self.losses) < last or not trainer.is_global_zero:
             return
-        if finding := self.find(torch.stack([*self.losses.values()]).float(), pl_module):
+        losses = torch.stack([loss.float().cpu() for loss in self.losses.values()])
+        if finding := self.find(losses, pl_module):
             self.write(f"after {step} steps the loss {finding}: {self.advise(trainer, pl_module)}")
 
     def find(
