@@ -4,10 +4,9 @@
 
 # %% auto #0
 __all__ = ['AMPERE', 'PEAK_TFLOPS', 'ACCELERATORS', 'PRECISIONS', 'cpu_multiplies_bfloat16', 'default_precision', 'matmul_dtype',
-           'Peaks', 'peak_flops', 'benchmark_matmul', 'benchmark_bandwidth', 'Device', 'installed_version',
-           'count_tpus', 'num_devices', 'check_loaded_packages', 'find_devices', 'describe_device', 'find_accelerator',
-           'canonical_precision', 'check_device', 'prepare_session', 'retain_freed_memory', 'peak_memory_bytes',
-           'resident_memory_bytes', 'device_memory_peaks']
+           'Peaks', 'peak_flops', 'benchmark_matmul', 'benchmark_bandwidth', 'Device', 'num_devices', 'find_devices',
+           'describe_device', 'find_accelerator', 'canonical_precision', 'check_device', 'prepare_session',
+           'retain_freed_memory', 'peak_memory_bytes', 'resident_memory_bytes', 'device_memory_peaks']
 
 # %% ../../nbs/core/05_devices.ipynb #5f341d85
 import ctypes
@@ -249,7 +248,7 @@ class Device:
 _TPU_GIB = {"v2": 8, "v3": 16, "v4": 32, "v5litepod": 16, "v5e": 16, "v5p": 95, "v6e": 32}
 
 
-def installed_version(package: str) -> str | None:
+def _installed_version(package: str) -> str | None:
     "The version of an installed package, without importing it."
     try:
         return version(package)
@@ -257,7 +256,7 @@ def installed_version(package: str) -> str | None:
         return None
 
 
-def count_tpus() -> int:  # 0: none; 1 also where a host is known to have some, but not how many
+def _count_tpus() -> int:  # 0: none; 1 also where a host is known to have some, but not how many
     "Count the TPU devices of this host without claiming them."
     files = glob.glob("/dev/accel[0-9]*") + glob.glob("/dev/vfio/[0-9]*")
     # A file is a chip, and up to v3 a chip is two devices.
@@ -270,19 +269,19 @@ def num_devices(device_type: str) -> int:  # "cpu", "cuda", "mps" or "tpu"
     if device_type == "cuda":
         return torch.cuda.device_count() if torch.cuda.is_available() else 0
     if device_type == "tpu":
-        return count_tpus() if installed_version("torch_xla") is not None else 0
+        return _count_tpus() if _installed_version("torch_xla") is not None else 0
     return int(device_type == "cpu" or (device_type == "mps" and torch.backends.mps.is_available()))
 
 # %% ../../nbs/core/05_devices.ipynb #b2c0ffee
-def check_loaded_packages() -> None:
+def _check_loaded_packages() -> None:
     "Print what to do where pip has replaced a package that this session has loaded."
     stale, distribution = [], REQUIREMENT.partition("{")[0]
-    if installed_version(distribution) is None:  # pip has said why
+    if _installed_version(distribution) is None:  # pip has said why
         return
     for requirement in requires(distribution) or []:
         package = re.match(r"[\w-]+", requirement)[0]
         module = sys.modules.get(package.replace("-", "_"))
-        loaded, installed = getattr(module, "__version__", None), installed_version(package)
+        loaded, installed = getattr(module, "__version__", None), _installed_version(package)
         if loaded and installed and loaded.partition("+")[0] != installed.partition("+")[0]:
             stale.append(f"{package} {loaded} (now {installed})")
     if stale:
@@ -346,7 +345,7 @@ ACCELERATORS = {"cpu": ("cpu",), "gpu": ("cuda", "mps"), "cuda": ("cuda",), "mps
 
 
 def _missing_tpu() -> str:
-    xla = installed_version("torch_xla")
+    xla = _installed_version("torch_xla")
     if xla is None:
         return (
             "torch_xla is not installed; in Colab, choose a TPU runtime, which has it; elsewhere, "
@@ -357,7 +356,7 @@ def _missing_tpu() -> str:
             f"torch_xla {xla} and torch {torch.__version__} must have the same version; reinstall "
             "one of them"
         )
-    if os.environ.get("PJRT_DEVICE") == "CPU" or count_tpus():
+    if os.environ.get("PJRT_DEVICE") == "CPU" or _count_tpus():
         return ""  # XLA's own CPU device stands in for a TPU in tests
     return "no TPU is visible; choose a TPU machine (in Colab: Runtime, Change runtime type)"
 
@@ -438,7 +437,7 @@ def check_device(
 
 def prepare_session() -> None:
     "Get a notebook ready: ask for a restart where one is due, and claim the TPU of its machine."
-    check_loaded_packages()
+    _check_loaded_packages()
     if num_devices("tpu"):
         _claim_tpu()
 

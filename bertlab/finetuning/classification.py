@@ -4,8 +4,7 @@
 
 # %% auto #0
 __all__ = ['PROBLEMS', 'MatthewsCorrCoef', 'classification_metrics', 'multilabel_metrics', 'cross_entropy_sums',
-           'binary_cross_entropy_sums', 'balanced_class_weights', 'softmax', 'TextTask', 'Classification',
-           'MultiLabelClassification', 'Regression']
+           'balanced_class_weights', 'softmax', 'TextTask', 'Classification', 'MultiLabelClassification', 'Regression']
 
 # %% ../../nbs/finetuning/04_classification.ipynb #9afdbf98
 from collections import Counter
@@ -97,7 +96,7 @@ def cross_entropy_sums(
     return masked_lm_loss(logits, labels, weights)[0], weights.sum()
 
 
-def binary_cross_entropy_sums(
+def _binary_cross_entropy_sums(
     logits_BC: Tensor,
     labels_BC: Tensor,  # 0 or 1; -100: no label
     class_weights: Tensor | None = None,  # (C,) weight of a yes against a no
@@ -350,7 +349,7 @@ class MultiLabelClassification(TextTask):
         return [name for name, value in zip(self.labels.names, ids) if value]
 
     def loss(self, output, batch, class_weights=None):
-        return binary_cross_entropy_sums(output["logits"], batch["labels"], class_weights)
+        return _binary_cross_entropy_sums(output["logits"], batch["labels"], class_weights)
 
     def metric(self, rows):
         return multilabel_metrics(self.num_labels)

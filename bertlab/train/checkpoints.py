@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['SIGNALS', 'DATA_SECONDS', 'rng_state', 'set_rng_state', 'RNGState', 'AtomicCheckpointIO', 'saved_models',
-           'TrainingInterrupted', 'TrainingStopped', 'validates_after_batch', 'TrainingCheckpoint']
+           'TrainingInterrupted', 'TrainingStopped', 'TrainingCheckpoint']
 
 # %% ../../nbs/train/10_checkpoints.ipynb #5a382aba
 import math
@@ -149,7 +149,7 @@ class TrainingStopped(RuntimeError):
     "A run ended before it was done: a guard stopped it, or its weights are not finite."
 
 
-def validates_after_batch(trainer: L.Trainer) -> bool:
+def _validates_after_batch(trainer: L.Trainer) -> bool:
     "Return whether Lightning validates between this batch and the next."
     if trainer.val_check_batch == float("inf") or not trainer.enable_validation:
         return False
@@ -259,7 +259,7 @@ class TrainingCheckpoint(Checkpoint):
         self._listen()
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
-        if not validates_after_batch(trainer):
+        if not _validates_after_batch(trainer):
             self._save_if_due(trainer, pl_module)
 
     def on_validation_end(self, trainer, pl_module) -> None:

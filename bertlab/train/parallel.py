@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['STRATEGIES', 'DIVIDED_PRECISIONS', 'split_batch_tokens', 'LaunchInfo', 'detect_launcher', 'is_lone_task',
            'started_by_first', 'apply_launcher', 'num_processes', 'transformer_blocks', 'broadcast_weights',
-           'apply_fsdp', 'full_state_dict', 'shard_order', 'original_orders', 'reorder_rows', 'check_tensor_parallel',
-           'apply_tp', 'FullyShardedStrategy', 'check_precision', 'get_strategy']
+           'apply_fsdp', 'full_state_dict', 'shard_order', 'apply_tp', 'FullyShardedStrategy', 'check_precision',
+           'get_strategy']
 
 # %% ../../nbs/train/07_parallel.ipynb #c996403a
 import os
@@ -190,7 +190,7 @@ def full_state_dict(model: nn.Module) -> dict[str, Tensor]:  # sharded: empty on
     if not any(isinstance(weight, DTensor) for weight in model.parameters()):
         return {name: weight.detach().cpu().clone() for name, weight in model.state_dict().items()}
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    return reorder_rows(get_model_state_dict(model, options=options), original_orders(model))
+    return _reorder_rows(get_model_state_dict(model, options=options), _original_orders(model))
 
 # %% ../../nbs/train/07_parallel.ipynb #938bcbb7
 def shard_order(
@@ -212,12 +212,12 @@ def _shard_orders(module: nn.Module) -> dict[str, Tensor]:  # full name of a par
     }
 
 
-def original_orders(module: nn.Module) -> dict[str, Tensor]:
+def _original_orders(module: nn.Module) -> dict[str, Tensor]:
     "Find the orders that undo those of `_shard_orders`."
     return {name: order.argsort() for name, order in _shard_orders(module).items()}
 
 
-def reorder_rows(
+def _reorder_rows(
     tensors: Mapping[str, Tensor],
     orders: Mapping[str, Tensor],  # indices of rows by name; other tensors stay
 ) -> dict[str, Tensor]:
@@ -228,7 +228,7 @@ def reorder_rows(
     }
 
 # %% ../../nbs/train/07_parallel.ipynb #3cc24d47
-def check_tensor_parallel(
+def _check_tensor_parallel(
     config: BertLabConfig,
     size: int,  # processes that are to share each layer
 ) -> None:
@@ -289,7 +289,7 @@ def apply_tp(
 ) -> TokenPredictionModel:  # the same object
     "Leave each process its heads and hidden units. Raises `ValueError` where it is not exact."
     _check_layers(model)
-    check_tensor_parallel(model.config, mesh.size())
+    _check_tensor_parallel(model.config, mesh.size())
     plan = _parallel_plan(model)
     for name in plan:
         layer = model.get_submodule(name)
@@ -382,7 +382,7 @@ class FullyShardedStrategy(ModelParallelStrategy):
         "Raise `ValueError` for a run that so many processes cannot share."
         tensor, context, _ = self.mesh_sizes(processes)
         if tensor > 1 and config is not None:
-            check_tensor_parallel(config, tensor)
+            _check_tensor_parallel(config, tensor)
         if tensor > 1 and not optimizer_spec(optimizer_class).elementwise:
             raise ValueError(
                 f"optimizer_class={optimizer_class!r} needs whole matrices, which "
@@ -475,16 +475,16 @@ class FullyShardedStrategy(ModelParallelStrategy):
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         weights = super().lightning_module_state_dict()
-        return reorder_rows(weights, original_orders(self.lightning_module))
+        return _reorder_rows(weights, _original_orders(self.lightning_module))
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         "Lightning's state, with the rows of moments where one process has them."
-        state, orders = super().optimizer_state(optimizer), original_orders(self.lightning_module)
+        state, orders = super().optimizer_state(optimizer), _original_orders(self.lightning_module)
         if not orders or not self.is_global_zero:
             return state
         for number, (name, _) in enumerate(self.lightning_module.named_parameters()):
             if name in orders and (moments := state["state"].get(number)):
-                moments |= reorder_rows(moments, dict.fromkeys(moments, orders[name]))
+                moments |= _reorder_rows(moments, dict.fromkeys(moments, orders[name]))
         return state
 
     def load_checkpoint(self, checkpoint_path, weights_only: bool | None = None) -> dict[str, Any]:
@@ -509,7 +509,7 @@ class FullyShardedStrategy(ModelParallelStrategy):
     def _load_weights(self, weights: Mapping[str, Tensor]) -> None:
         "Fill the module with this process's shards of full weights."
         module = self.lightning_module
-        weights = reorder_rows(weights, _shard_orders(module))
+        weights = _reorder_rows(weights, _shard_orders(module))
         options = StateDictOptions(full_state_dict=True, strict=module.strict_loading)
         set_model_state_dict(module, weights, options=options)
 
@@ -527,7 +527,7 @@ class FullyShardedStrategy(ModelParallelStrategy):
             for name, number in zip(params, saved["params"], strict=True):
                 values = state["state"].get(number, {})
                 order = {key: orders[name] for key in values if name in orders}
-                moments |= {name: reorder_rows(values, order)} if values else {}
+                moments |= {name: _reorder_rows(values, order)} if values else {}
         options = StateDictOptions(full_state_dict=True, strict=False)
         state = {"state": moments, "param_groups": groups}
         set_optimizer_state_dict(module, optimizer, state, options=options)

@@ -13,7 +13,7 @@ from transformers import AutoModelForMaskedLM
 
 import bertlab.core.devices
 from bertlab.cli.commands import COMMANDS
-from bertlab.cli.demo import DemoConfig, gaps_in, pretraining_config, settle_steps
+from bertlab.cli.demo import DemoConfig, gaps_in, pretraining_config, _settle_steps
 from bertlab.cli.main import main
 from bertlab.cli.parser import parse
 from bertlab.core.devices import Device
@@ -169,7 +169,7 @@ def test_a_token_with_its_space_can_be_hidden(tokenizer_type):
 def test_a_slow_cpu_takes_fewer_steps(monkeypatch, device, native, precision, steps):
     described = Device(device, "this", 0, native, "why")
     monkeypatch.setattr(bertlab.core.devices, "describe_device", lambda: described)
-    assert settle_steps(DemoConfig(precision=precision, steps=7)).steps == 7
+    assert _settle_steps(DemoConfig(precision=precision, steps=7)).steps == 7
     config = pretraining_config(DemoConfig(precision=precision), "run")
     assert config["trainer"]["max_steps"] == steps
     assert config["model"]["scheduler_cooldown_steps"] == 0.3 * steps

@@ -163,7 +163,7 @@ def test_a_pruned_trial_ends_early(plan, tmp_path, monkeypatch):
 @pytest.mark.parametrize("metric, direction", [("val_loss", "minimize"), ("val_loss_1", "minimize"),
                                                ("val_bits_per_byte", "minimize"), ("val_accuracy", "maximize")])  # fmt: skip
 def test_the_direction_follows_the_metric(metric, direction):
-    assert tuning.direction_of(metric) == direction
+    assert tuning._direction_of(metric) == direction
 
 
 def test_an_undefined_metric_is_not_the_best(plan, tmp_path, monkeypatch):

@@ -114,7 +114,7 @@ def pretend_versions(monkeypatch, **versions: str):
     if "torch" in versions:
         monkeypatch.setattr(torch, "__version__", versions["torch"])
     monkeypatch.setattr(
-        devices, "installed_version", lambda package: versions.get(package.replace("-", "_"))
+        devices, "_installed_version", lambda package: versions.get(package.replace("-", "_"))
     )
 
 
@@ -131,7 +131,7 @@ def bare(monkeypatch):
     pretend_gpus(monkeypatch)
     pretend_versions(monkeypatch)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
-    monkeypatch.setattr(devices, "count_tpus", lambda: 0)
+    monkeypatch.setattr(devices, "_count_tpus", lambda: 0)
     monkeypatch.setattr(devices, "_claim_tpu", lambda: None)
     monkeypatch.delenv("PJRT_DEVICE", raising=False)
     return monkeypatch
@@ -172,7 +172,7 @@ def test_a_run_uses_the_first_device(bare):
 
 def test_a_tpu_is_described_without_claiming_it(bare):
     pretend_versions(bare, torch="2.9.0", torch_xla="2.9.0")
-    bare.setattr(devices, "count_tpus", lambda: 4)
+    bare.setattr(devices, "_count_tpus", lambda: 4)
     bare.setenv("TPU_ACCELERATOR_TYPE", "v5litepod-4")
     device = describe_device(measure=True)
     assert (device.type, device.precision, device.memory_bytes) == ("tpu", "bf16-mixed", 16 * 2**30)
@@ -268,12 +268,12 @@ def test_a_package_replaced_while_it_was_loaded_is_named(bare, capsys):
     bare.setitem(sys.modules, "pyarrow", SimpleNamespace(__version__="18.1.0"))
     bare.setitem(sys.modules, "numpy", SimpleNamespace(__version__="2.1.0"))
     pretend_versions(bare, bertlab_encoders="0.1.0", pyarrow="21.0.0", numpy="2.1.0")
-    devices.check_loaded_packages()
+    devices._check_loaded_packages()
     printed = capsys.readouterr().out
     assert "Restart" in printed and "pyarrow 18.1.0 (now 21.0.0)" in printed
     assert "numpy" not in printed
     pretend_versions(bare)  # nothing was installed
-    devices.check_loaded_packages()
+    devices._check_loaded_packages()
     assert capsys.readouterr().out == ""
 
 
@@ -282,6 +282,6 @@ def test_a_session_claims_the_tpu_that_is_there(bare, num_tpus, expected):
     claimed = []
     bare.setattr(devices, "num_devices", lambda name: num_tpus)
     bare.setattr(devices, "_claim_tpu", lambda: claimed.append("claimed"))
-    bare.setattr(devices, "check_loaded_packages", lambda: None)
+    bare.setattr(devices, "_check_loaded_packages", lambda: None)
     devices.prepare_session()
     assert claimed == expected

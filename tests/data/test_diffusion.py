@@ -16,7 +16,7 @@ from bertlab.data.collators import (
 from bertlab.data.diffusion import DiffusionConfig, sample_times, mask_probability, noise_batch
 from bertlab.data.packing import PackedDataset
 from bertlab.data.rows import Vocabulary
-from bertlab.train.steps import label_bytes
+from bertlab.train.steps import _label_bytes
 
 many = settings(max_examples=200, deadline=None, derandomize=True)
 IGNORE_INDEX = -100
@@ -237,7 +237,7 @@ def test_bits_per_byte_count_hidden_tokens_without_a_label():
         collate = MaskedDiffusionCollator(
             0, 1, 20, special_token_ids=[0, 1, 2, 3], max_sequence_length=40, max_predictions=most
         )
-        counts.append(float(label_bytes(collate([list(range(4, 20)) * 2]), bytes_V)))
+        counts.append(float(_label_bytes(collate([list(range(4, 20)) * 2]), bytes_V)))
     assert counts == [2 * sum(range(4, 20))] * 2
 
 

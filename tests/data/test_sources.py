@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from bertlab.data.corpus import load_corpus
 from bertlab.data.documents import hash_files, parse_split, slice_bounds
-from bertlab.data.module import split_options
+from bertlab.data.module import _split_options
 from bertlab.data.readers import ReadOptions
 from bertlab.data.sources import (
     SourceNotFound,
@@ -437,7 +437,7 @@ def test_options_of_load_dataset_are_passed_on(tmp_path, monkeypatch):
     (tmp_path / "low" / "more.jsonl").write_text('{"text": "four"}')
 
     def read(source, **options):
-        (reading,) = split_options(options, ReadOptions)
+        (reading,) = _split_options(options, ReadOptions)
         texts = [document.text for document in iter_documents(str(source), reading)]
         assert texts == list(TextStream(str(source), **asdict(reading)))
         return sorted(texts)
@@ -453,4 +453,4 @@ def test_options_of_load_dataset_are_passed_on(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="data_files.*low"):
         read(tmp_path / "low" / "more.jsonl", data_files="low/train*")
     with pytest.raises(ValueError, match="data_kwargs.*streaming"):
-        split_options({"streaming": True}, ReadOptions)
+        _split_options({"streaming": True}, ReadOptions)

@@ -72,7 +72,7 @@ def test_other_text_is_refused_or_appended(text, tmp_path, monkeypatch):
     (tmp_path / "more" / "a.txt").write_text("One more line.\nAnd another.\n")
     out = tmp_path / "out"
     first = made(text, out)
-    monkeypatch.setattr(module, "run_locally", lambda *a: pytest.fail("tokenized again"))
+    monkeypatch.setattr(module, "_run_locally", lambda *a: pytest.fail("tokenized again"))
     assert made(text, out) == first
     monkeypatch.undo()
     with pytest.raises(ValueError, match="--append"):

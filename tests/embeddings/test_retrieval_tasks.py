@@ -11,7 +11,7 @@ from bertlab.data.corpus import make_corpus
 from bertlab.data.documents import Document
 from bertlab.embeddings.module import retrieval_scores
 from bertlab.embeddings.retrieval import (RETRIEVAL_TASKS, RetrievalTask, WordVectors, alignment, bm25_scores, bootstrap_ci, evaluate_retrieval,
-                                      first_sentence, load_retrieval_task, mteb_scores, retrieval_table,
+                                      _first_sentence, load_retrieval_task, mteb_scores, retrieval_table,
                                       signatures, similarity_scorer, tfidf_scores, uniformity)  # fmt: skip
 
 
@@ -82,13 +82,13 @@ def test_a_query_that_is_a_document_does_not_find_itself():
 
 def test_a_docstring_is_parted_after_its_first_sentence():
     text = "Return the name, e.g. a word.\n\nThe rest of it says considerably more than that first line does."
-    query, body = first_sentence(text)
+    query, body = _first_sentence(text)
     assert (
         query.startswith("Return the name")
         and body.endswith("line does.")
         and query + " " + body == " ".join(text.split())
     )
-    assert first_sentence("Short. no") is None
+    assert _first_sentence("Short. no") is None
 
 
 def test_signatures_are_those_of_documented_functions(tmp_path):

@@ -34,7 +34,7 @@ from bertlab.explorers.optimizers import (
     optimizer_race,
 )
 from bertlab.explorers.schedules import (
-    phase_options,
+    _phase_options,
     rate_designer,
     schedule_python,
     schedule_yaml,
@@ -113,8 +113,8 @@ def test_the_printed_yaml_is_a_configuration_of_the_command(tmp_path, capsys):
     (tmp_path / "design.yaml").write_text(schedule_yaml(schedule, 20, 1e-5))
     assert main(["pretrain", "--config", str(tmp_path / "design.yaml"), "--print_config"]) == 0
     config = yaml.safe_load(capsys.readouterr().out)
-    options = {name: config["model"][f"scheduler_{name}"] for name in phase_options(schedule)}
-    assert options == phase_options(schedule) and options["cooldown_kind"] == "inverse-sqrt"
+    options = {name: config["model"][f"scheduler_{name}"] for name in _phase_options(schedule)}
+    assert options == _phase_options(schedule) and options["cooldown_kind"] == "inverse-sqrt"
     assert config["model"]["learning_rate"] == 1e-5 and config["trainer"]["max_steps"] == 20
 
 
@@ -332,13 +332,13 @@ def test_curves_keep_the_last_row_and_the_speed():
     assert all(len(x) == 150 and x[-1] == 2000 for x, _ in curves.values())
     assert curves["tokens per second"][1][1:] == pytest.approx([200] * 149)
     assert downsample(1, 150).tolist() == [0] and downsample(3, 150).tolist() == [0, 1, 2]
-    drawn = training_monitor.monitor_html(rows, 3000)  # no finite norm: three charts and a message
+    drawn = training_monitor._monitor_html(rows, 3000)  # no finite norm: three charts and a message
     assert (
         "step 2,000 of 3,000" in drawn
         and drawn.count("<svg") == 3
         and drawn.count('role="alert"') == 1
     )
-    item = training_monitor.monitor_html(rows[:1], -1)
+    item = training_monitor._monitor_html(rows[:1], -1)
     assert "tokens per second:" not in item and "step 1:" in item
 
 

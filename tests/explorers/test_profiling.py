@@ -8,7 +8,7 @@ from lightning.pytorch.callbacks import Callback
 
 from bertlab.data.module import PretrainingDataModule
 from bertlab.explorers.profiling import (
-    HostReadCounter,
+    _HostReadCounter,
     host_reads,
     kind_of_work,
     profile_step,
@@ -126,7 +126,7 @@ class ReadsInside(Callback):
         self.reads = []
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-        self.counter = HostReadCounter().__enter__()
+        self.counter = _HostReadCounter().__enter__()
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
         self.counter.__exit__(None, None, None)

@@ -119,7 +119,7 @@ def test_typed_markup_is_escaped():
     for text in (widgets.alert(evil), frame, widgets.static_frames(["a"], evil, [evil])):
         assert "<img" not in text and "&lt;img" in text
     assert Reader(frame).wrong == []
-    assert "<img" not in fill_mask_box.guess_rows([(evil, 0.5)])
+    assert "<img" not in fill_mask_box._guess_rows([(evil, 0.5)])
     assert "<img" not in widgets.draw_or_alert(
         packing_explorers.packed_html, text=evil, capacity=9, packer="padded"
     )

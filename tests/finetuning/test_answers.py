@@ -16,7 +16,7 @@ from bertlab.finetuning.answers import (
     Answer,
     QuestionAnswering,
     choose_answer,
-    normalize_answer,
+    _normalize_answer,
     rank_answers,
     score_answer,
 )
@@ -72,7 +72,7 @@ def test_answers_in_ascii_score_as_squads_formula(answer, gold):
         if answer_words and gold_words
         else float(answer_words == gold_words)
     )
-    assert normalize_answer(answer) == " ".join(answer_words)
+    assert _normalize_answer(answer) == " ".join(answer_words)
     assert score_answer(answer, [gold], "exact_match") == float(answer_words == gold_words)
     assert score_answer(answer, [gold]) == overlap
 

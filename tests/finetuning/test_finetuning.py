@@ -15,7 +15,7 @@ from bertlab.model.config import modernbert_tiny
 from bertlab.data.tokenizers import train_tokenizer
 from bertlab.finetuning.module import FinetuningModule, finetuning_schedule
 from bertlab.finetuning.data import FinetuningDataModule
-from bertlab.finetuning.classification import balanced_class_weights, binary_cross_entropy_sums
+from bertlab.finetuning.classification import balanced_class_weights, _binary_cross_entropy_sums
 from bertlab.finetuning.classification import cross_entropy_sums
 from bertlab.train.history import History
 from bertlab.train.trainer import make_trainer, seed_everything
@@ -351,7 +351,7 @@ def test_weighted_losses_are_torchs():
         total / count, torch.nn.functional.cross_entropy(logits, labels, weights_C)
     )
     label_rows = torch.randint(0, 2, (6, 3)).float()
-    total, count = binary_cross_entropy_sums(logits, label_rows, weights_C)
+    total, count = _binary_cross_entropy_sums(logits, label_rows, weights_C)
     torch.testing.assert_close(
         total / count,
         torch.nn.functional.binary_cross_entropy_with_logits(
@@ -360,7 +360,7 @@ def test_weighted_losses_are_torchs():
     )
     blank = label_rows.clone()
     blank[2] = -100
-    total, count = binary_cross_entropy_sums(logits, blank, weights_C)
+    total, count = _binary_cross_entropy_sums(logits, blank, weights_C)
     indices = [0, 1, 3, 4, 5]
     assert count == 15
     torch.testing.assert_close(

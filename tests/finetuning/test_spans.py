@@ -18,10 +18,10 @@ from bertlab.finetuning.module import FinetuningModule
 from bertlab.finetuning.predictions import evaluate, load_predictor
 from bertlab.finetuning.runs import finetune
 from bertlab.finetuning.spans import (
-    find_spans,
+    _find_spans,
     global_pointer_loss,
     merge_spans,
-    span_tuples,
+    _span_tuples,
 )
 from bertlab.model.config import modernbert_tiny
 from bertlab.model.task_heads import BertLabForSpanClassification, allowed_spans
@@ -312,14 +312,14 @@ def test_windows_merged_equal_one_window():
     inside = torch.ones(L, L, dtype=torch.bool)
     field.masked_fill_(~inside.triu() | inside.triu(shared + 1), -1.0)
     lists = lambda found: [part.tolist() for part in found]  # noqa: E731
-    full = merge_spans(*lists(find_spans(field, offsets[None], torch.tensor([4]))))
+    full = merge_spans(*lists(_find_spans(field, offsets[None], torch.tensor([4]))))
     starts = [*range(0, L - shared, room - shared)]
     for order in (starts, starts[::-1]):
         parts = []
         for a in order:
             window = slice(a, a + room)
             parts.append(
-                find_spans(field[..., window, window], offsets[None, window], torch.tensor([4]))
+                _find_spans(field[..., window, window], offsets[None, window], torch.tensor([4]))
             )
         spans, scores = (sum((x[i].tolist() for x in parts), []) for i in (0, 1))
         assert len(spans) > len(full), "some spans are seen twice"
@@ -383,7 +383,7 @@ def test_a_directory_predicts_as_its_module(trained):
     )
     for row, row_alone, row_in_batch in zip(rows, alone.rows, many.rows[::-1]):
         spans = row_alone["predicted_spans"]
-        assert span_tuples(spans) == span_tuples(row_in_batch["predicted_spans"])
+        assert _span_tuples(spans) == _span_tuples(row_in_batch["predicted_spans"])
         assert all(
             row["text"][s["start"] : s["end"]] == s["text"] and s["score"] > 0 for s in spans
         )

@@ -11,7 +11,7 @@ from bertlab.data.tokenizers import train_tokenizer
 from bertlab.finetuning.task import count_long
 from bertlab.finetuning.task import LabelNames
 from bertlab.finetuning.tokens import TagScores, TokenClassification, entity_scores, entity_spans
-from bertlab.finetuning.tokens import find_scheme, word_shape
+from bertlab.finetuning.tokens import _find_scheme, _word_shape
 
 NAMES = ["B-LOC", "I-LOC", "O", "B-PER", "I-PER"]
 SCHEMES = {
@@ -44,7 +44,7 @@ def test_entity_scores_are_seqevals(name, sentences):
         "suffix": lambda label: "-".join(reversed(label.split("-"))),
     }.get(name, str)
     true, predicted = ([[write(label) for label in row] for row in part] for part in names)
-    scheme = find_scheme([write(label) for label in known])
+    scheme = _find_scheme([write(label) for label in known])
     scores = entity_scores(predicted, true, scheme)
     expected = {
         "entity_precision": seq.precision_score(*names, **options),
@@ -59,7 +59,7 @@ def test_entity_scores_are_seqevals(name, sentences):
     "names", [["NOUN", "VERB", "O"], ["B-A", "I-A"], ["O"], ["O", "B-A", "LOC"]]
 )
 def test_tags_that_mark_no_entities_have_no_scheme(names):
-    assert find_scheme(names) is None
+    assert _find_scheme(names) is None
 
 
 @pytest.mark.parametrize("labels, spans", [
@@ -106,7 +106,7 @@ def test_a_table_knows_words_then_shapes_then_all():
     task.learn_labels([row["label"] for row in train])
     rows = [{"text": ["saw", "Lima", "...."], "label": ["tool", "city", "tool"]}]
     assert task.baseline(train, train, rows)[0]["predicted_tags"] == ["tool", "city", "tool"]
-    assert word_shape("HTTPServer2") == "Xx9"
+    assert _word_shape("HTTPServer2") == "Xx9"
 
 
 @pytest.mark.parametrize("row, message", [

@@ -15,7 +15,7 @@ import model_cases
 from bertlab.model.activation_checkpointing import (
     MemoryTracker,
     checkpoint_activations,
-    save_matmuls,
+    _save_matmuls,
     parse_checkpointing,
 )
 from bertlab.model.encoder import run_blocks
@@ -156,7 +156,7 @@ def test_only_products_and_attention_without_dropout_are_saved():
         (aten.gelu.default, (a,), False),
     ]  # fmt: skip
     for op, arguments, is_saved in calls:
-        decision = save_matmuls(None, op, *arguments)
+        decision = _save_matmuls(None, op, *arguments)
         assert (decision is CheckpointPolicy.MUST_SAVE) == is_saved, op
 
 

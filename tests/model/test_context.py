@@ -10,7 +10,7 @@ import transformers
 from bertlab.model.config import bert_tiny, modernbert_tiny, roberta_base
 from bertlab.model.context import (
     CONTEXT_METHODS,
-    context_config,
+    _context_config,
     extend_context,
 )
 from bertlab.model.heads import BertLabForMaskedLM
@@ -85,11 +85,11 @@ def test_a_table_is_repeated_or_interpolated():
 ])  # fmt: skip
 def test_a_method_that_does_not_fit_is_refused(shape, length, how, theta, word):
     with pytest.raises(ValueError, match=word):
-        context_config(SHAPES[shape], length, how, theta)
+        _context_config(SHAPES[shape], length, how, theta)
 
 
 def test_ntk_needs_more_than_one_rotated_pair():
     config = modernbert_tiny(**{**SIZE, "num_attention_heads": 16})
     with pytest.raises(ValueError, match="how='ntk'.*got 2.*yarn"):
-        context_config(config, 600, "ntk")
-    assert context_config(config, 600, "linear").rope_scaling
+        _context_config(config, 600, "ntk")
+    assert _context_config(config, 600, "linear").rope_scaling

@@ -13,7 +13,7 @@ from bertlab.model.heads import (
     BertLabForMaskedDiffusion,
     BertLabForMaskedLM,
     MaskedLMHead,
-    count_maskable,
+    _count_maskable,
     sample_half_of_pairs,
     splitmix64,
 )
@@ -194,9 +194,9 @@ def test_a_mask_token_counts_as_the_token_that_it_hides():
     ids = torch.tensor([[2, 9, 4, 3, 0]])
     config = small(cls_token_id=2, sep_token_id=3, pad_token_id=0, mask_token_id=4)
     documents = torch.tensor([[1, 1, 1, 1, 0]])
-    assert count_maskable(ids, documents, config) == 2
-    assert count_maskable(ids, documents, small()) == 4  # nothing is known to be special
-    assert count_maskable(None, documents, config) == 4
+    assert _count_maskable(ids, documents, config) == 2
+    assert _count_maskable(ids, documents, small()) == 4  # nothing is known to be special
+    assert _count_maskable(None, documents, config) == 4
 
 
 # ---- enhanced: coins -------------------------------------------------------------------------

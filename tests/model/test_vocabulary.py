@@ -23,7 +23,7 @@ from bertlab.data.tokenizers import (
 from bertlab.data.vocabularies import (
     extend_tokenizer,
     map_vocabulary,
-    piece_surfaces,
+    _piece_surfaces,
     trim_tokenizer,
 )
 from bertlab.model.config import modernbert_tiny
@@ -34,7 +34,7 @@ from bertlab.model.vocabulary import (
     UNUSED_ROW_BIAS,
     extend_vocabulary,
     masked_bits_per_byte,
-    match_token_frequencies,
+    _match_token_frequencies,
     transplant_vocabulary,
     trim_vocabulary,
 )
@@ -92,7 +92,7 @@ def test_new_pieces_are_spelled_like_their_parts(algorithm, tmp_path):
     old = TOKENIZERS[algorithm]
     extended, parts = extend_tokenizer(old, AWAY, 40, min_count=2)
     assert list(parts) == list(range(len(old), len(extended)))
-    surfaces = piece_surfaces(extended)
+    surfaces = _piece_surfaces(extended)
     spell = lambda id: b" " * (surfaces[id].begins and algorithm != "wordpiece") + surfaces[id].text
     for id, part in parts.items():
         assert len(part) > 1 and max(part) < len(old)
@@ -108,10 +108,10 @@ def test_new_pieces_are_spelled_like_their_parts(algorithm, tmp_path):
 def test_a_piece_within_a_word_is_no_twin_of_the_word(word, inside):
     old = train_tokenizer([f"x {word} y {word}"] * 30, 320, kind="bpe")
     new = train_tokenizer([inside] * 30, 320, kind="bpe")
-    mapping, surfaces = map_vocabulary(old, new), piece_surfaces(old)
+    mapping, surfaces = map_vocabulary(old, new), _piece_surfaces(old)
     ids = [
         id
-        for id, piece in enumerate(piece_surfaces(new))
+        for id, piece in enumerate(_piece_surfaces(new))
         if piece and piece.text == word.encode() and not piece.begins
     ]
     assert ids and not set(ids) & mapping.twins
@@ -184,7 +184,7 @@ def test_a_transplant_matches_the_frequencies_of_texts():
         ids = [id for row in new(HOME, add_special_tokens=False).input_ids for id in row]
         counts = torch.tensor(ids).bincount(minlength=len(new))
         before = model.head.bias.detach().clone()
-        match_token_frequencies(model, new, HOME, rounds=1)
+        _match_token_frequencies(model, new, HOME, rounds=1)
         return float(((model.head.bias.detach() - before).abs() * counts).sum() / counts.sum())
 
     assert correction(plain) > 1 > 0.05 > correction(moved)

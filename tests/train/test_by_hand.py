@@ -19,7 +19,7 @@ from bertlab.data.module import PretrainingDataModule
 from bertlab.data.packing import PackedDataset
 from bertlab.model.heads import BertLabForCausalLM
 from bertlab.model.config import BertLabConfig
-from bertlab.train.checkpoints import TrainingCheckpoint, saved_models, validates_after_batch
+from bertlab.train.checkpoints import TrainingCheckpoint, saved_models, _validates_after_batch
 from bertlab.train.resume import latest_checkpoint, run_fingerprint
 from bertlab.train.modules import PretrainingModule
 from bertlab.train.steps import plain_options
@@ -259,7 +259,7 @@ def test_no_validation_follows_without_validation_rows(tmp_path):
     trainer.fit(module, data)
     states = saved_models(tmp_path / "models").values()
     assert [state["global_step"] for state in states] == [2, 4, 6]
-    assert not validates_after_batch(trainer)
+    assert not _validates_after_batch(trainer)
 
 
 def test_what_an_override_says_besides_a_rate_is_part_of_a_runs_identity():

@@ -18,7 +18,7 @@ from bertlab.core.files import atomic_directory
 from bertlab.train.parallel import full_state_dict
 from bertlab.train.distill import (
     DistillationModule,
-    check_same_words,
+    _check_same_words,
     state_dict_hash,
     kl_divergence,
     load_reference,
@@ -343,9 +343,9 @@ def test_a_reference_whose_ids_mean_other_words_is_refused(references):
         ["zebra", *sorted(set(TOKENIZER.get_vocab()) - set(TOKENIZER.all_special_tokens))[1:]]
     )
     assert len(other_words) == len(TOKENIZER)
-    refused(["another tokenizer", "id"], check_same_words, references["mlm"], other_words)
-    check_same_words(references["mlm"], TOKENIZER)
-    check_same_words(references["mlm"], None)
+    refused(["another tokenizer", "id"], _check_same_words, references["mlm"], other_words)
+    _check_same_words(references["mlm"], TOKENIZER)
+    _check_same_words(references["mlm"], None)
 
 
 def test_weights_without_a_tokenizer_are_a_reference_too(tmp_path):

@@ -19,7 +19,7 @@ from bertlab.train.history import History
 from bertlab.train.stopping import NonFiniteGuard, SpikeGuard, spike_limits
 from bertlab.model.losses import LossSums
 from bertlab.optim.optimizers import get_optimizer
-from bertlab.train.steps import TrainingModule, can_flag, skip_step
+from bertlab.train.steps import TrainingModule, _can_flag, skip_step
 from bertlab.train.trainer import make_trainer
 
 NAN, INF = float("nan"), float("inf")
@@ -455,6 +455,6 @@ def test_fused_kernels_that_read_no_flag_are_given_none():
 
     def flagged(device):
         group = {"fused": True, "params": [torch.nn.Parameter(torch.ones(2, device=device))]}
-        return can_flag(SimpleNamespace(_step_supports_amp_scaling=True, param_groups=[group]))
+        return _can_flag(SimpleNamespace(_step_supports_amp_scaling=True, param_groups=[group]))
 
     assert flagged("cpu") and not flagged("meta")

@@ -8,7 +8,7 @@ from test_training import Texts, equal, train
 
 from bertlab.train.checkpoints import TrainingCheckpoint
 from bertlab.train.histograms import WeightHistograms, match_parameters
-from bertlab.train.histograms import read_histograms, log_histogram, tensor_histogram
+from bertlab.train.histograms import read_histograms, _log_histogram, tensor_histogram
 
 
 def test_a_histogram_is_what_one_counts_by_hand():
@@ -108,7 +108,7 @@ def test_tensorboard_gets_the_sums_of_the_values(monkeypatch):
     monkeypatch.setattr(TensorBoardLogger, "experiment", Writer())
     logger = TensorBoardLogger.__new__(TensorBoardLogger)
     h = tensor_histogram(torch.tensor([1.0, 2.0, -4.0]), 3, "w", "weight", 5)
-    log_histogram(logger, h)
+    _log_histogram(logger, h)
     ((tag, numbers),) = calls
     assert tag == "weight/w" and numbers["bucket_counts"] == h.counts.tolist()
     assert numbers["bucket_limits"] == h.edges[1:].tolist() and numbers["num"] == 3

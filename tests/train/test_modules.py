@@ -35,7 +35,7 @@ from bertlab.train.modules import (
 from bertlab.train.initialization import load_encoder
 from bertlab.train.objectives import OBJECTIVES
 from bertlab.train.modules import clock_budget, default_learning_rate
-from bertlab.train.steps import optimizer_averages, label_bytes, skip_step, validation_metrics
+from bertlab.train.steps import optimizer_averages, _label_bytes, skip_step, validation_metrics
 from bertlab.train.trainer import make_trainer
 
 RNG = np.random.default_rng(0)
@@ -90,9 +90,9 @@ def test_bytes_of_masked_words_and_of_a_bound():
         "input_ids": torch.tensor([[1, 4, 3, 0]]),
         "labels": torch.tensor([[-100, 2, -100, -100]]),
     }
-    assert label_bytes(batch, bytes_V) == 5
-    assert label_bytes({**batch, "loss_weights": torch.ones(1, 4)}, bytes_V) == 3 + 5 + 7
-    assert label_bytes({**batch, "label_positions": torch.tensor([[1, 0]])}, bytes_V) == 5
+    assert _label_bytes(batch, bytes_V) == 5
+    assert _label_bytes({**batch, "loss_weights": torch.ones(1, 4)}, bytes_V) == 3 + 5 + 7
+    assert _label_bytes({**batch, "label_positions": torch.tensor([[1, 0]])}, bytes_V) == 5
 
 
 def test_a_validation_smooths_nothing():
@@ -764,7 +764,7 @@ def test_bytes_are_counted_exactly_in_16_bits():
         ({"loss_weights": ids}, bytes_V.bfloat16()),
     ):  # more than float16 holds
         assert (
-            label_bytes({"input_ids": ids, "labels": ids, **extra}, values_V).item()
+            _label_bytes({"input_ids": ids, "labels": ids, **extra}, values_V).item()
             == 7 * ids.numel()
         )
 

@@ -17,8 +17,8 @@ from bertlab.train.stopping import NonFiniteGuard, SpikeGuard
 from bertlab.train.modules import PretrainingModule
 from bertlab.train.monitors import Throughput
 from bertlab.train.reports import (
-    RunReport, data_facts, environment, final_metrics, is_finished, markdown_table, parameter_counts,
-    report_sections, stop_reason,
+    RunReport, data_facts, environment, _final_metrics, is_finished, markdown_table, parameter_counts,
+    _report_sections, stop_reason,
 )  # fmt: skip
 from bertlab.train.trainer import make_trainer, seed_everything
 
@@ -204,17 +204,17 @@ def test_validating_the_final_weights_updates_the_report(tmp_path):
 
 def test_final_metrics_come_from_the_last_row():
     record = History()
-    assert set(final_metrics(record)) == {"peak_memory_bytes"}
+    assert set(_final_metrics(record)) == {"peak_memory_bytes"}
     record.rows = [{"step": 2.0, "train_loss": 5.0, "tokens": 300, "seconds": 4.0}]
     record.validation = [{"step": 2, "val_loss": 5.5}]
-    metrics = final_metrics(record)
+    metrics = _final_metrics(record)
     assert (
         metrics["steps"],
         metrics["tokens"],
         metrics["tokens_per_second"],
         metrics["val_loss"],
     ) == (2, 300, 75, 5.5)
-    assert final_metrics(record, {"val_loss": 5.0})["val_loss"] == 5.0
+    assert _final_metrics(record, {"val_loss": 5.0})["val_loss"] == 5.0
 
 
 def test_a_table_takes_rows_of_any_keys():
@@ -230,7 +230,7 @@ def test_a_long_history_of_validations_is_thinned(tmp_path, count):
     trainer, module, _ = run(tmp_path)
     history = History()
     history.validation = [{"step": step, "val_loss": 1.0} for step in range(count)]
-    table = report_sections(trainer, module, {}, history, "")["Validation"].splitlines()[2:]
+    table = _report_sections(trainer, module, {}, history, "")["Validation"].splitlines()[2:]
     steps = [int(line.split("|")[1].replace(",", "")) for line in table]
     assert len(steps) == min(count, 20) and steps[-1] == count - 1
     assert len({b - a for a, b in zip(steps, steps[1:])}) == 1

@@ -34,12 +34,12 @@ from bertlab.train.parallel import (
     FullyShardedStrategy,
     apply_tp,
     broadcast_weights,
-    check_tensor_parallel,
+    _check_tensor_parallel,
     full_state_dict,
     get_strategy,
-    reorder_rows,
+    _reorder_rows,
     shard_order,
-    original_orders,
+    _original_orders,
 )
 from bertlab.train.steps import full_tensor
 from bertlab.train.stopping import NonFiniteGuard, SpikeGuard
@@ -94,7 +94,7 @@ def parts_of(model, batch, rule):
 def gradients(model):
     full = {name: full_tensor(p.grad).clone() for name, p in model.named_parameters()
             if p.grad is not None}  # fmt: skip
-    return reorder_rows(full, original_orders(model))
+    return _reorder_rows(full, _original_orders(model))
 
 
 def apart(name, way, objective="mlm", rule=LossConfig(), labels=True, recomputed=None):
@@ -499,7 +499,7 @@ def test_what_cannot_be_shared_is_refused_in_one_sentence(slow_results, name, wo
 def test_reordered_rows_return_to_their_places(sections, ranks):
     rows = torch.randn(sum(sections), 3)
     order = shard_order(sections, ranks)
-    restored = reorder_rows({"w": rows[order]}, {"w": order.argsort()})
+    restored = _reorder_rows({"w": rows[order]}, {"w": order.argsort()})
     assert torch.equal(restored["w"], rows)
 
 
@@ -545,7 +545,7 @@ def test_sizes_are_checked_where_the_processes_are_counted():
     with pytest.raises(ValueError, match="max_sequence_length=33"):
         get_strategy("context").check(2, row_length=33)
     with pytest.raises(ValueError, match="num_key_value_heads=2"):
-        check_tensor_parallel(BertLabConfig(**{**FOUR, "num_key_value_heads": 2}), 4)
+        _check_tensor_parallel(BertLabConfig(**{**FOUR, "num_key_value_heads": 2}), 4)
 
 
 # --- meshes of 2 x 2 ----------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from bertlab.train.distill import DistillationModule, load_reference, state_dict_hash
 from bertlab.train.stages import TrainingStopped, load_stage_configs, newest_model, run_stages
-from bertlab.train.stages import stage_config
+from bertlab.train.stages import _stage_config
 
 WORDS = "the cat sat on a mat and the dog ran to the door of a red house near the sea".split()
 SHAPE = dict(hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=1,
@@ -239,7 +239,7 @@ def test_the_stages_of_the_repository_are_complete(name, tmp_path):
     path = ROOT / "bertlab/configs" / f"{name}.yaml"
     shared, stages = yaml.safe_load(path.read_text()), load_stage_configs(path)
     assert stages[1]["model"]["weight_decay"] == shared["model"]["weight_decay"]
-    config = stage_config(stages[1], 2, "before", tmp_path)
+    config = _stage_config(stages[1], 2, "before", tmp_path)
     assert config["model"]["pretrained_model_name_or_path"] == "before"
     if name == "kl-two-stage":
         assert config["model"]["reference_model_name_or_path"] == "before"

@@ -88,7 +88,7 @@ def test_a_run_on_a_tpu_is_resumed_and_validated_there_and_elsewhere(words, tmp_
 
 
 def test_the_demo_runs_on_the_tpu_that_auto_finds(tmp_path, monkeypatch):
-    monkeypatch.setattr(devices, "count_tpus", lambda: 1)
+    monkeypatch.setattr(devices, "_count_tpus", lambda: 1)
     before = xla_counts()
     shape = {
         "hidden_size": 16,
