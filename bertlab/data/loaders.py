@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['ENDLESS', 'end_with_parent', 'worker_error', 'EpochBatches', 'BlankRows', 'filled_batches', 'eval_loader',
-           'RowsByLength', 'StreamLoader', 'PhasedBatches']
+           'RowsByLength', 'OrderedRows', 'SplitDataModule', 'hold_out_groups', 'StreamLoader', 'PhasedBatches']
 
 # %% ../../nbs/data/15_loaders.ipynb #e0cbfb78
 import ctypes
@@ -21,6 +21,7 @@ from functools import partial
 from itertools import count
 from typing import Any
 
+import lightning as L
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
@@ -317,6 +318,114 @@ class RowsByLength(Dataset):
         return self.rows.__getitems__(
             [(epoch, int(self._order(epoch, pool)[place])) for epoch, pool, place in places]
         )
+
+# %% ../../nbs/data/15_loaders.ipynb #0rd3r002
+class OrderedRows(Dataset):
+    "Rows in the order of an epoch: `rows[epoch, position]`; the position -1 is a blank row."
+
+    def __init__(
+        self,
+        rows: Dataset,  # by number; the number -1 is a blank row
+        seed: int | None = 0,  # of the order; None: the rows as they are
+        lengths: np.ndarray | None = None,  # of the rows, so that batches have similar ones
+        per_batch: int = 1,  # rows of a batch, of all processes
+    ):
+        self.rows, self.seed, self.lengths, self.per_batch = rows, seed, lengths, per_batch
+        self._latest = None, None  # an epoch, and its order
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def order(self, epoch: int) -> np.ndarray:  # row numbers
+        "Return the order of an epoch, a function of seed and epoch."
+        if self.seed is None:
+            return np.arange(len(self))
+        rng = np.random.default_rng([self.seed, epoch])
+        order = rng.permutation(len(self))
+        if self.lengths is None:
+            return order
+        rows, last = np.split(order, [len(order) // self.per_batch * self.per_batch])
+        pool = np.arange(len(rows)) // (_POOL * self.per_batch)
+        by_length = rows[np.lexsort((self.lengths[rows], pool))]
+        return np.append(rng.permutation(by_length.reshape(-1, self.per_batch)).ravel(), last)
+
+    def __getitem__(self, key: tuple[int, int]) -> dict:  # epoch, position in its order
+        epoch, position = key
+        if self._latest[0] != epoch:
+            self._latest = epoch, self.order(epoch)
+        return self.rows[int(self._latest[1][position]) if position >= 0 else -1]
+
+# %% ../../nbs/data/15_loaders.ipynb #0rd3r004
+class SplitDataModule(L.LightningDataModule):
+    "Batches of rows by split; order and validation do not depend on workers and processes."
+
+    # What a subclass sets.
+    datasets: dict[str, Dataset]  # by split; a split with `lengths` gets batches of similar ones
+    collator: Callable
+    batch_sizes: dict[str, int]  # by split; rows per process
+    num_workers = seed = 0
+    shuffle_train = True
+    batches: Any = None  # the latest training loader
+
+    def data_parallel_rank(self) -> dict[str, int]:
+        "Which process this is, of how many with rows of their own; one of one without a trainer."
+        trainer = self.trainer
+        if trainer is None:
+            return {"rank": 0, "world_size": 1}
+        share = getattr(trainer, "distributed_sampler_kwargs", None) or {}
+        return {
+            "rank": share.get("rank", trainer.global_rank),
+            "world_size": share.get("num_replicas", trainer.world_size),
+        }
+
+    def train_dataloader(self) -> EpochBatches | None:
+        "Load the training rows in an order that is a function of seed and epoch."
+        if (rows := self.datasets.get("train")) is None:
+            return None
+        process = self.data_parallel_rank()
+        size = max(1, min(self.batch_sizes["train"], len(rows) // process["world_size"]))
+        seed, lengths = self.seed if self.shuffle_train else None, getattr(rows, "lengths", None)
+        rows = OrderedRows(rows, seed, lengths, size * process["world_size"])
+        batches = EpochBatches(rows, self.collator, size, self.num_workers, **process, fill=None)
+        self.batches = batches.fit_to(self.trainer)
+        return self.batches
+
+    def eval_dataloader(self, split: str) -> DataLoader | None:
+        "Load each row once, in equally many batches for each process, padded at the end."
+        if (rows := self.datasets.get(split)) is None:
+            return None
+        options = self.batch_sizes[split], self.num_workers
+        return eval_loader(rows, self.collator, *options, **self.data_parallel_rank())
+
+    def val_dataloader(self) -> Any:
+        return self.eval_dataloader("validation")
+
+    def teardown(self, stage: str | None = None) -> None:
+        "Stop the workers, which would otherwise wait for another epoch."
+        if self.batches:
+            self.batches.close()
+
+# %% ../../nbs/data/15_loaders.ipynb #h0ldou02
+def hold_out_groups(
+    groups: Sequence[int],  # the group of each row
+    fraction: float,  # of the rows
+    seed: int,
+) -> np.ndarray:  # (N,) bool: whether a row is held out
+    "Choose whole groups of rows at random. Raises `ValueError` if there are too few."
+    names, group_N, sizes = np.unique(groups, return_inverse=True, return_counts=True)
+    num_rows, chosen, count = len(group_N), [], 0
+    target = max(1, round(fraction * num_rows))
+    limit = min(max(target, num_rows // 2), num_rows - 1)
+    for group in np.random.default_rng(seed).permutation(len(names)):
+        if count < target and count + sizes[group] <= limit:
+            chosen.append(group)
+            count += sizes[group]
+    if not chosen:
+        raise ValueError(
+            f"{num_rows} training rows in {len(names)} groups of connected texts are too few to "
+            "hold some out: add rows, or a validation split"
+        )
+    return np.isin(group_N, chosen)
 
 # %% ../../nbs/data/15_loaders.ipynb #a67ceb86
 ENDLESS = 10**12  # batches: a bound that no run reaches. Lightning would prefetch without one

@@ -19,7 +19,6 @@ from math import ceil, floor
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import numpy as np
 import torch
 from torch.utils.data import DataLoader
@@ -31,7 +30,7 @@ from .corpus import Corpus, HoldOutOptions, load_corpus, make_corpus
 from .diffusion import count_ends, encode_pairs
 from .documents import CONTENT_VERSION, Document, hash_files, stable_hash
 from .loaders import BlankRows, EpochBatches, PhasedBatches, RowsByLength
-from .loaders import StreamLoader, eval_loader
+from .loaders import SplitDataModule, StreamLoader, eval_loader
 from .mixing import MixedDataset, MixtureOptions, normalize_weights
 from .packing import PackedDataset, PackingOptions, special_token_ids
 from .readers import ReadOptions, resolve_column, suffix_of, text_of
@@ -626,7 +625,7 @@ def _describe_rows(name: str, dataset: PackedDataset, tokenizer: Any, num_rows: 
 TOKENIZER_SAMPLE = 50_000  # texts of a stream that a tokenizer is trained on
 
 
-class PretrainingDataModule(L.LightningDataModule):
+class PretrainingDataModule(SplitDataModule):
     "Rows for pretraining; order and masks depend on (seed, epoch, row) alone."
 
     takes_other_micro_batches = True  # a run may continue with other batches of as many rows a step
@@ -649,8 +648,7 @@ class PretrainingDataModule(L.LightningDataModule):
         self.collator = self.train_dataset = self.val_datasets = None  # made by `setup`
         self.phase_rows: list[PackedDataset | MixedDataset] = []  # of each phase; a stream has none
         self.held_out: dict[bytes, str] = {}  # of a stream: texts by their hash
-        # The latest training loader, and the phases that it goes through.
-        self.batches: EpochBatches | StreamLoader | PhasedBatches | None = None
+        # The phases that the latest training loader goes through.
         self.phase_notes: list[tuple[int, str, dict[str, float]]] = []
         if config.phases:
             self.takes_other_micro_batches = False
@@ -767,17 +765,6 @@ class PretrainingDataModule(L.LightningDataModule):
                 f"validation_fraction={fraction}; raise it, or name a val_dataset_name_or_path"
             )
 
-    def data_parallel_rank(self) -> dict[str, int]:
-        "Which process this is, of how many with rows of their own; one of one without a trainer."
-        trainer = self.trainer
-        if trainer is None:
-            return {"rank": 0, "world_size": 1}
-        share = getattr(trainer, "distributed_sampler_kwargs", None) or {}
-        return {
-            "rank": share.get("rank", trainer.global_rank),
-            "world_size": share.get("num_replicas", trainer.world_size),
-        }
-
     def train_dataloader(self) -> EpochBatches | StreamLoader | PhasedBatches:
         "A loader whose every iteration is the next epoch; a new one begins where its trainer is."
         if self.config.phases:
@@ -875,11 +862,6 @@ class PretrainingDataModule(L.LightningDataModule):
             for rows in self.val_datasets
         ]  # fmt: skip
         return loaders[0] if len(loaders) == 1 else loaders
-
-    def teardown(self, stage: str | None = None) -> None:
-        "Stop the workers, which would otherwise wait for another epoch."
-        if self.batches:
-            self.batches.close()
 
     @property
     def val_dataset(self) -> PackedDataset | None:  # the first one

@@ -18,14 +18,13 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, NamedTuple
 
-import lightning as L
 import numpy as np
 import torch
 from lightning.pytorch.utilities import rank_zero_info
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
 from ..core.names import check_range
-from ..data.loaders import EpochBatches, eval_loader
+from ..data.loaders import OrderedRows, SplitDataModule, hold_out_groups
 from ..data.readers import ErrorHandler, ReadOptions, parse_json, resolve_column
 from ..data.rows import IGNORE_INDEX
 from ..data.sources import iter_rows
@@ -323,19 +322,8 @@ def hold_out_pairs(
     """
     groups = group_texts(pairs)
     group_P = np.array([groups[query] for query in pairs.queries], np.int64)
-    sizes, held_out = np.bincount(group_P), set()
-    target, num_held_out = max(1, round(fraction * len(pairs))), 0
-    for group in np.random.default_rng(seed).permutation(np.unique(group_P)).tolist():
-        fits = num_held_out + sizes[group] <= max(target, len(pairs) // 2)
-        if num_held_out < target and fits:
-            held_out.add(group)
-            num_held_out += sizes[group]
-    if num_held_out in (0, len(pairs)):
-        raise ValueError(
-            f"{len(pairs)} pairs in {len(sizes)} groups of connected texts are too few to hold "
-            "some out; add pairs, or a validation set"
-        )
-    mask_P = np.isin(group_P, [*held_out])
+    mask_P = hold_out_groups(group_P, fraction, seed)
+    held_out = {*group_P[mask_P]}
     train, validation = (pairs.select(np.flatnonzero(mask)) for mask in (~mask_P, mask_P))
     is_good = lambda query, text: groups[text] not in held_out
     note = "negatives of held-out pairs, left out"
@@ -348,18 +336,13 @@ def _pad(rows: Iterable[Sequence], width: int, blank: float) -> np.ndarray:  # (
 
 
 class _TokenizedPairs(Dataset):
-    """Tokenized pairs: `rows[epoch, position]` in the order of an epoch, `rows[n]` by number.
-
-    -1 is a blank text, which is in no group, and a blank pair, which fills the last batch.
-    """
+    "Tokenized pairs by number; -1 is a blank text, which is in no group, and a blank pair."
 
     def __init__(
         self,
         pairs: PairDataset,
         encode: Callable[[list[str]], Sequence[Sequence[int]]],  # texts -> ids of each
         num_negatives: int | None = None,  # of each pair, K; None: the largest number of a pair
-        shuffle: bool = True,
-        seed: int = 0,
     ):
         if not len(pairs):
             raise ValueError("a split has no pair of texts; it needs one or more")
@@ -381,28 +364,15 @@ class _TokenizedPairs(Dataset):
             self.targets["teacher_vectors"] = np.array(
                 [*pairs.vectors, np.zeros_like(pairs.vectors[0])]
             )
-        self.shuffle, self.seed = shuffle, seed
-        self._epoch_order: tuple[int | None, Any] = None, None
 
     def __len__(self) -> int:
         return len(self.members_PT) - 1
 
-    def order(self, epoch: int) -> np.ndarray:
-        "Return the order of an epoch, a function of seed and epoch."
-        if not self.shuffle:
-            return np.arange(len(self))
-        return np.random.default_rng([self.seed, epoch]).permutation(len(self))
-
-    def __getitem__(self, key: int | tuple[int, int]) -> dict[str, Any]:
-        if isinstance(key, tuple):
-            epoch, position = key
-            if self._epoch_order[0] != epoch:
-                self._epoch_order = epoch, self.order(epoch)
-            key = int(self._epoch_order[1][position]) if position >= 0 else -1
-        members_T = self.members_PT[key]
+    def __getitem__(self, number: int) -> dict[str, Any]:
+        members_T = self.members_PT[number]
         row = {"ids": [self.ids[n] for n in members_T], "text_numbers": members_T}
         row["groups"] = self.groups[members_T]
-        return row | {name: values[key] for name, values in self.targets.items()}
+        return row | {name: values[number] for name, values in self.targets.items()}
 
 
 @dataclass(frozen=True)
@@ -434,7 +404,7 @@ class PairCollator:
         return batch
 
 # %% ../../nbs/embeddings/05_pairs.ipynb #ea5c5aa7
-class EmbeddingDataModule(L.LightningDataModule):
+class EmbeddingDataModule(SplitDataModule):
     "Batches of pairs for `EmbeddingModule`; a resumed run continues at the next batch."
 
     def __init__(
@@ -484,7 +454,7 @@ class EmbeddingDataModule(L.LightningDataModule):
         self.reading = {"file_format": file_format, "on_error": on_error, "header": header}
         self.reading |= reader_kwargs or {}
         self.max_sequence_length, self.num_negatives = max_sequence_length, num_negatives
-        self.batch_sizes = train_batch_size, val_batch_size
+        self.batch_sizes = {"train": train_batch_size, "validation": val_batch_size}
         self.num_workers, self.packing, self.seed = num_workers, packing, seed
         default_length = max(128, max_sequence_length) if packing else max_sequence_length
         self.requested_row_length, self.row_length = row_length, row_length or default_length
@@ -493,7 +463,6 @@ class EmbeddingDataModule(L.LightningDataModule):
         self.datasets: dict[str, _TokenizedPairs] = {}
         self.num_cut = 0  # different texts longer than max_sequence_length
         self.note = ""  # on the validation set
-        self.batches: EpochBatches | None = None
 
     def _read(self, source: Any, **options: Any) -> PairDataset:
         if isinstance(source, PairDataset):
@@ -534,9 +503,7 @@ class EmbeddingDataModule(L.LightningDataModule):
         self.read()
         self.tokenizer = resolve_tokenizer([self.tokenizer])
         for split, pairs in self.pairs.items():
-            shuffle = self.shuffle_train and split == "train"
-            options = self._encode, self.num_negatives, shuffle, self.seed
-            self.datasets[split] = _TokenizedPairs(pairs, *options)
+            self.datasets[split] = _TokenizedPairs(pairs, self._encode, self.num_negatives)
         self.collator = PairCollator(self.tokenizer.pad_token_id, self.row_length, self.packing)
 
     def fit_rows(self, model: Any) -> None:  # a `BiEncoder`
@@ -560,33 +527,10 @@ class EmbeddingDataModule(L.LightningDataModule):
         self.num_cut += num_cut
         return ids
 
-    def _rank(self) -> tuple[int, int]:
-        trainer = self.trainer
-        return (0, 1) if trainer is None else (trainer.global_rank, trainer.world_size)
-
-    def train_dataloader(self) -> EpochBatches:
-        "Load pairs in an order that is a function of seed and epoch."
-        rows, (rank, world_size) = self.datasets["train"], self._rank()
-        size = max(1, min(self.batch_sizes[0], len(rows) // world_size))
-        options = self.collator, size, self.num_workers, rank, world_size
-        self.batches = EpochBatches(rows, *options, fill=None).fit_to(self.trainer)
-        return self.batches
-
-    def val_dataloader(self) -> DataLoader | None:
-        "Return each pair once, in equally many batches for each process, padded at the end."
-        if (rows := self.datasets.get("validation")) is None:
-            return None
-        size = self.batch_sizes[1]
-        return eval_loader(rows, self.collator, size, self.num_workers, *self._rank())
-
-    def teardown(self, stage: str | None = None) -> None:
-        if self.batches:
-            self.batches.close()
-
     def resume_identity(self) -> dict[str, Any]:
         "Return what must stay the same in a resumed run: batches, and the pairs after `setup`."
         identity = {
-            "train_batch_size": self.batch_sizes[0],
+            "train_batch_size": self.batch_sizes["train"],
             "num_negatives": self.num_negatives,
             "row_length": self.row_length,
             "shuffle": self.shuffle_train,

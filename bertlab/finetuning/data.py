@@ -15,13 +15,12 @@ from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from typing import Any
 
-import lightning as L
 import numpy as np
 from lightning.pytorch.utilities import rank_zero_info
 from torch.utils.data import DataLoader, Dataset
 
 from ..core.names import check_choice, check_minimum, check_range, resolve
-from ..data.loaders import EpochBatches, eval_loader
+from ..data.loaders import OrderedRows, SplitDataModule, hold_out_groups
 from ..data.readers import resolve_column
 from ..data.rows import IGNORE_INDEX, PADDING
 from ..data.supervised import SupervisedCollator
@@ -63,21 +62,9 @@ def hold_out_texts(
     seed: int,
 ) -> tuple[list[int], list[int]]:  # rows to train on, rows held out, in order
     "Choose texts to validate on, at random. Raises `ValueError` if there are too few."
-    rows_of: dict[Any, list[int]] = {}
-    for row, text in enumerate(texts):
-        rows_of.setdefault(text, []).append(row)
-    groups, held_out = list(rows_of.values()), []
-    target = max(1, round(fraction * len(texts)))
-    limit = min(max(target, len(texts) // 2), len(texts) - 1)
-    for n in np.random.default_rng(seed).permutation(len(groups)):
-        if len(held_out) < target and len(held_out) + len(groups[n]) <= limit:
-            held_out += groups[n]
-    if not held_out:
-        raise ValueError(
-            f"{len(texts)} training rows with {len(groups)} different texts are too few to hold "
-            "some out: add rows, or a validation split"
-        )
-    return sorted(set(range(len(texts))) - set(held_out)), sorted(held_out)
+    numbers = {text: number for number, text in enumerate(dict.fromkeys(texts))}
+    is_held_out = hold_out_groups([numbers[text] for text in texts], fraction, seed)
+    return np.flatnonzero(~is_held_out).tolist(), np.flatnonzero(is_held_out).tolist()
 
 # %% ../../nbs/finetuning/08_data.ipynb #ad23529e
 class _EncodedRows(Dataset):
@@ -103,37 +90,6 @@ class _EncodedRows(Dataset):
         }
         scalars = {k: np.full_like(row[k], v) for k, v in collator.scalars.items() if k in row}
         return {**row, **blank, **scalars, "attention_mask": np.zeros_like(blank["input_ids"])}
-
-
-_POOL = 50  # batches whose rows are sorted together: enough to save padding, few enough to mix
-
-
-class _LengthGroupedRows(Dataset):
-    "Rows in the order of an epoch, in batches of similar length; `rows[epoch, -1]` is a blank one."
-
-    def __init__(self, rows: _EncodedRows, per_batch: int, shuffle: bool = True, seed: int = 0):
-        self.rows, self.per_batch, self.shuffle, self.seed = rows, per_batch, shuffle, seed
-        self.latest = None, None  # an epoch, and its order
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def order(self, epoch: int) -> np.ndarray:  # row numbers, batch after batch
-        "Return a function of (seed, epoch). The rows that fill no batch are at its end."
-        if not self.shuffle:
-            return np.arange(len(self))
-        size = len(self) // self.per_batch * self.per_batch
-        rng = np.random.default_rng([self.seed, epoch])
-        rows, last = np.split(rng.permutation(len(self)), [size])
-        pool = np.arange(size) // (_POOL * self.per_batch)
-        by_length = rows[np.lexsort((self.rows.lengths[rows], pool))]
-        return np.append(rng.permutation(by_length.reshape(-1, self.per_batch)).ravel(), last)
-
-    def __getitem__(self, key: tuple[int, int]) -> dict:  # epoch, position in its order
-        epoch, position = key
-        if self.latest[0] != epoch:
-            self.latest = epoch, self.order(epoch)
-        return self.rows[self.latest[1][position] if position >= 0 else -1]
 
 # %% ../../nbs/finetuning/08_data.ipynb #bb56c7f0
 SPLITS = "train", "validation", "test"
@@ -189,7 +145,7 @@ def request_columns(
     return dict(zip(task.text_columns, names))
 
 # %% ../../nbs/finetuning/08_data.ipynb #a4a80f6e
-class FinetuningDataModule(L.LightningDataModule):
+class FinetuningDataModule(SplitDataModule):
     "Batches for fine-tuning; parameters are named as in BertBlocks' data module."
 
     def __init__(
@@ -271,7 +227,7 @@ class FinetuningDataModule(L.LightningDataModule):
         self.collator: SupervisedCollator | None = None  # set by `setup`, as all below
         self.datasets: dict[str, _EncodedRows] = {}
         self.num_cut: dict[str, int] = {}  # texts of each split that are longer than a row
-        self.batches: EpochBatches | None = None  # the latest training loader
+        self.batches = None
         self._hashes: dict[str, str] = {}  # of each split, once `resume_identity` is called
 
     # --- rows -------------------------------------------------------------------------------------
@@ -477,39 +433,8 @@ class FinetuningDataModule(L.LightningDataModule):
 
     # --- batches ----------------------------------------------------------------------------------
 
-    def _rank(self) -> tuple[int, int]:
-        "Return the number of this process, and how many there are."
-        trainer = self.trainer
-        return (0, 1) if trainer is None else (trainer.global_rank, trainer.world_size)
-
-    def train_dataloader(self) -> EpochBatches | None:
-        "Load rows of similar length in an order that is a function of seed and epoch."
-        if "train" not in self.datasets:
-            return None
-        rows, (rank, world_size) = self.datasets["train"], self._rank()
-        size = max(1, min(self.batch_sizes["train"], len(rows) // world_size))
-        rows = _LengthGroupedRows(rows, size * world_size, self.shuffle_train, self.seed)
-        options = self.collator, size, self.num_workers, rank, world_size
-        self.batches = EpochBatches(rows, *options, fill=None).fit_to(self.trainer)
-        return self.batches
-
-    def val_dataloader(self) -> DataLoader | None:
-        return self._in_order("validation")
-
     def test_dataloader(self) -> DataLoader | None:
-        return self._in_order("test")
-
-    def _in_order(self, split: str) -> DataLoader | None:
-        "Load each row once, in the same number of batches on each process."
-        if (rows := self.datasets.get(split)) is None:
-            return None
-        size = self.batch_sizes[split]
-        return eval_loader(rows, self.collator, size, self.num_workers, *self._rank())
-
-    def teardown(self, stage: str | None = None) -> None:
-        "End the workers, which would wait for another epoch."
-        if self.batches:
-            self.batches.close()
+        return self.eval_dataloader("test")
 
     def resume_identity(self) -> dict[str, Any]:  # plain values
         "Return what must be the same when a run resumes: batches, and all rows once they are set up."
