@@ -203,6 +203,8 @@ def _check_values(command: Command, config: Mapping[str, Any]) -> None:
             names = [option.name for option in read_options(source)]
             values = config[section] if section else {name: config[name] for name in names}
             getattr(_import_part(file), name)(**values)
+    if "model" in command.sections:
+        _import_part("train/config.py").check_rates(config["model"])
     if (config.get("trainer") or {}).get("max_steps") == 0:
         raise ValueError("trainer.max_steps=0 must be 1 or more")
 

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['one_line', 'parse_yaml', 'dump_yaml', 'load_yaml', 'find_config', 'load_json', 'map_values', 'is_local_path',
-           'without_secrets', 'as_recorded', 'shareable_yaml', 'named_sources', 'save_run_file']
+           'without_secrets', 'as_recorded', 'shareable', 'named_sources', 'save_run_file']
 
 # %% ../../nbs/core/06_serialization.ipynb #ac234563
 import json
@@ -178,7 +178,8 @@ def map_values(
 
 def is_local_path(value: Any) -> bool:
     "Return whether a value is an absolute path on this machine, and not a text that begins with /."
-    parts = Path(value).parts if isinstance(value, str) and os.path.isabs(value) else ()
+    is_path = isinstance(value, (str, os.PathLike)) and os.path.isabs(value)
+    parts = Path(value).parts if is_path else ()
     return len(parts) > 1 and os.path.lexists(os.path.join(*parts[:2]))
 
 
@@ -203,20 +204,20 @@ def as_recorded(
     return parse_yaml(dump_yaml(without_secrets(config)), RUN_FILE)
 
 
-def shareable_yaml(
+def shareable(
     config: Mapping[str, Any],
-) -> tuple[str, list[str]]:  # YAML, and the directories that it does not name
-    "Write a configuration without absolute paths, and without what looks like a secret."
+) -> tuple[dict[str, Any], list[str]]:  # a copy, and the directories that it does not name
+    "Return a configuration without absolute paths, and without what looks like a secret."
     directories: list[str] = []
 
     def replace_directory(value: Any) -> Any:
         if not is_local_path(value):
             return value
-        parent, last = os.path.split(value.rstrip("/"))
+        parent, last = os.path.split(os.fspath(value).rstrip("/"))
         directories.extend([parent] * (parent not in directories))
         return f"${{dir{directories.index(parent)}}}/{last}"
 
-    return dump_yaml(map_values(replace_directory, without_secrets(config))), directories
+    return map_values(replace_directory, without_secrets(config)), directories
 
 
 def named_sources(
@@ -245,7 +246,7 @@ def save_run_file(
     """
     paths = {text for _, text in named_sources(config) if not os.path.isabs(text)}
     paths = sorted(path for path in paths if os.path.exists(path))
-    text, directories = shareable_yaml({**config, **({"paths": paths} if paths else {})})
+    content, directories = shareable({**config, **({"paths": paths} if paths else {})})
     write_json(Path(directory, _DIRECTORIES), directories)
     with atomic_write(Path(directory, RUN_FILE)) as temporary:
-        temporary.write_text(text, encoding="utf-8")
+        temporary.write_text(dump_yaml(content), encoding="utf-8")

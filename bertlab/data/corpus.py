@@ -120,7 +120,8 @@ def make_corpus(
     if validation_fraction and not held_out:
         raise ValueError(
             f"source {name} has too few different documents ({len(unique)}) to hold out "
-            f"validation_fraction={validation_fraction}; give more, or another fraction"
+            f"validation_fraction={validation_fraction}; give more, or hold nothing out by "
+            "validation_fraction=0"
         )
     validation = _drop_near_duplicates(held_out, train, dropped, notes)
     split_rule = f"by {group_name if is_grouped else 'document'}, in the order of a stable hash"

@@ -45,9 +45,9 @@ from bertlab.train.modules import (
     compile_model,
     resolve_compile,
 )
-from ..train.config import RunConfig
+from ..train.config import RunConfig, check_rates
 from ..train.modules import build_optimizer, build_param_groups, default_learning_rate
-from ..train.modules import optimizer_options
+from ..train.modules import check_parts
 from ..train.initialization import config_from_tokenizer
 from ..train.modules import apply_activation_checkpointing
 from ..train.run import RunParts, reporting_unknown_options, trainer_options
@@ -125,11 +125,12 @@ class _RetrievalRanks:
 _OBJECTS = "optimizer_class", "optimizer_kwargs", "schedule", "scheduler_kwargs"
 
 
-def _check_options(options: Mapping[str, Any]) -> None:
+def _check_options(options: AttributeDict) -> None:
     "Raise `ValueError` for arguments of `EmbeddingModule` that do not fit."
     low, high = (0.005, 1) if options["learn_temperature"] else (0.001, 10)
     check_range("temperature", options["temperature"], low, high)
     check_range("layer_decay", options["layer_decay"], 0, 1, exclude_low=True)
+    check_rates(options)
     is_distilled = options["distillation"] is not None
     check_range(
         "contrastive_weight", options["contrastive_weight"], 0, exclude_low=not is_distilled
@@ -137,8 +138,9 @@ def _check_options(options: Mapping[str, Any]) -> None:
     check_range("distillation_weight", options["distillation_weight"], 0)
     if is_distilled:
         check_choice("distillation", options["distillation"], DISTILLATIONS)
-    recompute = bool(options["gradcache_rows"]) or options["gradient_checkpointing"]
-    check_recomputing(recompute, options["compile_model"], options["optimizer_class"])
+    if options["gradcache_rows"]:
+        check_recomputing(True, options["compile_model"], options["optimizer_class"])
+    check_parts(options)
 
 
 def _find_tokenizer(source: Any, tokenizer: Any) -> Any:  # None: neither is given
@@ -580,7 +582,6 @@ def build_embedding(
         )
     with reporting_unknown_options():
         module = EmbeddingModule(**model)
-        optimizer_options(module.hparams)  # checks them
         data = EmbeddingDataModule(**config["data"], seed=config["seed_everything"])
     data.tokenizer = module.tokenizer if data.tokenizer is None else data.tokenizer
     names = [name for name in (data.source, data.val_source) if name is not None]

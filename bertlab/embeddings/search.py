@@ -365,27 +365,32 @@ class TextIndex:
         ]
 
 
-_HEADING = re.compile(r"#{1,6}[ \t]+\S.*|\S.*\n(=+|-{2,})[ \t]*(?=\n|$)")
+_HEADING = re.compile(r"(#{1,6})[ \t]+\S.*|\S.*\n(=+|-{2,})[ \t]*(?=\n|$)")
 
 
 def _join_headings(documents: Iterable[Document]) -> Iterator[Document]:
-    "Put the headings of Markdown and of web pages before each paragraph of their section."
+    "Put the headings above it, of all levels, before each paragraph of Markdown and web pages."
     for file, paragraphs in groupby(documents, key=lambda document: document.group):
         if suffix_of(Path(file)) not in (".md", ".html", ".htm"):
             yield from paragraphs
             continue
-        heading, in_code, is_open = "", False, False  # is_open: no paragraph has followed yet
+        headings: dict[int, str] = {}  # by level, the outermost first
+        in_code = is_open = False  # is_open: no paragraph has followed the last heading
         for paragraph in paragraphs:
             match, text = None if in_code else _HEADING.match(paragraph.text), paragraph.text
             in_code ^= text.count("```") % 2 == 1
             if match:
-                heading = f"{heading}\n{match[0]}" if is_open else match[0]
+                level = len(match[1]) if match[1] else 1 + match[2].startswith("-")
+                ended = [heading for k, heading in headings.items() if k >= level]
+                empty = ended[-1:] if is_open else []  # a section without text joins the next one
+                headings = {k: heading for k, heading in headings.items() if k < level}
+                headings[level] = "\n".join([*empty, match[0]])
                 text = text[match.end() :].strip("\n")
             is_open = not text
             if text:
-                yield replace(paragraph, text=f"{heading}\n{text}".lstrip("\n"))
+                yield replace(paragraph, text="\n".join([*headings.values(), text]))
         if is_open:
-            yield replace(paragraph, text=heading)
+            yield replace(paragraph, text="\n".join(headings.values()))
 
 
 def source_documents(

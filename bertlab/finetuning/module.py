@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import transformers
 from lightning.fabric.utilities.apply_func import apply_to_collection
+from lightning.fabric.utilities.data import AttributeDict
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
@@ -29,10 +30,10 @@ from ..model.huggingface import saved_as
 from ..model.losses import LossSums
 from ..optim.optimizers import get_optimizer
 from ..optim.schedulers import ScheduledLR, custom_scheduler
-from ..train.modules import apply_activation_checkpointing, check_recomputing
+from ..train.config import check_rates
 from ..train.initialization import check_tokenizer_matches
-from ..train.modules import HuggingFaceCheckpointIO, compile_model
-from ..train.modules import default_learning_rate
+from ..train.modules import HuggingFaceCheckpointIO, compile_model, default_learning_rate
+from ..train.modules import apply_activation_checkpointing, check_parts
 from ..train.modules import optimizer_options, resolve_compile
 from ..train.steps import TrainingModule, fill_defaults, plain_options
 
@@ -79,7 +80,7 @@ def on_host(values: Any) -> Any:
     return apply_to_collection(values, Tensor, move)
 
 
-def _check_options(options: Mapping[str, Any]) -> None:
+def _check_options(options: AttributeDict) -> None:
     "Raise `ValueError` for arguments of `FinetuningModule` that do not fit together."
     if options["pretrained_model_name_or_path"] and options["model_config_kwargs"]:
         raise ValueError(
@@ -89,7 +90,9 @@ def _check_options(options: Mapping[str, Any]) -> None:
     schedule, ratio, steps = (
         options[name] for name in ("scheduler_type", "warmup_ratio", "warmup_steps")
     )
+    check_rates(options)
     check_range("warmup_ratio", ratio, 0, 1, exclude_high=True)
+    check_range("warmup_steps", steps, 0)
     if steps and ratio or _is_custom(schedule) and (steps or ratio):
         raise ValueError(
             f"warmup_steps={steps} and warmup_ratio={ratio}: give one of them to a schedule by "
@@ -99,9 +102,7 @@ def _check_options(options: Mapping[str, Any]) -> None:
         check_choice("scheduler_type", schedule, SCHEDULES)
     if options["adapter"] is not None and options["reinit_layers"]:
         raise ValueError(f"reinit_layers={options['reinit_layers']} and adapter: leave one out")
-    check_recomputing(
-        options["gradient_checkpointing"], options["compile_model"], options["optimizer_class"]
-    )
+    check_parts(options)
 
 
 def _describe_labels(task: Task) -> dict[str, Any]:

@@ -300,15 +300,17 @@ def apply_activation_checkpointing(
         checkpoint_activations(model, mode, **options)
 
 
-def check_parts(config: PretrainingConfig) -> None:
+def check_parts(options: Any) -> None:  # attributes named as in `PretrainingConfig`
     "Raise `ValueError` for names and combinations that cannot be built."
-    find_objective(config.objective)
-    check_recomputing(config.gradient_checkpointing, config.compile_model, config.optimizer_class)
-    resolve(config.optimizer_class, OPTIMIZERS, "optimizer_class", (torch.optim.Optimizer,))
-    if config.schedule is not None:
-        resolve(config.schedule, CUSTOM_SCHEDULES, "schedule", (LRScheduler,))
-    if config.adapter is not None:
-        make_peft_config(config.adapter)
+    check_recomputing(
+        options.gradient_checkpointing, options.compile_model, options.optimizer_class
+    )
+    resolve(options.optimizer_class, OPTIMIZERS, "optimizer_class", (torch.optim.Optimizer,))
+    optimizer_options(options)
+    if getattr(options, "schedule", None) is not None:
+        resolve(options.schedule, CUSTOM_SCHEDULES, "schedule", (LRScheduler,))
+    if options.adapter is not None:
+        make_peft_config(options.adapter)
 
 
 def _model_settings(config: PretrainingConfig) -> dict[str, Any]:  # of BertLabConfig

@@ -36,7 +36,7 @@ from ..core.devices import check_device, describe_device, find_accelerator
 from ..core.durations import parse_amount
 from ..core.files import check_run_directory, prepare_run_directory
 from ..core.names import check_choice, check_range, did_you_mean, import_object, look_up
-from ..core.serialization import load_json, one_line, save_run_file, shareable_yaml
+from ..core.serialization import dump_yaml, load_json, one_line, save_run_file, shareable
 from ..data.module import PretrainingDataConfig, PretrainingDataModule, longest_rows
 from ..data.module import phase_steps
 from ..data.sources import check_not_inside
@@ -311,7 +311,7 @@ class Run:
         names = run.loggers or ["csv"] * (options.get("logger") is True)
         if names:
             options["logger"] = build_loggers(names, str(self.output / "logs"), "")
-        text, _ = shareable_yaml(self.recorded)
+        text = dump_yaml(shareable(self.recorded)[0])
         callbacks = _run_callbacks(self.parts, self.history, text)
         # A resume writes nothing before its checkpoint is loaded.
         options["callbacks"] = [*callbacks, LambdaCallback(on_train_start=self._write_options)]

@@ -25,7 +25,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from ..core.names import check_range
-from ..core.serialization import without_secrets
+from ..core.serialization import shareable, without_secrets
 from ..data.rows import IGNORE_INDEX
 from ..model.layers import gather_positions
 from ..model.losses import LossSums, allows_dynamic_shapes
@@ -360,8 +360,8 @@ class TrainingModule(L.LightningModule):
 
     @property
     def hparams_initial(self) -> dict[str, Any]:
-        "Return the options that loggers get, without what looks like a secret."
-        return without_secrets(super().hparams_initial)
+        "Return the options that loggers may upload, as run.yaml has them."
+        return shareable(super().hparams_initial)[0]
 
     def default_rate(self, total_steps: float = math.inf) -> float:
         "Return the peak learning rate of a run that is given none."

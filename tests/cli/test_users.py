@@ -122,6 +122,12 @@ WRONG = [  # words, and parts of the answer: what it is about, and what to do
     (["demo", "--level", "all"], ["level", "'all'", "stdlib, installed"]),
     (["distill", "bad.yaml"], ["bad.yaml", "line 3"]),
     (["fill-mask"], ["directory is missing"]),
+    (["pretrain", "surplus.csv", "--model.learning_rate", "-1"], ["learning_rate=-1.0"]),
+    (["finetune", "surplus.csv", "--model.learning_rate", "-1"], ["learning_rate=-1.0"]),
+    (["embed", "finetune", "surplus.csv", "--model.learning_rate", "-1"], ["learning_rate=-1.0"]),
+    (["finetune", "surplus.csv", "--model.warmup_steps", "-3"], ["warmup_steps=-3"]),
+    (["finetune", "surplus.csv", "--model.adapter", "lorra"], ["adapter='lorra'", "lora"]),
+    (["embed", "finetune", "surplus.csv", "--model.model_config_kwargs", "{}", "--model.adapter", "lorra"], ["adapter='lorra'"]),
 ]  # fmt: skip
 
 
@@ -165,7 +171,7 @@ def test_a_wrong_input_is_one_line_that_names_it(folder, capsys):
     missing = []
     for words, parts in WRONG:
         message = refuse(capsys, *words)
-        assert message.startswith(f"bertlab {words[0]}: ")
+        assert message.startswith(f"bertlab {words[0]}")
         missing += [(words, part, message) for part in parts if part not in message]
         assert not any(part in message for part in ("Errno", "Traceback", "<unicode", "NoneType"))
     assert not missing

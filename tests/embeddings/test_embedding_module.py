@@ -431,6 +431,7 @@ def test_options_must_fit_the_model(options, word):
 
 @pytest.mark.parametrize("options, word", [
     ({"temperature": 0.0}, "temperature"),
+    ({"learning_rate": float("inf")}, "learning_rate=inf"), ({"optimizer_kwargs": {"lr": 1}}, "learning_rate"),
     ({"layer_decay": 1.5}, "layer_decay"), ({"distillation": "mse"}, "distillation"), ({"contrastive_weight": 0.0}, "contrastive_weight"),
     ({"matryoshka_dims": [4, 4]}, "matryoshka_dims"), ({"false_negative_margin": 3.0}, "false_negative_margin=3.0"),
 ])  # fmt: skip

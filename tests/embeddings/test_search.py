@@ -255,6 +255,12 @@ Saws
 They cut.
 
 ### Empty
+
+## Rip saws
+
+#### Teeth
+
+Few.
 """
 PAGE = """<html><head><title>Tools</title><style>p {color: red}</style></head><body><h2>Hammers</h2>
 <p>They hit <b>nails</b> &amp; toes.<script>hit("<p>")</script><ul><li>one<li>two</ul>
@@ -276,12 +282,12 @@ def test_headings_are_joined_to_their_sections(tmp_path):
             "# Tools\n## Hammers\n```\n# not a heading",
             "# Tools\n## Hammers\ndef hit(): ...\n```",
             "Saws\n====\nThey cut.",
-            "### Empty",
+            "Saws\n====\n### Empty\n## Rip saws\n#### Teeth\nFew.",
         ],
         "b.html": [
             "# Tools\n## Hammers\nThey hit nails & toes.",
             "# Tools\n## Hammers\n- one\n- two",
-            "## Saws\ncut(\n   wood)",
+            "# Tools\n## Saws\ncut(\n   wood)",
         ],
         "c.txt": ["# one", "two"],
     }

@@ -508,6 +508,7 @@ def small(**changes):
     ({"class_weights": [1.0, 2.0, 3.0]}, "class_weights"), ({"class_weights": [1.0, 0.0]}, "class_weights"), ({"class_weights": "equal"}, "'equal'"),
     ({"freeze_layers": 3}, "freeze_layers=3"), ({"reinit_layers": 3}, "reinit_layers.*3"), ({"model_kwargs": {"hidden_size": 8}}, "'hidden_size'"),
     ({"task": "ner"}, "task='ner'"), ({"scheduler_type": "step"}, "scheduler_type='step'"), ({"warmup_ratio": 1.0}, "warmup_ratio=1.0"),
+    ({"learning_rate": -1.0}, "learning_rate=-1.0"), ({"weight_decay": float("nan")}, "weight_decay=nan"), ({"warmup_steps": -3}, "warmup_steps=-3"),
     ({"warmup_ratio": 0.1, "warmup_steps": 3}, "warmup_steps=3"),
     ({"scheduler_type": Halved, "warmup_steps": 3}, "warmup_steps=3"), ({"layer_decay": 0.0}, "layer_decay=0.0"),
     ({"task": "token_classification", "problem_type": "regression"}, "'regression'"), ({"task": "token_classification"}, "'token_classification'"),

@@ -576,10 +576,8 @@ def own_optimizer(groups, lr):
 @pytest.mark.parametrize("optimizer_class", ["adamw", "test_modules.own_optimizer"])
 @pytest.mark.parametrize("option, value", [("lr", 0.1), ("weight_decay", 0.3)])
 def test_rate_and_decay_are_refused_among_optimizer_kwargs(optimizer_class, option, value):
-    module = module_of(optimizer_class=optimizer_class, optimizer_kwargs={option: value})
-    module.configure_model()
     with pytest.raises(ValueError, match=f"optimizer_kwargs has {option}={value}"):
-        build_optimizer(module.model, module.options, 10)
+        module_of(optimizer_class=optimizer_class, optimizer_kwargs={option: value})
 
 
 def test_weights_under_other_names_are_loaded_by_a_mapping(tmp_path):

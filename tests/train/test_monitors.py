@@ -169,6 +169,19 @@ def test_rows_go_on_after_a_resume_and_speed_is_of_the_new_session_alone(tmp_pat
     assert [look[0] for look in monitor.looks] == [7, 8, 10, 12]
 
 
+def test_loggers_get_the_names_of_files_without_their_directories(tmp_path):
+    loggers, module = build_loggers(["csv", "tensorboard"], tmp_path / "logs", ""), tiny()
+    (tmp_path / "mine").mkdir()
+    module.save_hyperparameters(
+        {"model": str(tmp_path / "mine"), "more": [{"at": tmp_path / "mine"}]}
+    )
+    make_trainer(2, "32-true", "cpu", logger=loggers).fit(module, Texts())
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert any(b"/mine" in path.read_bytes() for path in files if path.name == "hparams.yaml")
+    assert not [path for path in files if str(tmp_path).encode() in path.read_bytes()]
+    assert module.hparams.model == str(tmp_path / "mine")
+
+
 def test_secrets_reach_neither_loggers_nor_checkpoints(tmp_path):
     module = tiny()
     module.save_hyperparameters({"api_key": "wq7Lx2", "hub": {"url": "https://me:wq7Lx2@host/x"}})
