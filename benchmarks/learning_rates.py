@@ -131,13 +131,12 @@ def continued(case: dict) -> dict:
 
     seed_everything(case["seed"])
     data = PretrainingDataModule(
-        case["text"], case["model"], case["text"], train_split="train[:90%]",
-        val_split="train[90%:]", max_sequence_length=128, train_batch_size=16, val_batch_size=16,
+        case["text"], case["model"], max_sequence_length=128,
+        train_batch_size=16, val_batch_size=16,
     )  # fmt: skip
     module = PretrainingModule(
         pretrained_model_name_or_path=case["model"], pretrained_tokenizer_name_or_path=case["model"],
         optimizer_class=case["optimizer"], learning_rate=case["rate"],
-        scheduler_type="linear", warmup_ratio=0.1,
     )  # fmt: skip
     make_trainer(case["steps"]).fit(module, data)
     loss = make_trainer(1).validate(module, data, verbose=False)[0]["val_loss"]

@@ -26,7 +26,7 @@ ARMS = {
     "muon, constant": ["--model.scheduler_cooldown_steps", "0"],
     **{f"muon, {factor:g} x AdamW's rate": ["--model.optimizer_class", "muon", "--model.scheduler_cooldown_steps", "25%",
                                             "--model.learning_rate", f"{factor} x"]
-       for factor in (1, 2, 4)},
+       for factor in (1, 2, 4, 8, 16)},
     **{f"lion, {factor:g} x AdamW's rate": ["--model.optimizer_class", "lion", "--model.learning_rate", f"{factor} x"]
        for factor in (0.1, 0.2, 0.5)},
     **{f"cooldown {share}": ["--model.scheduler_cooldown_steps", share] for share in ("10%", "50%")},

@@ -702,6 +702,9 @@ def build_pretraining(
         data.tokenizer = tokenizer
         module = _build_module(resolved, tokenizer)
         data.settle_packing(module.rows_padded_because)
+        module.set_default_rate(trainer["max_steps"] if trainer["max_steps"] > 0 else math.inf)
+        # A longer run that resumes this one keeps its rate.
+        recorded["model"] = {**recorded["model"], "learning_rate": module.options.learning_rate}
         if model[MODEL] is not None:
             check_model(module, trainer["max_steps"], run.ema_decay)
         positions = getattr(module.config, "max_position_embeddings", None)

@@ -1,5 +1,6 @@
 "`bertlab pretrain`, `validate` and `fill-mask`: one line for every mistake, and a run that can be read and resumed."
 
+import csv
 import json
 import logging
 import os
@@ -25,6 +26,7 @@ from bertlab.train import run as run_module
 from bertlab.data.tokenizers import train_tokenizer
 from bertlab.finetuning.predictions import load_predictor
 from bertlab.train.export import check_exportable
+from bertlab.train.modules import default_learning_rate
 from bertlab.train.resume import latest_checkpoint
 from bertlab.train.parallel import LaunchInfo
 from bertlab.train.run import Run, build_pretraining, complete_config, resolve_config
@@ -145,16 +147,32 @@ def test_minutes_are_the_budget_of_the_clock():
     }  # fmt: skip
 
 
+def learning_rates(directory: Path) -> list[float]:
+    with open(directory / "history.csv") as file:
+        return [float(row["learning_rate"]) for row in csv.DictReader(file)]
+
+
 def test_a_run_without_an_end_is_finished_with_a_cooldown(words, tmp_path, capsys):
     stop = ["--trainer.max_steps", "-1", "--run.stop_above", "0.1"]  # after the first validation
     main(["pretrain", *words, *stop])
     assert "--model.scheduler_cooldown_steps 25%" in capsys.readouterr().out
     finish = ["--trainer.max_steps", "6", "--model.scheduler_cooldown_steps", "50%"]
     main(["pretrain", "--resume", str(tmp_path / "run"), *finish, "--run.stop_above", "null"])
-    lines = (tmp_path / "run" / "history.csv").read_text().splitlines()
-    column = lines[0].split(",").index("learning_rate")
-    rates = [float(line.split(",")[column]) for line in lines[1:]]
-    assert rates == pytest.approx([0.01, 0.01, 0.01, 0.01, 0.02 / 3, 0.01 / 3])
+    assert learning_rates(tmp_path / "run") == pytest.approx(
+        [0.01, 0.01, 0.01, 0.01, 0.02 / 3, 0.01 / 3]
+    )
+
+
+def test_a_longer_run_keeps_the_default_rate(words, tmp_path, capsys):
+    words += ["--model.learning_rate", "null", "--model.scheduler_cooldown_steps", "0"]
+    first = built([*words, "--trainer.max_steps", "400"]).module
+    assert first.hparams.learning_rate == default_learning_rate(16, "new", "muon", 400)
+    pretrain(words)
+    rate = default_learning_rate(16, "new", "muon", 4)
+    assert f"muon, rate {rate:.3g}" in capsys.readouterr().out
+    pretrain(["--resume", str(tmp_path / "run"), "--trainer.max_steps", "6"])
+    assert learning_rates(tmp_path / "run") == pytest.approx([rate] * 6)
+    assert f"muon, rate {rate:.3g}" in capsys.readouterr().out
 
 
 def test_batch_tokens_decide_rows_and_accumulation(words, capsys, tmp_path):

@@ -946,12 +946,44 @@ def test_fewer_steps_of_fine_tuning_take_a_higher_rate(hidden_size, total_steps,
     assert default == pytest.approx(rate, rel=1e-3)
 
 
+@pytest.mark.parametrize(
+    "hidden_size, total_steps, factor",
+    [(192, 10**5, 2), (192, 1000, 2), (256, 250, 4), (384, 62.5, 8), (384, 20, 8), (384, 0, 8)],
+)
+def test_fewer_steps_take_a_higher_rate_of_muon(hidden_size, total_steps, factor):
+    rate = default_learning_rate(hidden_size, "new", "muon", total_steps)
+    assert rate == pytest.approx(factor * 5e-4 * 768 / hidden_size)
+    assert (
+        default_learning_rate(hidden_size, "new", "adamw", total_steps) == 5e-4 * 768 / hidden_size
+    )
+
+
+@pytest.mark.parametrize("budget, total_steps", [(None, 40), ("1m", math.inf), (None, math.inf)])
+def test_the_default_rate_follows_the_length_of_the_run(budget, total_steps):
+    options = {"schedule": "time_budget", "scheduler_kwargs": {"budget": budget}} if budget else {}
+    module = module_of(optimizer_class="muon", learning_rate=None, **options)
+    module.total_steps = lambda: total_steps
+    module.configure_model()
+    steps = 60 if budget else total_steps  # as if a step took a second
+    rate = default_learning_rate(SHAPE["hidden_size"], "new", "muon", steps)
+    assert module.configure_optimizers()["optimizer"].param_groups[0]["initial_lr"] == rate
+    assert module.hparams.learning_rate == module.hparams_initial["learning_rate"] == rate
+
+
+def test_a_tuned_rate_is_not_replaced_by_the_default():
+    module = module_of(optimizer_class="muon", learning_rate=None)
+    module.total_steps = lambda: 40
+    module.configure_model()
+    module.hparams.learning_rate = 0.123  # as Lightning's tuner does
+    assert module.configure_optimizers()["optimizer"].param_groups[0]["initial_lr"] == 0.123
+
+
 def test_a_default_rate_is_of_the_optimizers_scale(recwarn):
     def rate_of(name, rate=None):
         return module_of(optimizer_class=name, learning_rate=rate).hparams.learning_rate
 
     default = default_learning_rate(SHAPE["hidden_size"])
-    assert rate_of("adamw") == rate_of("muon") / 2 == rate_of(torch.optim.NAdam) == default
+    assert rate_of("adamw") == rate_of("muon") / 4 == rate_of(torch.optim.NAdam) == default == 3e-3
     assert rate_of("lion") == pytest.approx(default / 5) and rate_of("sgd", 0.3) == 0.3
     assert not [warning for warning in recwarn if "learning_rate" in str(warning.message)]
     with pytest.warns(UserWarning, match="is a rate of AdamW.*sgd have another scale"):
