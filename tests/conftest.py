@@ -101,6 +101,7 @@ def pytest_xdist_make_scheduler(config, log):
 
 
 def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: item.path.name in SPREAD)  # last, so that all workers end together
     for mark, why in REASONS.items():
         marked = [item for item in items if item.get_closest_marker(mark)]
         if marked and (reason := why()):

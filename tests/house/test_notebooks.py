@@ -119,10 +119,13 @@ def run_here(path: str, flags: str, output: str) -> None:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     from execnb import shell
+    from IPython.core import pylabtools
     from nbdev.test import nbdev_test
 
-    # A result is formatted once, not for the screen and again for the notebook: figures take long to draw.
+    # A result is formatted once, not for the screen and again for the notebook, and a figure is laid out
+    # and drawn once, without its pixels: nobody looks at them.
     shell._CustDisplayHook.compute_format_data = lambda hook, result: ({}, {})
+    pylabtools.print_figure = lambda figure, *_, **__: figure.draw_without_rendering()
     nbdev_test.__wrapped__(path, flags, n_workers=0)
 
 
