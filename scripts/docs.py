@@ -27,7 +27,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
 import landing  # noqa: E402
 import reference  # noqa: E402
-from sync import Address, notebooks, source_of  # noqa: E402
+from sync import Address, directives, notebooks, source_of  # noqa: E402
 
 NBDEV_YML = """\
 # Written by scripts/docs.py from settings.ini.
@@ -117,6 +117,16 @@ def give_sizes(notebook) -> None:
                 metadata["image/png"] = {**png_size(png), **metadata.get("image/png", {})}
 
 
+def fold_imports(notebook) -> None:
+    "Fold the first code cell of a page if it imports: what the page is about comes first."
+    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    if code and re.search(r"^(?:import|from) ", code[0].source, flags=re.MULTILINE):
+        if "code-fold" not in directives(code[0].source):
+            code[
+                0
+            ].source = f'#| code-fold: true\n#| code-summary: "Imports"\n{code[0].source.lstrip()}'
+
+
 def process(notebook) -> None:
     "Run nbdev's processors except those that execute cells."
     from nbdev.processors import FilterDefaults, add_links, exec_show_docs
@@ -159,6 +169,7 @@ def stage_notebook(source: Path, name: str) -> tuple[object, set[str]]:
         process(notebook)
     except Exception as error:
         sys.exit(f"{name} cannot be staged: {error}\n{error.__cause__ or ''}")
+    fold_imports(notebook)
     give_sizes(notebook)
     code_at = f"{Address.read(ROOT).git_url}/blob/{Address.read(ROOT).branch}"
     cells, explained = [], set()

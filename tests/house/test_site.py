@@ -72,6 +72,22 @@ def test_hidden_and_exported_cells_do_not_reach_the_site(site):
         assert not [head for head in heads if {"hide", "export", "default_exp"} & head.keys()], name
 
 
+def test_no_page_begins_with_open_imports(site):
+    for name in NOTEBOOKS:
+        cells = json.loads((site / "_proc" / name).read_text(encoding="utf-8"))["cells"]
+        code = [sync.source_of(cell) for cell in cells if cell["cell_type"] == "code"]
+        if code and re.search(r"^(?:import|from) ", code[0], re.MULTILINE):
+            assert sync.directives(code[0])["code-fold"] in ("true", "show"), name
+
+
+def test_the_picture_of_a_shared_link_exists(site):
+    website = yaml.safe_load((site / "_proc/_quarto.yml").read_text())["website"]
+    image = website["open-graph"]["image"]
+    # Without the slash, Quarto takes it from the folder of each page.
+    assert image.startswith("/") and (site / "_proc" / image[1:]).is_file()
+    assert website["twitter-card"]["card-style"] == "summary_large_image"
+
+
 def test_the_site_loads_nothing_from_elsewhere(site):
     config = yaml.safe_load((site / "_proc/_quarto.yml").read_text())
     html = config["format"]["html"]
