@@ -25,25 +25,12 @@ ENDINGS = {"classification": "ForSequenceClassification", "token_classification"
 ROWS, RATE, STRIDE = 32, 5e-4, 32
 
 
-def our_side(case: dict, task, tokenizer) -> dict:
-    "Train with FinetuningModule."
+def fit_module(case: dict, module, data) -> dict:
+    "Train a FinetuningModule, with a clock."
     from lightning.pytorch.callbacks import Callback
 
-    from bertlab.finetuning.module import FinetuningModule
-    from bertlab.finetuning.data import FinetuningDataModule
-    from bertlab.train.trainer import make_trainer, seed_everything
+    from bertlab.train.trainer import make_trainer
 
-    options = {"doc_stride": STRIDE} if task.kind == "question_answering" else None
-    data = FinetuningDataModule(task.kind, tokenizer, max_sequence_length=task.max_sequence_length,
-                                train_batch_size=ROWS, collator_kwargs=options)  # fmt: skip
-    data.set_datasets(**task.splits)
-    data.setup()
-    seed_everything(0)
-    config = {name: value for name, value in shape("bert", case["model"]).to_diff_dict().items()
-              if not name.endswith("token_id")}  # fmt: skip
-    module = FinetuningModule(
-        task.kind, learning_rate=RATE, weight_decay=DECAY, model_config_kwargs=config
-    )
     meters = []
 
     class Clock(Callback):
@@ -56,6 +43,26 @@ def our_side(case: dict, task, tokenizer) -> dict:
     trainer = make_trainer(case["steps"], PRECISIONS[case["precision"]], callbacks=[Clock()])
     trainer.fit(module, data)
     return meters[0].figures(case["warm"])
+
+
+def our_side(case: dict, task, tokenizer) -> dict:
+    "Train with FinetuningModule."
+    from bertlab.finetuning.module import FinetuningModule
+    from bertlab.finetuning.data import FinetuningDataModule
+    from bertlab.train.trainer import seed_everything
+
+    options = {"doc_stride": STRIDE} if task.kind == "question_answering" else None
+    data = FinetuningDataModule(task.kind, tokenizer, max_sequence_length=task.max_sequence_length,
+                                train_batch_size=ROWS, collator_kwargs=options)  # fmt: skip
+    data.set_datasets(**task.splits)
+    data.setup()
+    seed_everything(0)
+    config = {name: value for name, value in shape("bert", case["model"]).to_diff_dict().items()
+              if not name.endswith("token_id")}  # fmt: skip
+    module = FinetuningModule(
+        task.kind, learning_rate=RATE, weight_decay=DECAY, model_config_kwargs=config
+    )
+    return fit_module(case, module, data)
 
 
 def their_dataset(task, tokenizer):
@@ -103,10 +110,33 @@ def their_dataset(task, tokenizer):
     return rows.map(make[task.kind], batched=True, remove_columns=rows.column_names)
 
 
+def fit_trainer(case: dict, model, dataset, collator, **options) -> dict:
+    "Train with transformers' Trainer, with a clock."
+    from transformers import Trainer, TrainerCallback, TrainingArguments
+
+    meter = Meter(model)
+
+    class Clock(TrainerCallback):
+        def on_train_begin(self, *_, **__) -> None:
+            meter.start()
+
+        def on_step_end(self, *_, **__) -> None:
+            meter.step()
+
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = TrainingArguments(
+            folder, per_device_train_batch_size=ROWS, learning_rate=RATE, weight_decay=DECAY,
+            max_steps=case["steps"], lr_scheduler_type="constant", bf16=case["precision"] == "bf16",
+            save_strategy="no", report_to="none", disable_tqdm=True, logging_strategy="no",
+            use_cpu=not torch.cuda.is_available(), **options,
+        )  # fmt: skip
+        Trainer(model, arguments, collator, dataset, callbacks=[Clock()]).train()
+    return meter.figures(case["warm"])
+
+
 def their_side(case: dict, task, tokenizer) -> dict:
-    "Train with transformers' Trainer."
-    from transformers import (DataCollatorForTokenClassification, DataCollatorWithPadding, Trainer,
-                              TrainerCallback, TrainingArguments, set_seed)  # fmt: skip
+    "Train a task with Trainer."
+    from transformers import DataCollatorForTokenClassification, DataCollatorWithPadding, set_seed
 
     from bertlab.model.families import FAMILIES, to_family_config
 
@@ -117,26 +147,9 @@ def their_side(case: dict, task, tokenizer) -> dict:
     if task.label_names:
         config.num_labels = len(task.label_names)
     model = FAMILIES["bert"].get_class(ending)(config)
-    meter = Meter(model)
-
-    class Clock(TrainerCallback):
-        def on_train_begin(self, *_, **__) -> None:
-            meter.start()
-
-        def on_step_end(self, *_, **__) -> None:
-            meter.step()
-
     words = task.kind == "token_classification"
     collator = (DataCollatorForTokenClassification if words else DataCollatorWithPadding)(tokenizer)
-    with tempfile.TemporaryDirectory() as folder:
-        arguments = TrainingArguments(
-            folder, per_device_train_batch_size=ROWS, learning_rate=RATE, weight_decay=DECAY,
-            max_steps=case["steps"], lr_scheduler_type="constant", bf16=case["precision"] == "bf16",
-            save_strategy="no", report_to="none", disable_tqdm=True, logging_strategy="no",
-            use_cpu=not torch.cuda.is_available(),
-        )  # fmt: skip
-        Trainer(model, arguments, collator, dataset, callbacks=[Clock()]).train()
-    return meter.figures(case["warm"])
+    return fit_trainer(case, model, dataset, collator)
 
 
 def measure(case: dict) -> dict[str, float]:

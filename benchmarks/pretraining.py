@@ -51,15 +51,15 @@ def shape(family: str, model: str, **overrides) -> BertLabConfig:
     return modernbert_tiny(**{**sizes, "initializer_range": 0.02} | overrides)
 
 
-def load_text(vocabulary: int, max_documents: int | None = None):
+def load_text(vocabulary: int, max_documents: int | None = None, kind: str = "wordpiece"):
     "Return the embedded corpus and a tokenizer trained on it, which is kept for all children."
     from bertlab.data.corpus import embedded_corpus
     from bertlab.data.tokenizers import load_tokenizer, train_tokenizer
 
     corpus = embedded_corpus(max_documents=max_documents)
-    path = BUILD / f"tokenizer-{vocabulary}-{corpus.sha256[:12]}"
+    path = BUILD / f"tokenizer-{kind}-{vocabulary}-{corpus.sha256[:12]}"
     if not (path / "tokenizer.json").exists():
-        train_tokenizer(corpus.train_texts, vocabulary).save_pretrained(path)
+        train_tokenizer(corpus.train_texts, vocabulary, kind=kind).save_pretrained(path)
     return corpus, load_tokenizer(path)
 
 

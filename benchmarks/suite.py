@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 MINUTES = {  # on two cores
-    "startup": 3, "packing": 1, "delivery": 3, "memory": 4, "demo": 8, "finetuning_trainer": 10,
+    "startup": 3, "packing": 1, "delivery": 3, "memory": 4, "demo": 8, "finetuning_trainer": 10, "finetuning_families": 10,
     "scaling": 15, "pretraining": 60, "practitioner": 15,
 }  # fmt: skip
 

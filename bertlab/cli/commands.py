@@ -259,7 +259,10 @@ _COMMANDS = (
         models="directory", local="file", new="output",
     ),
     Command("validate", "cli/commands.py:validate", "run.output", **_PRETRAIN),
-    Command("fill-mask", "cli/commands.py:fill_mask", "directory *texts", local="directory"),
+    Command(
+        "fill-mask", "cli/commands.py:fill_mask", "directory *texts",
+        local="directory", models="directory",
+    ),
     Command(
         "write", "cli/commands.py:write", "directory *prompts",
         sections={"": "cli/write.py:write_texts"}, local="directory",
@@ -290,7 +293,10 @@ _COMMANDS = (
     ),
     Command("card", "cli/commands.py:card", "directory", **_CARD, local="directory"),
     Command("push", "cli/commands.py:push", "directory repo", **_CARD, local="directory"),
-    Command("export", "cli/export.py:export", "directory", local="directory text data", new="output"),
+    Command(
+        "export", "cli/export.py:export", "directory",
+        local="directory text data", models="directory", new="output",
+    ),
     Command("average", "cli/adapt.py:average", "*directories", local="directories", new="output"),
     Command("lengthen", "cli/adapt.py:lengthen", "directory", local="directory", new="output"),
     Command("tune", "cli/tune.py:tune", "search"),

@@ -10,8 +10,8 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from importlib import import_module
 from inspect import signature
 from pathlib import Path
@@ -156,23 +156,51 @@ def _texts(value: Any) -> list[str]:
     return [value] if isinstance(value, str) else []
 
 
+def _texts_of(config: Mapping[str, Any], name: str) -> list[str]:
+    section, _, key = name.rpartition(".")
+    return _texts((config[section] if section else config).get(key))
+
+
+def _named_models(command: Command, config: Mapping[str, Any]) -> list[tuple[str, str]]:
+    "The models that a command opens, each after its option."
+    files = [
+        load_yaml(find_config(path))
+        for name in ("search", "stages")
+        for path in _texts_of(config, name)
+    ]
+    models = [
+        named for named in named_sources([config, files]) if named[0].endswith("model_name_or_path")
+    ]
+    return models + [
+        (name, text) for name in command.models.split() for text in _texts_of(config, name)
+    ]
+
+
+@contextmanager
+def _naming_model(command: Command, config: Mapping[str, Any]) -> Iterator[None]:
+    "Put the option before a message about a model, whose loader knows nothing about options."
+    try:
+        yield
+    except ValueError as error:
+        message, models = str(error), _named_models(command, config)
+        name = next((name for name, source in models if repr(source) in message), "")
+        if not name or name in message:
+            raise
+        raise ValueError(f"{name}: {message}") from error
+
+
 def _check_paths(command: Command, config: Mapping[str, Any]) -> None:
     "Refuse a source that is not there, or an output that would be overwritten."
-
-    def texts(name: str) -> list[str]:
-        section, _, key = name.rpartition(".")
-        return _texts((config[section] if section else config).get(key))
-
+    texts = lambda name: _texts_of(config, name)
     for name in command.local.split():
         for path in texts(name):
             if path != "-" and not os.path.exists(os.path.expanduser(path)):
                 raise ValueError(f"{name}: no such file or directory: {path}")
-    files = [load_yaml(find_config(path)) for path in texts("search") + texts("stages")]
-    names = list(named_sources([config, files]))
-    models = [source for name, source in names if name.endswith("model_name_or_path")]
-    for source in models + [text for name in command.models.split() for text in texts(name)]:
+    models = [source for _, source in _named_models(command, config)]
+    for source in dict.fromkeys(models):
         check_model_source(source)
-    sources = [source for name, source in names if source not in models]
+    files = [load_yaml(find_config(path)) for path in texts("search") + texts("stages")]
+    sources = [source for _, source in named_sources([config, files]) if source not in models]
     if sources := sources + [text for name in command.sources.split() for text in texts(name)]:
         from bertlab.data.sources import expand_sources, is_local
 
@@ -220,7 +248,8 @@ def call(
         print(f"bertlab {name}: {note}", file=sys.stderr, flush=True)
     if parsed.prints_config:
         return dump_yaml(configuration(command, words)).rstrip()
-    _check_paths(command, parsed.config)
+    with _naming_model(command, parsed.config):
+        _check_paths(command, parsed.config)
     _check_values(command, parsed.config)
     if quiet:
         silence_libraries()
@@ -230,7 +259,9 @@ def call(
     options = {name: value for name, value in parsed.config.items() if name in names}
     rest = {k: v for k, v in parsed.config.items() if k not in names or k == "seed_everything"}
     special = {"config": rest, "overrides": parsed.overrides}
-    return function(**options, **{name: value for name, value in special.items() if name in names})
+    special = {name: value for name, value in special.items() if name in names}
+    with _naming_model(command, parsed.config):
+        return function(**options, **special)
 
 # %% ../../nbs/cli/12_main.ipynb #847b35f8
 def usage(family: str = "") -> str:  # commands of two words that begin with this one

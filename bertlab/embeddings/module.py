@@ -35,7 +35,7 @@ from ..model.adapters import add_adapter, freeze_weights, layer_depths
 from ..model.adapters import save_adapter
 from ..model.config import BertLabConfig
 from ..model.encoder import BertLabModel
-from ..model.huggingface import check_source, describe_rows, has_adapter
+from ..model.huggingface import describe_rows, has_adapter
 from ..model.huggingface import load_model, merged_copy, saved_as
 from ..model.losses import LossSums
 from bertlab.train.modules import (
@@ -586,11 +586,9 @@ def build_embedding(
     data.tokenizer = module.tokenizer if data.tokenizer is None else data.tokenizer
     names = [name for name in (data.source, data.val_source) if name is not None]
     check_not_inside(run.output, expand_sources(names) if names else (), "run.output")
-    if model["pretrained_model_name_or_path"] is not None:
-        check_source(model["pretrained_model_name_or_path"])
+    module.build_model()
     data.setup()
     module.check_pairs(data.datasets)
-    module.build_model()
     data.fit_rows(module.model)
     trainer = trainer_options(config["trainer"])
     window, batches = trainer.get("accumulate_grad_batches", 1), len(data.train_dataloader())

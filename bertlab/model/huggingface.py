@@ -199,7 +199,10 @@ def _load_packable(
 ) -> tuple[BertLabPreTrainedModel, list[str]]:
     "Build a model of bertlab and fill it; only a head may be newly initialized."
     model = cls(config)
-    report = load_state_dict(model, state_dict, key_mapping, strict=False)
+    try:
+        report = load_state_dict(model, state_dict, key_mapping, strict=False)
+    except ValueError as error:
+        raise ValueError(f"{str(source)!r}: {error}") from None
     new = sorted(report.missing_keys + [text.partition(":")[0] for text in report.mismatched_keys])
     if not key_mapping:  # which chooses layers
         _check_layers(source, report.dropped_layers, config)
@@ -242,9 +245,8 @@ def _load_padded(
 def check_source(
     source: str | os.PathLike,  # a directory, or a name on the hub
 ) -> None:
-    "Raise `ValueError` for what is no encoder with weights, before anything else is read."
-    read_config(source)
-    weight_files(source)
+    "Raise `ValueError` for what is no encoder with weights that fit, before anything else is read."
+    load_model(source, "Model")
 
 
 def describe_rows(
@@ -460,7 +462,7 @@ def check_tokenizer(
     "Raise `ValueError` for a tokenizer that does not fit the model."
     if (ids := num_token_ids(tokenizer)) > vocab_size:
         raise ValueError(
-            f"tokenizer has ids up to {ids - 1} and the model's vocab_size is {vocab_size}; build "
+            f"tokenizer {tokenizer.name_or_path!r} has ids up to {ids - 1} and the model's vocab_size is {vocab_size}; build "
             f"the model with vocab_size={ids}, or take the tokenizer that it was trained with"
         )
     if needs_mask and tokenizer.mask_token_id is None:

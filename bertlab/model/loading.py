@@ -124,7 +124,7 @@ def _weight_files(directory: str) -> list[Path]:
             reason = str(error).splitlines()[0]
             raise ValueError(f"{path} names a file that is missing: {reason}") from None
     raise ValueError(
-        f"{directory} is not a file or a directory with {' or '.join(WEIGHT_FILES[::2])}, "
+        f"{directory!r} is not a file or a directory with {' or '.join(WEIGHT_FILES[::2])}, "
         "and the hub and its cache have no such model"
     )
 

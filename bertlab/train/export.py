@@ -222,6 +222,24 @@ def _quietly() -> Iterator[None]:
         logging.disable(level)
 
 
+_PROTO_LIMIT = 2**31 - 2**20  # bytes: protobuf ends below 2 GiB
+
+
+def _weights_file(path: Path) -> Path:
+    "Return the file of a large model's weights, named as by optimum and transformers.js."
+    return path.with_name(f"{path.name}_data")
+
+
+def _save_program(program: Any, path: Path) -> None:  # of torch.onnx
+    "Write an ONNX file, with its weights beside it if they exceed what protobuf holds."
+    from onnx_ir import save
+
+    size = sum(value.const_value.nbytes for value in program.model.graph.initializers.values())
+    save(
+        program.model, path, external_data=_weights_file(path).name if size > _PROTO_LIMIT else None
+    )
+
+
 def export_onnx(
     module: nn.Module,  # of `load_exportable`, or `InspectableMaskedLM`
     path: str | os.PathLike,  # of the file; it is overwritten
@@ -256,7 +274,7 @@ def export_onnx(
             # The tracer notes the source line of each operation: paths of this machine.
             for node in (program.model.graph, *program.model.graph.all_nodes()):
                 node.metadata_props.clear()
-            program.save(path, external_data=False)
+            _save_program(program, Path(path))
     except Exception as error:  # of the tracer, the translator or protobuf, without a common base
         raise ValueError(
             f"a {module.model.config.model_type} model cannot be expressed in ONNX: "
@@ -279,7 +297,7 @@ def _tensors(message: Any) -> Iterator[Any]:
 
 def _read_onnx(
     path: str | os.PathLike,
-) -> bytes:  # of the file, which contains all of its weights
+) -> bytes | str:  # the content, or the path of a file whose weights are beside it
     "Read an ONNX file. Raises `ValueError` for a damaged one, and for one that names other files."
     check_extra()
     import onnx
@@ -290,14 +308,16 @@ def _read_onnx(
         proto.ParseFromString(content)
     except DecodeError as error:
         raise ValueError(f"{path} is not an ONNX file, or damaged: {one_line(error)}") from None
-    for tensor in _tensors(proto):
-        if tensor.external_data:
-            entries = {entry.key: entry.value for entry in tensor.external_data}
-            raise ValueError(
-                f"{path} keeps weights in another file, {entries.get('location')!r}; only files "
-                "that contain all of their weights are read"
-            )
-    return content
+    beside = _weights_file(Path(path))
+    entries = [entry for tensor in _tensors(proto) for entry in tensor.external_data]
+    locations = {entry.value for entry in entries if entry.key == "location"}
+    if foreign := sorted(locations - {beside.name}):
+        raise ValueError(
+            f"{path} keeps weights in another file, {foreign[0]!r}; only its own {beside.name} is read"
+        )
+    if locations and not beside.is_file():
+        raise ValueError(f"{path} has its weights in {beside.name}, which is missing")
+    return os.fspath(path) if locations else content
 
 # %% ../../nbs/train/25_export.ipynb #ec0c6ec1
 FILES = {  # by precision, where optimum and transformers.js look
@@ -447,7 +467,10 @@ def convert_float16(
     finally:
         sys.path[:] = path
     with _quietly():
-        onnx.save(convert_float_to_float16(onnx.load(source), keep_io_types=True), target)
+        model = convert_float_to_float16(onnx.load(source), keep_io_types=True)
+        is_large = model.ByteSize() > _PROTO_LIMIT
+        location = _weights_file(Path(target)).name
+        onnx.save(model, target, save_as_external_data=is_large, location=location)
 
 # %% ../../nbs/train/25_export.ipynb #54fb4a88
 def example_batches(
@@ -760,9 +783,14 @@ def _measure(
     if scores:
         row["scores"] = [*scores]
     lost = row["scores"][1] - row["scores"][0] if "scores" in row else 1 - row["agreement"]
-    content = path.read_bytes()
-    sha256 = hashlib.sha256(content).hexdigest()
-    return {"bytes": len(content), "sha256": sha256, "lost": max(0.0, lost), **row}
+    files, digest = (
+        [file for file in (path, _weights_file(path)) if file.is_file()],
+        hashlib.sha256(),
+    )
+    for file in files:
+        digest.update(file.read_bytes())
+    size = sum(file.stat().st_size for file in files)
+    return {"bytes": size, "sha256": digest.hexdigest(), "lost": max(0.0, lost), **row}
 
 
 def _write_files(
@@ -814,11 +842,11 @@ def export_model(
     check_output(output)
     source, head = Path(find_model_directory(directory)), check_exportable(directory)
     columns = (read_model_json(source, "task.json") or {}).get("columns", ())
-    texts_to_check = _held_out_texts(texts, len(columns) > 1 or head == "ForQuestionAnswering")
     tokenizer = load_tokenizer(source)
     module = load_exportable(source, outputs, tokenizer.model_input_names)
     max_length, is_masked_lm = _max_length(source, module, tokenizer), head.startswith("ForMasked")
     check_tokenizer(tokenizer, module.model.config.vocab_size, needs_mask=is_masked_lm)
+    texts_to_check = _held_out_texts(texts, len(columns) > 1 or head == "ForQuestionAnswering")
     probability = 0.15 if is_masked_lm else 0.0
     batches = example_batches(
         tokenizer, texts_to_check, min(64, max_length), mlm_probability=probability

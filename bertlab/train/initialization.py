@@ -197,7 +197,7 @@ def check_tokenizer_matches(
     advice = "use the tokenizer that it was trained with"
     if needed > rows:
         raise ValueError(
-            f"the tokenizer has {needed} ids, and {source} has vocab_size={rows}: {advice}, or "
+            f"the tokenizer has {needed} ids, and {str(source)!r} has vocab_size={rows}: {advice}, or "
             "make rows for this one first, by bertlab tokenizer transplant, or extend"
         )
     if source_tokenizer is None:

@@ -130,6 +130,35 @@ def test_masks_are_filled_as_torch_fills_them(export_dir, tokenizer):
         np.testing.assert_allclose([p for _, p in guesses], [p for _, p in expected], atol=1e-4)
 
 
+def test_weights_over_the_limit_of_protobuf_are_beside_their_file(
+    export_dir, tokenizer, monkeypatch
+):
+    monkeypatch.setattr("bertlab.train.export._PROTO_LIMIT", 1000)
+    output = export_dir / "large"
+    report = export_model(export_dir / "model", output, texts=TEXTS, float16=True)
+    names = {
+        "model.onnx",
+        "model.onnx_data",
+        "model_fp16.onnx",
+        "model_fp16.onnx_data",
+        "model_quantized.onnx",
+    }
+    assert {path.name for path in (output / "onnx").iterdir()} == names
+    ids, mask = rows(tokenizer, TEXTS[:3])
+    for precision in ("fp32", "fp16"):
+        path = output / FILES[precision]
+        size = path.stat().st_size + path.with_name(f"{path.name}_data").stat().st_size
+        assert report["files"][FILES[precision]]["bytes"] == size
+        usual, large = (
+            run(OnnxModel.load(folder, precision), ids, mask)["logits"]
+            for folder in (export_dir / "exported", output)
+        )
+        np.testing.assert_allclose(large, usual, atol=1e-5 if precision == "fp32" else 5e-3)
+    path.with_name(f"{path.name}_data").unlink()
+    with pytest.raises(ValueError, match=r"model_fp16\.onnx_data"):
+        OnnxModel.load(output, "fp16")
+
+
 def test_the_report_states_what_an_independent_count_finds(export_dir, tokenizer):
     report = json.loads((export_dir / "exported/export.json").read_text())
     assert list(report["files"]) == list(FILES.values())
