@@ -42,7 +42,7 @@ test-colab: .venv/.dev .venv-colab/.colab ## Run the index, walkthroughs and cou
 test-versions: ## Run the core of the suite with the lowest versions (VERSIONS=newest: with today's); needs uv
 	@uv venv --quiet --allow-existing --python $(VERSIONS_PYTHON) .venv-$(VERSIONS)
 	@uv pip install --quiet --python .venv-$(VERSIONS) --torch-backend auto --upgrade \
-		--resolution $(if $(filter lowest,$(VERSIONS)),lowest-direct,highest) $(VERSIONS_PINS) --editable '.[optimizers]'
+		--resolution $(if $(filter lowest,$(VERSIONS)),lowest-direct,highest) $(VERSIONS_PINS) --editable '.[adapters,optimizers]'
 	@uv pip install --quiet --python .venv-$(VERSIONS) $(VERSIONS_TOOLS)
 	@.venv-$(VERSIONS)/bin/python -m pytest -m "not slow" $(VERSIONS_TESTS) $(TEST_ARGS)
 

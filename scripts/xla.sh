@@ -26,5 +26,5 @@ quiet=--quiet
 [ -t 1 ] && quiet=
 echo "Installing bertlab, torch 2.9 and torch_xla 2.9 into .venv-xla (about 7 GB the first time)"
 .venv-xla/bin/python -m pip install $quiet --disable-pip-version-check --constraint .venv-xla/constraints.txt \
-    'torch==2.9.*' 'torch_xla==2.9.0' pytest pytest-timeout pytest-xdist --editable .
+    'torch==2.9.*' 'torch_xla==2.9.0' hypothesis pytest pytest-timeout pytest-xdist --editable .
 touch .venv-xla/.xla

@@ -31,9 +31,11 @@ def run_on_ranks(function: Callable, *arguments: Any, count: int = 2, timeout: f
 
     RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set as a launcher sets them.
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    # Bound and not listening, the port stays free for the first rank, and no other process gets it.
+    reserved = socket.socket()
+    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    reserved.bind(("127.0.0.1", 0))
+    port = reserved.getsockname()[1]
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(count), "NODE_RANK": "0",
               "LOCAL_WORLD_SIZE": str(count), "GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "test"}  # fmt: skip
     folder = Path(
@@ -55,5 +57,6 @@ def run_on_ranks(function: Callable, *arguments: Any, count: int = 2, timeout: f
             f"{statuses}\n{output_file.read_text()[-3000:]}" for output_file in outputs
         )
     finally:
+        reserved.close()
         for process in processes:
             process.kill()

@@ -64,7 +64,7 @@ def start(
 ) -> subprocess.Popen:
     "One process without a launcher (0), or so many of torchrun."
     command_words = words_of(output, rows or ROWS // max(1, processes), steps, *extra)
-    launcher = [f"--nproc-per-node={processes}", f"--master-port={free_port()}"]
+    launcher = ["--standalone", f"--nproc-per-node={processes}"]  # at a free port
     command = (
         [sys.executable, "-m", "torch.distributed.run", *launcher, *command_words]
         if processes
@@ -371,7 +371,7 @@ def test_a_distributed_checkpoint_goes_on_with_any_number_of_processes(
 def test_stages_on_two_devices_have_the_losses_of_one(prepared):
     shape = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2,
              "num_attention_heads": 2, "vocab_size": 300}  # fmt: skip
-    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}"]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     losses = {}
     for name, launcher in ((1, []), (2, []), ("torchrun", torchrun)):
         devices = {} if launcher else {"devices": name}  # a launcher knows
