@@ -190,7 +190,7 @@ class EmbeddingModule(TrainingModule):
         scheduler_training_kind: str = "linear",
         scheduler_training_steps: int = -1,  # between warmup and cooldown; -1: the rest
         scheduler_training_decay: float = 0.1,  # factor of the peak where this phase ends
-        # How the rate ends: constant, linear, inverse-sqrt, cosine or exponential.
+        # How the rate ends: constant, linear, 1-sqrt, cosine or exponential.
         scheduler_cooldown_kind: str = "linear",
         scheduler_cooldown_steps: int = 0,  # optimizer steps of the cooldown
         scheduler_cooldown_decay: float = 0.0,  # factor of the peak at the end of the run

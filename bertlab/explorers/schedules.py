@@ -93,7 +93,7 @@ def design_schedule(
 # %% ../../nbs/explorers/03_schedules.ipynb #65016229
 _DESIGNS = {  # label -> share of the run for a phase, kinds
     "trapezoid": {"warmup": 0.05, "cooldown": 0.2},
-    "inverse-sqrt cooldown": {"warmup": 0.05, "cooldown": 0.2, "cooldown_kind": "inverse-sqrt"},
+    "1-sqrt cooldown": {"warmup": 0.05, "cooldown": 0.2, "cooldown_kind": "1-sqrt"},
     "triangle": {"warmup": 0.1, "cooldown": 0.9},
     "cosine to a tenth": {"warmup": 0.05, "training_kind": "cosine", "training_decay": 0.1},
     "no warmup, flat": {},

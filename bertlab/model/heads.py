@@ -388,7 +388,10 @@ class BertLabForCausalLM(TokenPredictionModel):
 
 # %% ../../nbs/model/06_heads.ipynb #1542af12
 class BertLabForEnhancedMaskedLM(TokenPredictionModel):
-    "Rebuild each token from a random half of the others; nothing is masked (Xiao et al. 2022)."
+    """Rebuild each token from a random half of the others; nothing is masked.
+
+    The extra block is RetroMAE's, which also masks its encoder's input (Xiao et al. 2022, sec. 3.3).
+    """
 
     required_input = "row_keys"
     scores_encoder = False

@@ -29,12 +29,12 @@ SHAPES = {
     "linear": lambda start, end, x: start + (end - start) * x,
     "cosine": lambda start, end, x: end + (start - end) * (1 + math.cos(math.pi * x)) / 2,
     "exponential": lambda start, end, x: start ** (1 - x) * end**x,
-    "inverse-sqrt": lambda start, end, x: end + (start - end) * (1 - math.sqrt(x)),
+    "1-sqrt": lambda start, end, x: end + (start - end) * (1 - math.sqrt(x)),
 }
 SCHEDULE_KINDS = {
     "warmup": ("constant", "linear", "cosine", "exponential"),
     "training": ("constant", "linear", "cosine", "exponential"),
-    "cooldown": ("constant", "linear", "inverse-sqrt", "cosine", "exponential"),
+    "cooldown": ("constant", "linear", "1-sqrt", "cosine", "exponential"),
 }
 
 # %% ../../nbs/optim/01_schedulers.ipynb #0a916ce1
@@ -51,13 +51,15 @@ class Schedule:
     training_kind: str = "constant"  # constant, linear, cosine, exponential
     training_steps: int | float | str = -1  # -1: the rest of the run, or no end
     training_decay: float = 1.0  # factor where training ends; at 1.0 every kind is flat
-    cooldown_kind: str = "linear"  # constant, linear, inverse-sqrt, cosine, exponential
+    cooldown_kind: str = "linear"  # constant, linear, 1-sqrt, cosine, exponential
     cooldown_steps: int | float | str = 0  # length of the cooldown
     cooldown_decay: float = 0.0  # factor at the end, and ever after
     total_steps: int | str | None = None  # of the whole run, if known
     tokens_per_step: int | None = None  # of one update, over all processes
 
     def __post_init__(self):
+        if self.cooldown_kind == "inverse-sqrt":  # BertBlocks' name
+            object.__setattr__(self, "cooldown_kind", "1-sqrt")
         for phase, kinds in SCHEDULE_KINDS.items():
             check_choice(f"{phase}_kind", getattr(self, f"{phase}_kind"), kinds)
             check_range(f"{phase}_decay", getattr(self, f"{phase}_decay"), 0, 1)
@@ -250,7 +252,7 @@ def get_scheduler(
     training_kind: str = "constant",  # constant, linear, cosine, exponential
     training_steps: int | float | str = -1,  # -1: the rest of the run, or no end
     training_decay: float = 1.0,  # factor where training ends; at 1.0 every kind is flat
-    cooldown_kind: str = "linear",  # constant, linear, inverse-sqrt, cosine, exponential
+    cooldown_kind: str = "linear",  # constant, linear, 1-sqrt, cosine, exponential
     cooldown_steps: int | float | str = 0,  # length of the cooldown
     cooldown_decay: float = 0.0,  # factor at the end, and ever after
     total_steps: int | str | None = None,  # of the whole run, if known
@@ -286,7 +288,7 @@ def get_single_scheduler(
 
 # %% ../../nbs/optim/01_schedulers.ipynb #c47e8d8f
 class InverseSqrtScheduler(ScheduledLR):
-    "A cooldown that falls fast and then slowly: $1 - \\sqrt{n/C}$ (Hägele et al. 2024, sec. 3)."
+    "The 1-sqrt cooldown as BertBlocks names it: $1 - \\sqrt{n/C}$ (Hägele et al. 2024, sec. 3)."
 
     def __init__(
         self,
@@ -295,9 +297,7 @@ class InverseSqrtScheduler(ScheduledLR):
         last_epoch: int = -1,  # update to go on from; -1 starts afresh
     ):
         check_range("cooldown_steps", cooldown_steps, 1)
-        schedule = Schedule(
-            training_steps=0, cooldown_kind="inverse-sqrt", cooldown_steps=cooldown_steps
-        )
+        schedule = Schedule(training_steps=0, cooldown_kind="1-sqrt", cooldown_steps=cooldown_steps)
         super().__init__(optimizer, schedule, last_epoch)
 
     def lr_lambda(self, current_step: int) -> float:

@@ -100,7 +100,7 @@ WRONG = [  # words, and parts of the answer: what it is about, and what to do
     (["pretrain", "--config", "empty"], ["empty"]),
     (["pretrain", "--trainer.max_step", "5"], ["did you mean 'trainer.max_steps'"]),
     (["pretrain", "--trainer.max_steps", "five"], ["trainer.max_steps", "int", "'five'"]),
-    (["pretrain", "--model.scheduler_cooldown_kind", "inverse_sqrt"], ["did you mean 'inverse-sqrt'"]),
+    (["pretrain", "--model.scheduler_cooldown_kind", "1_sqrt"], ["did you mean '1-sqrt'"]),
     (["pretrain", "--run.shape", "modernbert_tyni"], ["did you mean 'modernbert_tiny'"]),
     (["pretrain", "own.txt", "--data.collator", "mien.MyCollator"], ["mien.MyCollator", "'mine'"]),
     (["pretrain", "own.txt", "--trainer.callbacks", "nofile.Watch"], ["nofile.Watch"]),

@@ -231,7 +231,7 @@ explorer = rate_designer(num_steps=1000, learning_rate=1e-3)
 """,
         (
             # A warmup of 50 is worth 25.5 updates, a cooldown of 200 100.5, and 750 are flat: 876.
-            Act("cooldown", "choose", "inverse-sqrt", r"area: 842\.7 updates"),
+            Act("cooldown", "choose", "1-sqrt", r"area: 842\.7 updates"),
             Act("cooldown", "choose", "linear", r"area: 876\.0 updates"),
             Act(
                 "warmup updates",

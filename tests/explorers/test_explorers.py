@@ -87,7 +87,7 @@ designs = st.fixed_dictionaries(
         "training_kind": st.sampled_from(["linear", "cosine", "exponential"]),
         "training_steps": st.sampled_from([-1, 5]),
         "training_decay": st.sampled_from([1.0, 0.3]),
-        "cooldown_kind": st.sampled_from(["linear", "inverse-sqrt", "cosine", "exponential"]),
+        "cooldown_kind": st.sampled_from(["linear", "1-sqrt", "cosine", "exponential"]),
         "cooldown_steps": st.integers(1, 9),
         "cooldown_decay": st.sampled_from([0.1, 0.001]),
     }
@@ -107,14 +107,12 @@ def test_the_printed_python_makes_the_drawn_schedule(phases, peak):
 
 @pytest.mark.filterwarnings("ignore")
 def test_the_printed_yaml_is_a_configuration_of_the_command(tmp_path, capsys):
-    schedule = Schedule(
-        warmup_steps=3, cooldown_kind="inverse-sqrt", cooldown_steps=5, total_steps=20
-    )
+    schedule = Schedule(warmup_steps=3, cooldown_kind="1-sqrt", cooldown_steps=5, total_steps=20)
     (tmp_path / "design.yaml").write_text(schedule_yaml(schedule, 20, 1e-5))
     assert main(["pretrain", "--config", str(tmp_path / "design.yaml"), "--print_config"]) == 0
     config = yaml.safe_load(capsys.readouterr().out)
     options = {name: config["model"][f"scheduler_{name}"] for name in _phase_options(schedule)}
-    assert options == _phase_options(schedule) and options["cooldown_kind"] == "inverse-sqrt"
+    assert options == _phase_options(schedule) and options["cooldown_kind"] == "1-sqrt"
     assert config["model"]["learning_rate"] == 1e-5 and config["trainer"]["max_steps"] == 20
 
 

@@ -155,7 +155,7 @@ def steepest_step(schedule: Schedule, warmup: int, training: int, cooldown: int)
             step = {
                 "linear": height / length,
                 "cosine": height * min(1, math.pi / 2 / length),
-                "inverse-sqrt": height / math.sqrt(length),
+                "1-sqrt": height / math.sqrt(length),
                 # The steepest step is the one at the higher end.
                 "exponential": max(start, end)
                 * (1 - (min(start, end) / max(start, end)) ** (1 / length)),
@@ -240,8 +240,12 @@ def test_a_new_peak_holds_from_the_first_resumed_update():
     assert follow(resumed, 3) == [7.5, 10.0, 10.0]
 
 
-def test_inverse_sqrt_is_one_minus_the_root_and_then_zero():
+def test_inverse_sqrt_of_bertblocks_is_one_minus_the_root():
     scheduler = InverseSqrtScheduler(an_optimizer(0.5), cooldown_steps=9)
+    by_old_name = get_single_scheduler(an_optimizer(), "inverse-sqrt", 9, direction="decrease")
+    assert (
+        by_old_name.schedule == scheduler.schedule and scheduler.schedule.cooldown_kind == "1-sqrt"
+    )
     expected = [0.5 * (1 - math.sqrt(n / 9)) for n in range(9)] + [0.0, 0.0]
     np.testing.assert_allclose(follow(scheduler, 11), expected)
     assert (
@@ -264,7 +268,7 @@ def test_a_single_decrease_is_the_cooldown_alone(shape):
 
 
 @pytest.mark.parametrize("arguments, words", [
-    ({"warmup_kind": "ramp"}, ["warmup_kind", "'ramp'"]), ({"training_kind": "inverse-sqrt"}, ["training_kind"]),
+    ({"warmup_kind": "ramp"}, ["warmup_kind", "'ramp'"]), ({"training_kind": "1-sqrt"}, ["training_kind"]),
     ({"cooldown_kind": "sqrt"}, ["cooldown_kind", "'sqrt'"]), ({"warmup_steps": -1}, ["warmup_steps", "-1"]),
     ({"training_steps": -2}, ["training_steps", "-2"]), ({"total_steps": 0}, ["total_steps", "0"]),
     ({"warmup_decay": -0.1}, ["warmup_decay", "-0.1"]), ({"training_decay": math.nan}, ["training_decay", "nan"]),
