@@ -66,6 +66,8 @@ def resolve_task(config: Mapping[str, Any]) -> dict[str, Any]:  # in sections
             f"run.task={run.task!r} brings its own rows: leave run.glue and "
             "data.dataset_name_or_path out"
         )
+    if str(model["task"]) in BUILTIN_DATASETS:
+        raise ValueError(f"model.task={model['task']!r} is a data set: name it by run.task")
     if run.task is None and run.glue is None and source is None:
         raise ValueError(
             "nothing to learn from: give data.dataset_name_or_path, run.task ("

@@ -239,11 +239,12 @@ def _find_option(name: str, command: Command) -> tuple[str, Option]:
     if name in command.without:
         raise ValueError(f"{name} is decided by bertlab {command.name}; remove it")
     same = [key for key in command.options if key.rpartition(".")[2] == name]
-    if len(same) == 1:
-        return same[0], command.options[same[0]]
+    if same:  # of several sections, the model's
+        name = min(same, key=lambda key: not key.startswith("model."))
+        return name, command.options[name]
     if name in command.keys:
         return f"{command.keys[name]}.{name}", command.options[command.keys[name]]
-    hint = f"; choose {' or '.join(same)}" if same else did_you_mean(name, command.options)
+    hint = did_you_mean(name, command.options)
     raise ValueError(f"{name!r} is not an option of bertlab {command.name}{hint}")
 
 

@@ -216,7 +216,14 @@ def trainer_options(
     callbacks = options.get("callbacks") or []
     callbacks = callbacks if isinstance(callbacks, list) else [callbacks]
     options["callbacks"] = [{"class_path": c} if isinstance(c, str) else c for c in callbacks]
-    return {name: build_objects(value) for name, value in options.items()}
+    options = {name: build_objects(value) for name, value in options.items()}
+    for callback in options["callbacks"]:
+        if not isinstance(callback, Callback):
+            raise ValueError(
+                f"trainer.callbacks has {callback!r}, which is not a callback: name its class, as "
+                "my_file.MyCallback, or {class_path: my_file.MyCallback, init_args: {...}}"
+            )
+    return options
 
 # %% ../../nbs/train/21_run.ipynb #39dbf032
 def check_beginning(

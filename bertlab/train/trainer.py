@@ -11,7 +11,8 @@ from typing import Any
 
 import lightning as L
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
-from lightning.pytorch.callbacks import Callback, Checkpoint, LearningRateMonitor, ProgressBar
+from lightning.pytorch.callbacks import Callback, Checkpoint, DeviceStatsMonitor
+from lightning.pytorch.callbacks import LearningRateMonitor, ProgressBar
 from lightning.pytorch.plugins import HalfPrecision, Precision
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
@@ -57,13 +58,16 @@ def _contains(type_: type, parts: Sequence[Any]) -> bool:
     return any(isinstance(part, type_) for part in parts)
 
 
+_LOGGING = DeviceStatsMonitor, LearningRateMonitor
+
+
 def _all_callbacks(
     callbacks: Sequence[Callback], logger: Any, skip_nonfinite: bool, validates: bool
 ) -> list[Callback]:
     "Add bertlab's callbacks. Raises `ValueError` for one that could only fail."
-    if _contains(LearningRateMonitor, callbacks) and not logger:
+    for name in (type(c).__name__ for c in callbacks if isinstance(c, _LOGGING) and not logger):
         raise ValueError(
-            "callbacks has LearningRateMonitor, which writes to loggers, and there is none: set "
+            f"callbacks has {name}, which writes to loggers, and there is none: set "
             "run.loggers to [csv], or pass logger=build_loggers(['csv'], DIRECTORY)"
         )
     guards = [NonFiniteGuard()] * (skip_nonfinite and not _contains(NonFiniteGuard, callbacks))

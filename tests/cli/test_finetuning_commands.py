@@ -345,7 +345,7 @@ WRONG = [
     ('--data.text_column=["text", "label", "text"]', "text_column"), ("--data.text_column=txet", "'text'"),
     ('--data.reader_kwargs={"delimiter": ";;"}', "delimiter"), ("--data.train_split=null", "train_split"),
     ("--model.num_labels=7", "num_labels=7"), ("--model.optimizer_class=adamx", "adamx"),
-    ('--model.optimizer_kwargs={"bates": 1}', "bates"), ("--model.task=translation", "translation"),
+    ('--model.optimizer_kwargs={"bates": 1}', "bates"), ("--task=translation", "translation"), ("--task=docstring-area", "run.task"),
     ("--model.pretrained_model_name_or_path=somebody/model", "not both"),
     ("--trainer.max_steps=3", "max_steps"), ("--trainer.precision=fp17", "precision='fp17'"),
     ("--trainer.limit_train_batches=1.5", "limit_train_batches"), ("--trainer.limit_val_batches=0", "limit_val_batches=0"),

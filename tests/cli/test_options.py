@@ -192,6 +192,11 @@ def test_a_printed_configuration_gives_the_same_one(tmp_path, capsys):
     assert config["model"]["learning_rate"] == 0.002 and config["run"]["vocab_size"] == 60
 
 
+def test_a_plain_name_of_several_sections_is_the_models():
+    tasks = configured("--task", "regression", command="finetune")
+    assert (tasks["model"]["task"], tasks["run"]["task"]) == ("regression", None)
+
+
 def test_entries_of_dictionaries_and_growing_lists():
     config = configured("--data.collator_kwargs", "{a: 1, b: 2}", "--data.collator_kwargs.b", "3",
                         "--model.model_kwargs.er", "x", "--trainer.callbacks+=one.A",
@@ -249,7 +254,6 @@ def test_switches_and_resume():
 
 @pytest.mark.parametrize("command, words, parts", [
     ("pretrain", ["--model.learning_rat", "1"], ["'model.learning_rat'", "did you mean 'model.learning_rate'"]),
-    ("pretrain", ["--pretrained_tokenizer_name_or_path", "x"], ["model.pretrained", "data.pretrained"]),
     ("pretrain", ["--zzz", "1"], ["'zzz'"]),
     ("pretrain", ["--overwite"], ["did you mean 'overwrite'"]),
     ("pretrain", ["--model.learning_rate"], ["model.learning_rate", "value"]),

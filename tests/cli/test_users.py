@@ -183,6 +183,8 @@ def test_a_wrong_input_is_one_line_that_names_it(folder, capsys):
     (["--data.collator", "mine.MyCollator"], ["collator='mine.MyCollator'", "bertlab.Collator"]),
     (["--data.collator", "mine.MyColator"], ["collator='mine.MyColator'", "did you mean 'MyCollator'"]),
     (["--model.objective", "mine.MyCollator"], ["objective='mine.MyCollator'", "collator"]),
+    (["--trainer.callbacks", "[{class: mine.MyCollator}]"], ["trainer.callbacks", "mine.MyCollator", "class_path"]),
+    (["--trainer.callbacks", "DeviceStatsMonitor"], ["DeviceStatsMonitor", "run.loggers"]),
     (["--trainer.callbacks", "EarlyStoping"], ["did you mean 'EarlyStopping'", "my_file.EarlyStoping"]),
     (["--run.val_every_steps", "0"], ["run.val_every_steps=0", "1 or more"]),
     (["--run.checkpoint_every_steps", "0"], ["run.checkpoint_every_steps=0"]),
