@@ -16,7 +16,7 @@ from typing import Any
 from tqdm import tqdm
 
 from ..core.devices import find_accelerator, num_devices
-from ..core.files import atomic_write, check_output_file, lock_directory, write_json
+from ..core.files import check_output_file, lock_directory, write_json, write_text
 from ..core.names import check_choice, check_range
 from ..core.serialization import load_json
 from ..data.sources import check_not_inside
@@ -246,8 +246,7 @@ def embed_mine(
     rows = zip(mined.queries, mined.positives, mined.negatives)
     keys = "query", "positive", "negative"
     lines = [json.dumps(dict(zip(keys, row)), ensure_ascii=False) for row in rows]
-    with atomic_write(output) as temporary:
-        temporary.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    write_text(output, "\n".join(lines) + "\n")
     return f"{len(mined):,} pairs with {num_negatives} negatives at most, written to {output}"
 
 

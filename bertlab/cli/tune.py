@@ -20,10 +20,10 @@ from lightning.pytorch.callbacks import Callback
 from .commands import COMMANDS
 from .finetune import run_seeds
 from .parser import Command, configuration
-from ..core.files import RUN_FILE, atomic_write, check_run_directory, lock_directory
+from ..core.files import RUN_FILE, check_run_directory, lock_directory, write_text
 from ..core.files import prepare_run_directory
 from ..core.names import install_command, check_choice, check_minimum, check_range
-from ..core.serialization import as_recorded, dump_yaml, find_config, load_yaml, one_line
+from ..core.serialization import align_columns, as_recorded, dump_yaml, find_config, load_yaml, one_line
 from ..core.serialization import save_run_file, without_secrets
 from ..finetuning.runs import BestCheckpoint
 from ..train.checkpoints import TrainingStopped
@@ -273,21 +273,16 @@ def _run_trials(
     return _write_results(study, plan, content, directory)
 
 
-def _write_text(path: Path, text: str) -> None:
-    with atomic_write(path) as temporary:
-        temporary.write_text(text, encoding="utf-8")
-
-
 def _write_results(
     study: Any, search: SearchConfig, content: Mapping[str, Any], output: Path
 ) -> str:
     "Write trials.txt and, once a trial is complete, best.yaml; the table."
     table = _trial_table(read_trials(output))
-    _write_text(output / "trials.txt", table + "\n")
+    write_text(output / "trials.txt", table + "\n")
     if any(trial.state.name == "COMPLETE" for trial in study.trials):
         best = _trial_config(search, content, study.best_params, Path("bertlab-best"))
         best["run"]["progress"] = "auto"
-        _write_text(output / "best.yaml", dump_yaml(without_secrets(best)))
+        write_text(output / "best.yaml", dump_yaml(without_secrets(best)))
         table += f"\nbest configuration: {output / 'best.yaml'}"
     return table
 
@@ -315,5 +310,4 @@ def _trial_table(trials: list[dict[str, Any]]) -> str:
         value = "" if trial["value"] is None else f"{trial['value']:.4f}"
         params = [show(trial["params"].get(name, "")) for name in names]
         rows.append([str(trial["number"]), value, trial["state"], *params, trial["reason"]])
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+    return align_columns(rows)

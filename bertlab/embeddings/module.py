@@ -39,10 +39,10 @@ from ..model.huggingface import describe_rows, has_adapter
 from ..model.huggingface import load_model, merged_copy, saved_as
 from ..model.losses import LossSums
 from bertlab.train.modules import (
-    HuggingFaceCheckpointIO,
     check_tokenizer_matches,
     check_recomputing,
     compile_model,
+    make_loadable,
     resolve_compile,
 )
 from ..train.config import RunConfig, check_rates
@@ -51,7 +51,7 @@ from ..train.modules import check_parts
 from ..train.initialization import config_from_tokenizer
 from ..train.modules import apply_activation_checkpointing
 from ..train.run import RunParts, reporting_unknown_options, trainer_options
-from ..train.steps import TrainingModule, fill_defaults, plain_options
+from ..train.steps import TrainingModule, fill_defaults
 
 # %% ../../nbs/embeddings/06_module.ipynb #84e4246a
 def retrieval_scores(
@@ -410,18 +410,8 @@ class EmbeddingModule(TrainingModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         "Store what is needed to load a checkpoint without the pretrained model."
-        HuggingFaceCheckpointIO.install(self)
+        make_loadable(self, checkpoint, pooling=self.pooling)
         model = self.model
-        config = model.encoder.config.to_diff_dict()
-        options = {
-            **checkpoint.get("hyper_parameters", {}),
-            "pretrained_model_name_or_path": None,
-            "model_config_kwargs": config,
-            "pooling": model.pooling,
-        }
-        defaults = {"optimizer_class": "adamw", "schedule": None}
-        checkpoint["model_config"] = config
-        checkpoint["hyper_parameters"] = plain_options(options, defaults)
         checkpoint["bi_encoder"] = {
             "normalize": model.normalize,
             "max_sequence_length": model.max_sequence_length,

@@ -24,7 +24,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch.utils.data import Dataset
 
 from ..core.names import check_range
-from ..data.loaders import OrderedRows, SplitDataModule, hold_out_groups
+from ..data.loaders import SplitDataModule, hold_out_groups
 from ..data.readers import ErrorHandler, ReadOptions, parse_json, resolve_column
 from ..data.rows import IGNORE_INDEX
 from ..data.sources import iter_rows

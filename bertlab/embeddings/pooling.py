@@ -71,30 +71,24 @@ def pack_for_encoder(
     for n in np.flatnonzero(lengths_N < 1)[:1]:
         raise ValueError(f"text {n} has no token; leave it out")
     if packing:
-        plan = pack_best_fit(lengths_N, row_length)
-        members_N, counts_B = plan.members, np.diff(plan.offsets)
+        rows = [*pack_best_fit(lengths_N, row_length)]
     else:
         for n in np.flatnonzero(lengths_N > row_length)[:1]:
             raise ValueError(
                 f"text {n} has {lengths_N[n]} tokens, more than row_length={row_length}"
             )
-        members_N, counts_B = np.arange(len(ids)), np.ones(len(ids), np.int64)
-    first_B = np.cumsum(counts_B) - counts_B
-    row_N = np.repeat(np.arange(len(counts_B)), counts_B)
-    ends_N = np.cumsum(lengths_N[members_N])
-    begins_N = ends_N - lengths_N[members_N]
-    begins_N = begins_N - begins_N[first_B][row_N] + row_N * row_length  # in rows laid end to end
-    sizes_N = lengths_N[members_N]
-    places_T = np.repeat(begins_N - (ends_N - sizes_N), sizes_N) + np.arange(sizes_N.sum())
-    input_ids = np.full(len(counts_B) * row_length, pad_token_id, np.int64)
-    documents = np.zeros_like(input_ids)
-    input_ids[places_T] = np.concatenate([np.asarray(ids[n], np.int64) for n in members_N])
-    documents[places_T] = np.repeat(np.arange(len(ids)) - first_B[row_N] + 1, sizes_N)
-    shape = len(counts_B), row_length
-    documents_BL = documents.reshape(shape)
+        rows = [[n] for n in range(len(ids))]
+    ids_BL = np.full((len(rows), row_length), pad_token_id, np.int64)
+    documents_BL = np.zeros_like(ids_BL)
+    for row, members in enumerate(rows):
+        start = 0
+        for document, n in enumerate(members, 1):
+            stop = start + len(ids[n])
+            ids_BL[row, start:stop], documents_BL[row, start:stop] = ids[n], document
+            start = stop
     return {
-        "input_ids": input_ids.reshape(shape),
+        "input_ids": ids_BL,
         "attention_mask": documents_BL,
         "position_ids": document_positions(documents_BL),
-        "text_order": np.argsort(members_N),
+        "text_order": np.argsort(np.concatenate(rows)),
     }

@@ -20,7 +20,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch.utils.data import DataLoader, Dataset
 
 from ..core.names import check_choice, check_minimum, check_range, resolve
-from ..data.loaders import OrderedRows, SplitDataModule, hold_out_groups
+from ..data.loaders import SplitDataModule, hold_out_groups
 from ..data.readers import resolve_column
 from ..data.rows import IGNORE_INDEX, PADDING
 from ..data.supervised import SupervisedCollator

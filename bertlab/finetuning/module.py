@@ -32,10 +32,10 @@ from ..optim.optimizers import get_optimizer
 from ..optim.schedulers import ScheduledLR, custom_scheduler
 from ..train.config import check_rates
 from ..train.initialization import check_tokenizer_matches
-from ..train.modules import HuggingFaceCheckpointIO, compile_model, default_learning_rate
+from ..train.modules import compile_model, default_learning_rate, make_loadable
 from ..train.modules import apply_activation_checkpointing, check_parts
 from ..train.modules import optimizer_options, resolve_compile
-from ..train.steps import TrainingModule, fill_defaults, plain_options
+from ..train.steps import TrainingModule, fill_defaults
 
 # %% ../../nbs/finetuning/10_module.ipynb #d4f90392
 SCHEDULES = "linear", "constant", "cosine", "polynomial"
@@ -332,20 +332,7 @@ class FinetuningModule(TrainingModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         "Make a checkpoint loadable without its first weights and its data."
-        HuggingFaceCheckpointIO.install(self)
-        config, labels = self.config.to_diff_dict(), self.task.labels
-        checkpoint["model_config"] = config
-        options = {
-            **checkpoint["hyper_parameters"],
-            "pretrained_model_name_or_path": None,
-            "model_config_kwargs": config,
-            "num_labels": self.task.num_labels,
-            "id2label": labels and labels.names,
-            "problem_type": self.task.problem_type,
-            "task": task_name(self.task),
-        }
-        defaults = {"optimizer_class": "adamw", "scheduler_type": None}
-        checkpoint["hyper_parameters"] = plain_options(options, defaults)
+        make_loadable(self, checkpoint, **_describe_labels(self.task) | {"task": task_name(self.task)})
 
     # --- loss and scores --------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ from typing import Any
 from torch import nn
 
 from ..core.names import check_choice, check_range
+from ..core.serialization import align_columns
 
 # %% ../../nbs/optim/03_groups.ipynb #6ce9861e
 # The usual names of a model's last matrix: it maps to words or labels, not to hidden states.
@@ -148,6 +149,4 @@ def parameter_table(
         shape = "x".join(map(str, parameter.shape)) or "1"
         names = " = ".join(name for name, _ in owners)
         rows.append((title, rate, _role(parameter, owners), shape, names))
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths)) for row in rows)
-    return "\n".join(line.rstrip() for line in lines)
+    return align_columns(rows)

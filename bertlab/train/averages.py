@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch.callbacks import Callback
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -27,6 +26,7 @@ from ..model.huggingface import read_config
 from ..model.loading import check_finite, read_state_dict, written_weights
 from ..model.huggingface import read_sentence_transformers_files
 from .checkpoints import saved_models
+from .history import StepCallback
 from ..core.files import atomic_directory, write_json
 from ..core.names import check_range
 
@@ -36,7 +36,7 @@ def _at_least_float32(weight: Tensor) -> Tensor:
     return weight.to(torch.promote_types(weight.dtype, torch.float32))
 
 
-class EMA(Callback):
+class EMA(StepCallback):
     """Keep an exponential moving average of the trained weights; validate with it, and write it.
 
     Inside `TrainingModule.evaluation_weights` the averages replace the weights: in validation, in
@@ -57,7 +57,7 @@ class EMA(Callback):
         self.decay, self.every_n_steps, self.start_step = decay, every_n_steps, start_step
         self.ramp = ramp
         self.averages: dict[str, Tensor] = {}  # by the name of a weight; empty before the start
-        self.num_averaged, self._last_step = 0, 0
+        self.num_averaged = 0
 
     def setup(self, trainer, pl_module, stage: str) -> None:
         "Begin a new run without averages, also where this object was in another."
@@ -74,16 +74,13 @@ class EMA(Callback):
             name: _at_least_float32(average.to(weights[name].device))
             for name, average in self.averages.items()
         }
-        self._last_step = trainer.global_step
+        super().on_train_start(trainer, pl_module)
 
     def _trained_weights(self, pl_module) -> dict[str, nn.Parameter]:
         return {n: p for n, p in pl_module.model.named_parameters() if p.requires_grad}
 
-    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
+    def on_step_end(self, trainer, pl_module) -> None:
         step = trainer.global_step
-        if step == self._last_step:
-            return  # inside an accumulation window
-        self._last_step = step
         if step > self.start_step and (step - self.start_step - 1) % self.every_n_steps == 0:
             self.update(pl_module)
 

@@ -20,7 +20,7 @@ from typing import Any
 import yaml
 
 from ..core.serialization import dump_yaml, is_local_path, load_json, load_yaml, map_values
-from ..core.files import RUN_FILE, atomic_write, looks_like_hub_name
+from ..core.files import RUN_FILE, looks_like_hub_name, write_text
 from ..core.names import check_range
 from ..data.readers import SUFFIXES, suffix_of
 from ..model.huggingface import SENTENCE_TRANSFORMERS_FILES, read_sentence_transformers_files
@@ -370,8 +370,7 @@ def write_card(
     if path.exists() and not overwrite:
         raise ValueError(f"{path} exists; read it, and pass overwrite to replace it")
     text = make_card(directory, choices)
-    with atomic_write(path) as temporary:
-        temporary.write_text(text, encoding="utf-8")
+    write_text(path, text)
     return path
 
 # %% ../../nbs/train/24_model_cards.ipynb #d3ab17d7

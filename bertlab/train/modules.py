@@ -7,7 +7,7 @@ __all__ = ['DEFAULT_LEARNING_RATES', 'RATES_BY_STEPS', 'WARMUP_SHARE', 'OPEN_WAR
            'CLOCK_RECIPE', 'STATE_FILE', 'default_learning_rate', 'optimizer_options', 'clock_budget',
            'build_param_groups', 'pretraining_recipe', 'describe_recipe', 'build_optimizer', 'compile_model',
            'resolve_compile', 'check_recomputing', 'apply_activation_checkpointing', 'check_parts',
-           'HuggingFaceCheckpointIO', 'PretrainingModule']
+           'HuggingFaceCheckpointIO', 'make_loadable', 'PretrainingModule']
 
 # %% ../../nbs/train/05_modules.ipynb #4f3f6a4e
 import math
@@ -405,6 +405,23 @@ class HuggingFaceCheckpointIO(_WrappingCheckpointIO):
     def teardown(self) -> None:
         self.inner.teardown()
 
+
+def make_loadable(
+    module: TrainingModule,  # in its `on_save_checkpoint`
+    checkpoint: dict[str, Any],  # changed in place
+    **options: Any,  # of the module, as they are after its weights were loaded
+) -> None:
+    """Make a checkpoint plain data that needs neither its first weights nor a user's objects.
+
+    The model is written beside it, see `HuggingFaceCheckpointIO`.
+    """
+    HuggingFaceCheckpointIO.install(module)
+    checkpoint["model_config"] = config = module.config.to_diff_dict()
+    options |= {"pretrained_model_name_or_path": None, "model_config_kwargs": config}
+    defaults = {"optimizer_class": "adamw", "schedule": None, "scheduler_type": None}
+    options = checkpoint.get("hyper_parameters", {}) | options
+    checkpoint["hyper_parameters"] = plain_options(options, defaults)
+
 # %% ../../nbs/train/05_modules.ipynb #baac0b75
 class PretrainingModule(TrainingModule):
     "Pretrain an encoder, from random weights or from those of another model."
@@ -612,17 +629,7 @@ class PretrainingModule(TrainingModule):
         return build_optimizer(self.model, options, self.total_steps())
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Make a checkpoint plain data that needs neither its first weights nor a user's objects.
-
-        The model is written beside it, see `HuggingFaceCheckpointIO`.
-        """
-        HuggingFaceCheckpointIO.install(self)
-        checkpoint["model_config"] = self.config.to_diff_dict()
-        plain = {**checkpoint.get("hyper_parameters", {}), "pretrained_model_name_or_path": None,
-                 "load_key_mapping": None, "model_kwargs": None,
-                 "model_config_kwargs": checkpoint["model_config"]}  # fmt: skip
-        usual = {"optimizer_class": "adamw", "schedule": None}
-        checkpoint["hyper_parameters"] = plain_options(plain, usual)
+        make_loadable(self, checkpoint, load_key_mapping=None, model_kwargs=None)
 
 
 PretrainingModule.__signature__ = signature(PretrainingConfig)

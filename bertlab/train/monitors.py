@@ -30,7 +30,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor, nn
 
 from .config import PROGRESS
-from .history import Clock, History, JSONProgress, ProgressBar, paused
+from .history import Clock, History, JSONProgress, ProgressBar, StepCallback, paused
 from ..core.devices import describe_device, device_memory_peaks, benchmark_matmul
 from ..core.devices import peak_flops, peak_memory_bytes
 from ..core.names import check_choice, check_range, install_command, look_up
@@ -65,7 +65,7 @@ def peak_flops_of(
     return peak_flops(name, precision, setting)
 
 # %% ../../nbs/train/13_monitors.ipynb #43f23633
-class PeriodicCallback(Callback):
+class PeriodicCallback(StepCallback):
     "Observe a run every n optimizer steps; the rows survive a resume."
 
     def __init__(
@@ -77,7 +77,6 @@ class PeriodicCallback(Callback):
         check_range("every_n_steps", every_n_steps, 1)
         self.every_n_steps, self.at_start, self.at_end = every_n_steps, at_start, at_end
         self.rows: list[dict[str, Any]] = []  # one for each observation
-        self._step = -1  # the last optimizer step
         self._observed: int | None = None  # the step of the last observation
 
     def observe(self, trainer, pl_module) -> dict[str, Any] | None:
@@ -103,15 +102,13 @@ class PeriodicCallback(Callback):
                 self.publish(trainer, pl_module, row)
 
     def on_train_start(self, trainer, pl_module) -> None:
-        self._step = trainer.global_step
+        super().on_train_start(trainer, pl_module)
         self._observed = self.rows[-1]["step"] if self.rows and self._step else None
         if self._step == 0:
             self._observe_if_due(trainer, pl_module)
 
-    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
-        if trainer.global_step != self._step:  # else inside an accumulation window
-            self._step = trainer.global_step
-            self._observe_if_due(trainer, pl_module)
+    def on_step_end(self, trainer, pl_module) -> None:
+        self._observe_if_due(trainer, pl_module)
 
     def on_train_end(self, trainer, pl_module) -> None:  # not after an error
         if self.at_end:

@@ -18,7 +18,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from lightning.pytorch.callbacks import Callback
 from torch import nn
 
-from ..core.files import atomic_write
+from ..core.files import write_text
 from .history import paused, print_line
 from .monitors import PeriodicCallback, inspecting, log_text, same_modes
 from ..model.mask_filling import encode_masked, fill_masks
@@ -67,8 +67,7 @@ class Preview(PeriodicCallback):
         if self.path is not None:
             entries = [{**entry, "texts": list(self.texts)} for entry in self.rows]
             text = "".join(json.dumps(entry, ensure_ascii=False) + "\n" for entry in entries)
-            with atomic_write(self.path) as temporary:
-                temporary.write_text(text, encoding="utf-8")
+            write_text(self.path, text)
         if not self.quiet:
             print_line(f"step {trainer.global_step}:", *(f"  {line}" for line in lines))
         log_text(trainer, type(self).__name__, lines)
@@ -83,14 +82,13 @@ class FillMaskPreview(Preview):
 
     def __init__(
         self,
-        sentences: Sequence[str],  # each with one or more mask tokens
+        texts: Sequence[str],  # each with one or more mask tokens
         tokenizer: Any = None,  # None: the module's, or the data module's
         every_n_steps: int = 500,  # optimizer steps between two previews
         top_k: int = 5,  # guesses for each mask
-        path: str | os.PathLike | None = None,  # JSON lines; None: no file
-        quiet: bool = False,  # True: print nothing
+        **options: Any,  # of `Preview`: path, quiet
     ):
-        super().__init__(sentences, tokenizer, every_n_steps, path, quiet)
+        super().__init__(texts, tokenizer, every_n_steps, **options)
         self.top_k = top_k
 
     def predict(self, model: nn.Module) -> list:  # text -> gap -> [token, probability]
@@ -125,13 +123,12 @@ class DiffusionPreview(Preview):
         num_steps: int = 16,  # of the sampler
         temperature: float = 1.0,  # of the words: 0 takes the best
         seed: int = 0,  # the same draws in each preview: what changes is the model
-        path: str | os.PathLike | None = None,  # JSON lines; None: no file
         sampler: str = "ancestral",  # a key of SAMPLERS
-        quiet: bool = False,  # True: print nothing
+        **options: Any,  # of `Preview`: path, quiet
     ):
-        super().__init__(texts, tokenizer, every_n_steps, path, quiet)
-        options = {"num_steps": num_steps, "temperature": temperature, "seed": seed}
-        self.sampling = {"sampler": sampler, **options}
+        super().__init__(texts, tokenizer, every_n_steps, **options)
+        self.sampling = {"sampler": sampler, "num_steps": num_steps, "temperature": temperature,
+                         "seed": seed}  # fmt: skip
         SamplingConfig(**self.sampling)  # checks them before the run
 
     def predict(self, model: nn.Module) -> list[str]:

@@ -22,7 +22,7 @@ from matplotlib.figure import Figure
 
 import bertlab
 from ..core.devices import describe_device, peak_memory_bytes
-from ..core.files import atomic_write, write_json
+from ..core.files import atomic_write, write_json, write_text
 from ..core.serialization import load_json
 from ..core.plots import GREY, plot_loss
 from ..data.packing import PackedDataset
@@ -274,8 +274,7 @@ class RunReport(Callback):
         head = f"# Run report\n\nEnded after step {trainer.global_step:,}: {self.reason}.\n"
         sections = _report_sections(trainer, pl_module, metrics, history, self.configuration)
         parts = [head, *(f"## {title}\n\n{body}" for title, body in sections.items())]
-        with atomic_write(self.directory / "report.md") as temporary:
-            temporary.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
+        write_text(self.directory / "report.md", "\n\n".join(parts) + "\n")
         facts = {
             "devices": num_devices(trainer),
             "validated_step": last if validation is None else trainer.global_step,

@@ -21,11 +21,11 @@ from ..core.names import check_minimum, check_range
 from ..data.rows import IGNORE_INDEX
 from ..model.losses import unigram_entropy
 from ..optim.budgets import TimeBudgetLR
-from .history import Clock, format_seconds, print_line
+from .history import Clock, StepCallback, format_seconds, print_line
 from .steps import any_rank
 
 # %% ../../nbs/train/11_stopping.ipynb #2cdc3c09
-class TimeLimit(Clock):
+class TimeLimit(StepCallback, Clock):
     """End a run after some training time over all sessions, after a whole step.
 
     Validation and checkpoints do not count, neither here nor in a `TimeBudgetLR`, which follows
@@ -65,12 +65,10 @@ class TimeLimit(Clock):
             self.reason = f"its time is over ({format_seconds(self.elapsed())})"
             trainer.should_stop = True
 
-    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
-        if trainer.global_step != self._step:  # else inside an accumulation window
-            self._step = trainer.global_step
-            self._stop_if_over(trainer)
-            if self.num_validations and self._step == self._first + self.PACE_STEPS:
-                self._place_validations(trainer)
+    def on_step_end(self, trainer, pl_module) -> None:
+        self._stop_if_over(trainer)
+        if self.num_validations and self._step == self._first + self.PACE_STEPS:
+            self._place_validations(trainer)
 
     def _place_validations(self, trainer) -> None:
         "Let validations be evenly spaced in time, and few enough for their share of it."
@@ -163,7 +161,7 @@ class LearningCheck(Callback):
         return f"try learning_rate={better:.0e} (now {learning_rate:.0e}), or leave it out"
 
 # %% ../../nbs/train/11_stopping.ipynb #bdeeadf1
-class StepGuard(Callback):
+class StepGuard(StepCallback):
     "Count, log and name skipped steps; a child defines `should_skip`."
 
     LOOK_EVERY = 10  # steps between two reads of the verdicts from the device
@@ -187,14 +185,10 @@ class StepGuard(Callback):
         return refused
 
     def on_train_start(self, trainer, pl_module) -> None:
-        self.reason, self._step = None, trainer.global_step
+        self.reason = None
+        super().on_train_start(trainer, pl_module)
 
-    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
-        if trainer.global_step != self._step:  # else inside an accumulation window
-            self._step = trainer.global_step
-            self.finish_step(trainer, pl_module)
-
-    def finish_step(self, trainer, pl_module) -> None:
+    def on_step_end(self, trainer, pl_module) -> None:
         "Log the count, and read the verdicts now and then."
         if self._verdict is not None:
             self._pending.append((trainer.global_step, self._verdict))
@@ -254,8 +248,8 @@ class NonFiniteGuard(StepGuard):
         self._in_a_row = torch.where(bad, self._in_a_row + 1, 0)
         return self.note(bad, now_2, torch.full_like(now_2, math.inf))
 
-    def finish_step(self, trainer, pl_module) -> None:
-        super().finish_step(trainer, pl_module)
+    def on_step_end(self, trainer, pl_module) -> None:
+        super().on_step_end(trainer, pl_module)
         if trainer.global_step % self.max_in_a_row == 0 and self._in_a_row >= self.max_in_a_row:
             self.reason, trainer.should_stop = _ADVICE.format(int(self._in_a_row)), True
             if trainer.is_global_zero:
