@@ -308,65 +308,19 @@ def _resolve_references(value: Any, content: Mapping[str, Any]) -> Any:
     return value
 
 # %% ../../nbs/cli/01_parser.ipynb #117ea75a
-_BERTBLOCKS_RENAMED = {  # of its first versions
-    "model.warmup_steps": "model.scheduler_warmup_steps",
-    "model.warmup_decay": "model.scheduler_warmup_decay",
-    "data.dataset_name_or_path": "data.train_dataset_name_or_path",
-    "data.data_split": "data.train_split",
-}
-_BERTBLOCKS_DEFAULTS = {  # where ours are others
-    "model.learning_rate": 1e-5, "model.scheduler_warmup_steps": 1000,
-    "model.scheduler_warmup_decay": 0.1, "data.max_sequence_length": 512, "data.shuffle": False,
-    "data.packing": False, "data.packing_pad_to_budget": False, "trainer.devices": "auto",
-    "trainer.precision": "32-true", "trainer.gradient_clip_val": None, "trainer.logger": True,
-    "run.recipe": "reference",
-}  # fmt: skip
-_BERTBLOCKS_SHAPE = {
-    "hidden_size": 768, "intermediate_size": 3072, "num_blocks": 12, "num_attention_heads": 12,
-    "max_sequence_length": 512, "block_pos_enc_kind": "alibi", "emb_pos_enc_kind": None,
-    "local_attention": [-1, -1], "global_attention_every_n_layers": 1, "add_token_type_emb": False,
-    "mlp_type": "mlp", "actv_fn": "silu", "mlp_in_bias": True, "mlp_out_bias": True,
-    "attn_proj_bias": True, "attn_out_bias": True, "norm_fn": "rms", "norm_kind": "pre",
-    "norm_eps": 1e-12, "norm_bias": True, "residual_first_layer": False, "head_type": "mlp",
-    "initializer_kind": "trunc_normal", "initializer_cutoff_factor": 3.0,
-    "emb_dropout_prob": 0.1, "hidden_dropout_prob": 0.1, "attn_dropout_prob": 0.1,
-    "classifier_dropout_prob": 0.1,
-}  # fmt: skip
-_OF_TOKENIZER = "it follows from the tokenizer"
-_UNSUPPORTED = {  # options without a counterpart: values without effect, and what happens instead
-    "model.model_config_kwargs.vocab_size": ((None,), _OF_TOKENIZER),
-    "model.model_config_kwargs.pad_token_id": ((None,), _OF_TOKENIZER),
-    "model.model_config_kwargs.mask_token_id": ((None,), _OF_TOKENIZER),
-    "model.model_config_kwargs.model_type": (("bertblocks",), "the settings say what is built"),
-    "model.model_kwargs.masking_strategy": (("random",), "a random half of the tokens is visible"),
-    "model.model_kwargs.bow_loss_weight": ((0,), "there is no loss over bags of words"),
-    "model.model_kwargs.isotropy_loss_weight": ((0,), "there is no isotropy loss"),
-    "model.optimizer_kwargs.lr": ((), "learning_rate is used, as there"),
-    "model.optimizer_kwargs.weight_decay": ((), "the option model.weight_decay is used, as there"),
-    "data.collator_kwargs.mask_token_id": ((None,), _OF_TOKENIZER),
-    "data.task": ((None,), "model.task says it"),
-    "data.pretokenized": ((False, None), "columns of token ids are recognized"),
-    "data.split_char": ((None,), "long documents are split into rows; see data.sample_by"),
-    "data.split_len": ((None,), "long documents are split into rows"),
-    "data.binarize_labels": ((False, None), "it had no effect there"),
-    "data.packing_buffer_size": ((None,), "rows are packed over the whole data set"),
-    "data.packing_lookahead": ((None,), "rows are packed over the whole data set"),
-    "data.held_out_val_size": ((None,), "a tenth of the text is held out; see "
-                               "data.data_kwargs.validation_fraction"),
-    "data.val_streaming": ((None, False), "validation text is read as data.streaming says"),
-    "data.val_data_kwargs": ((None, {}), "data.data_kwargs is used"),
-    "trainer.use_distributed_sampler": ((True, False), ""),
-    "trainer.enable_checkpointing": ((True, None), "checkpoints to resume from are written"),
-}  # fmt: skip
+@cache
+def _bertblocks() -> dict[str, Any]:
+    "Read the tables about BertBlocks' options: renamed, defaults, shape, unsupported, not_given."
+    package = find_spec("bertlab").submodule_search_locations[0]
+    return load_yaml(Path(package, "cli", "bertblocks.yaml"))
 
 # %% ../../nbs/cli/01_parser.ipynb #b05da447
 def _pop_unsupported(options: dict[str, Any], notes: list[str], prefix: str) -> None:
     "Remove the options without a counterpart, and note what happens instead."
     for name in [*options]:
-        if f"{prefix}.{name}" in _UNSUPPORTED:
-            neutral, instead = _UNSUPPORTED[f"{prefix}.{name}"]
-            if (value := options.pop(name)) not in neutral:
-                notes.append(f"{prefix}.{name}={value!r} has no counterpart: {instead}")
+        if entry := _bertblocks()["unsupported"].get(f"{prefix}.{name}"):
+            if (value := options.pop(name)) not in entry["without_effect"]:
+                notes.append(f"{prefix}.{name}={value!r} has no counterpart: {entry['instead']}")
         elif isinstance(options[name], Mapping) and name.endswith("_kwargs"):
             options[name] = dict(options[name])
             _pop_unsupported(options[name], notes, f"{prefix}.{name}")
@@ -396,9 +350,8 @@ def _bertblocks_model(model: dict[str, Any], notes: list[str]) -> None:
     from bertlab.model.config import convert_bertblocks  # half a second
 
     _bertblocks_schedule(model, notes)
-    settings, lines = convert_bertblocks(
-        {**_BERTBLOCKS_SHAPE, **(model.get("model_config_kwargs") or {})}
-    )
+    shape = _bertblocks()["shape"] | (model.get("model_config_kwargs") or {})
+    settings, lines = convert_bertblocks(shape)
     model["model_config_kwargs"] = settings
     notes.extend(f"model.model_config_kwargs.{line}" for line in lines)
 
@@ -449,7 +402,7 @@ def read_bertblocks(
     model, data, trainer = ({**(content.get(name) or {})} for name in ("model", "data", "trainer"))
     for section, options in (("model", model), ("data", data)):
         for name in [*options]:
-            new = _BERTBLOCKS_RENAMED.get(f"{section}.{name}")
+            new = _bertblocks()["renamed"].get(f"{section}.{name}")
             if new and f"{section}.{name}" not in command.options:
                 options[new.partition(".")[2]] = options.pop(name)
     if objective := data.pop("objective", None):
@@ -580,14 +533,6 @@ def _set_flag(
         overrides[option.name] = _as_dicts(parsed[option.name])
 
 # %% ../../nbs/cli/01_parser.ipynb #797bb705
-_NOT_GIVEN = {  # what a file for BertBlocks should say, and what happens if it does not
-    "data.train_dataset_name_or_path": "Python's documentation is read",
-    "data.val_dataset_name_or_path": "a tenth of the text is held out",
-    "trainer.max_steps": "the run ends after 1000 steps",
-    "run.num_epochs": "3 epochs are trained",
-}
-
-
 def _read_files(
     names: Sequence[str], command: Command
 ) -> tuple[dict[str, Any], list[str]]:  # options by dotted name; lines about BertBlocks' settings
@@ -604,8 +549,9 @@ def _read_files(
             raise ValueError(f"{name}: {error}") from None
         notes += [f"{name}: {line}" for line in lines]
     if is_bertblocks:
-        defaults = {k: v for k, v in _BERTBLOCKS_DEFAULTS.items() if k in command.options}
-        notes += [f"{option} is not given: {instead}" for option, instead in _NOT_GIVEN.items()
+        tables = _bertblocks()
+        defaults = {k: v for k, v in tables["defaults"].items() if k in command.options}
+        notes += [f"{option} is not given: {instead}" for option, instead in tables["not_given"].items()
                   if option in command.options and option not in overrides]  # fmt: skip
         overrides = defaults | overrides
     return overrides, notes
