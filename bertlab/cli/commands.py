@@ -108,7 +108,7 @@ def distill(
     metrics = run_stages(configs, output, resume, overwrite)
     lines = ({k: v for k, v in m.items() if k == "steps" or k.startswith("val_")} for m in metrics)
     texts = (", ".join(f"{k} {v:.5g}" for k, v in line.items() if v is not None) for line in lines)
-    return "\n".join(f"stage {number}: {text}" for number, text in enumerate(texts, 1))
+    return "\n".join(f"stage {stage_number}: {text}" for stage_number, text in enumerate(texts, 1))
 
 
 def validate(
@@ -132,8 +132,8 @@ def tokenize(
     result, output = tokenize_dataset(**config), config["output"]
     if "queued" in result:
         return f"{result['queued']} parts are queued; train on {output} once it has a tokens.json"
-    what = lambda note: f"documents {note}" if note.startswith("left out") else note
-    notes = [f"{count:,} {what(note)}" for note, count in result["notes"].items()]
+    describe_note = lambda note: f"documents {note}" if note.startswith("left out") else note
+    notes = [f"{count:,} {describe_note(note)}" for note, count in result["notes"].items()]
     return "\n".join([
         *notes,
         f"{result['tokens']:,} tokens of {result['documents']:,} documents; train on them with",

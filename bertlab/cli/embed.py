@@ -84,10 +84,10 @@ def finetune_embeddings(
     load = f"{first}load it with SentenceTransformer({str(output)!r})"
     lines = []
     for name in sorted(name for name in metrics if name.startswith("val_")):
-        others = [
+        baseline_scores = [
             f"{key} {values[name]:.4f}" for key, values in baselines.items() if name in values
         ]
-        lines.append(f"{name:<18}  {metrics[name]:.4f}  {', '.join(others)}".rstrip())
+        lines.append(f"{name:<18}  {metrics[name]:.4f}  {', '.join(baseline_scores)}".rstrip())
     advice = compare_with_baselines("val_mrr", metrics, baselines, run.module.hparams)
     lines += [advice] * bool(advice) + [
         f"written  {output}: {load}, or: bertlab embed search {output} FOLDER QUERY"
@@ -146,8 +146,8 @@ def embed_encode(
         f"{count:,} texts, {width or loaded.embedding_dim} numbers each, written to {output}"
     ]
     if text := find_prompt(loaded, prompt):
-        others = " or ".join(f"--prompt {side}" for side in SIDES if side != prompt)
-        summary.append(f"  before each: the model's prompt {text!r} (otherwise: {others})")
+        other_prompts = " or ".join(f"--prompt {side}" for side in SIDES if side != prompt)
+        summary.append(f"  before each: the model's prompt {text!r} (otherwise: {other_prompts})")
     elif prompt == "query":
         summary.append("  nothing is before them: the model has no prompt for queries")
     return "\n".join([*summary, *_count_lines(notes)])
@@ -216,13 +216,13 @@ def embed_search(
         results = index.search(loaded, queries, max(top_k, rerank_k) if reranker else top_k)
     if reranker:
         results = [hits[:top_k] for hits in _rerank(reranker, queries, results)]
-    shown = []
+    lines = []
     for query, hits in zip(queries, results):
         if as_json:
-            shown += [json.dumps({"query": query, **hit._asdict()}) for hit in hits]
+            lines += [json.dumps({"query": query, **hit._asdict()}) for hit in hits]
         else:
-            shown += [query] * (len(queries) > 1) + [_show_hit(hit, width_of_text) for hit in hits]
-    return "\n".join(shown)
+            lines += [query] * (len(queries) > 1) + [_show_hit(hit, width_of_text) for hit in hits]
+    return "\n".join(lines)
 
 
 def embed_mine(

@@ -261,11 +261,11 @@ def _load_finished(output: Path) -> dict[int, dict[str, float]]:  # metrics by s
     "Load the metrics of finished seeds; null is NaN."
     if not (output / "metrics.json").exists():
         return {}
-    saved, number = (
+    saved, to_number = (
         load_json(output / "metrics.json"),
         lambda value: math.nan if value is None else value,
     )
-    runs = [{name: number(value) for name, value in run.items()} for run in saved["runs"]]
+    runs = [{name: to_number(value) for name, value in run.items()} for run in saved["runs"]]
     return dict(zip(saved["seeds"], runs))
 
 

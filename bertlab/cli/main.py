@@ -318,10 +318,10 @@ def main(argv: Sequence[str] | None = None) -> int:  # the exit status
         return run_command(name, work, lambda: _resume_command(name, words))
     families = {name.partition(" ")[0] for name in COMMANDS if " " in name}
     family = words[0] if words and words[0] in families else ""
-    rest = words[bool(family) :]
-    if not rest or rest[0] in ("--help", "-h"):
+    arguments = words[bool(family) :]
+    if not arguments or arguments[0] in ("--help", "-h"):
         print(usage(family))
-        return 0 if rest else 2
+        return 0 if arguments else 2
     name = " ".join(words[: 1 + bool(family)])
     hint = did_you_mean(name, COMMANDS) or f"; choose one of {', '.join(COMMANDS)}"
     print(f"bertlab: {name!r} is not a command{hint}", file=sys.stderr)

@@ -117,10 +117,10 @@ def read_options(
     options = {option.name: option for base in bases for option in read_options(base)}
     for name, annotation, default in _parameters(node):
         scope = _Types(os=os, Callable=str)  # a dotted name, which is checked where it is used
-        kind = Any if annotation is None else _ordered(eval(ast.unparse(annotation), {}, scope))
+        option_type = Any if annotation is None else _ordered(eval(ast.unparse(annotation), {}, scope))
         is_required = default is None
         text = _YAML_WORDS.sub(lambda word: _IN_YAML[word[0]], helps.get(name, "").replace("`", ""))
-        options[name] = Option(name, kind, _literal(default), text, is_required)
+        options[name] = Option(name, option_type, _literal(default), text, is_required)
     return list(options.values())
 
 # %% ../../nbs/cli/01_parser.ipynb #6657e1fd
@@ -182,8 +182,8 @@ class Command:
                 name = f"{section}.{option.name}" if section else option.name
                 option = replace(option, name=name)
                 if name in self.defaults:
-                    kind = option.type if self.defaults[name] is not None else option.type | None
-                    option = replace(option, default=self.defaults[name], type=kind, required=False)
+                    option_type = option.type if self.defaults[name] is not None else option.type | None
+                    option = replace(option, default=self.defaults[name], type=option_type, required=False)
                 options[name] = option
         return {name: option for name, option in options.items() if name not in self.without}
 
@@ -252,9 +252,9 @@ def _split_words(
     words: Sequence[str], command: Command
 ) -> list[tuple[str, str, bool]]:  # full name of the option, value, and whether a flag named it
     "Assign each word to an option."
-    flags, rest, positionals = [], list(words), command.positionals.split()
-    while rest:
-        word = rest.pop(0)
+    flags, remaining, positionals = [], list(words), command.positionals.split()
+    while remaining:
+        word = remaining.pop(0)
         if not word.startswith("--"):
             if not positionals:
                 raise ValueError(
@@ -274,13 +274,13 @@ def _split_words(
         else:
             name, option = _find_option(name, command)
             types = _members(option.type)
-        is_last = not rest or rest[0].startswith("--")
+        is_last = not remaining or remaining[0].startswith("--")
         is_switch = bool in types and (
-            is_last or types == {bool} and rest[0] not in ("true", "false")
+            is_last or types == {bool} and remaining[0] not in ("true", "false")
         )
         if not has_value and is_last and not is_switch:
             raise ValueError(f"--{name} needs a value")
-        value = value if has_value else "true" if is_switch else rest.pop(0)
+        value = value if has_value else "true" if is_switch else remaining.pop(0)
         flags.append((name + grows, value, True))
     return flags
 
@@ -336,10 +336,10 @@ def _bertblocks_schedule(model: dict[str, Any], notes: list[str]) -> None:
         )
     for phase in ("training", "cooldown"):
         name, steps = f"scheduler_{phase}_decay", model.get(f"scheduler_{phase}_steps", -1)
-        kind, decay = model.get(f"scheduler_{phase}_kind"), model.get(name)
-        if kind == "exponential" and decay and steps and steps > 0:
+        shape, decay = model.get(f"scheduler_{phase}_kind"), model.get(name)
+        if shape == "exponential" and decay and steps and steps > 0:
             model[name] = decay**steps
-        elif kind == "cosine" and decay:
+        elif shape == "cosine" and decay:
             model[name] = min(1.0, decay / model.get("learning_rate", 1e-5))
         if model.get(name) != decay:
             notes.append(f"model.{name}={decay!r} is {model[name]:.3g} here, a factor of the peak")
@@ -452,9 +452,9 @@ def read_lightning_cli(
                 f"{name}.class_path={class_path!r} is not a class of bertlab or BertBlocks: train it "
                 "with LightningCLI, or name your parts as options, such as model.objective"
             )
-        other = "pretrain" if command.name == "finetune" else "finetune"
-        if {"pretrain": "Pretraining", "finetune": "Finetuning"}[other] in class_path:
-            raise ValueError(f"{name}.class_path={class_path!r} is for bertlab {other}")
+        other_command = "pretrain" if command.name == "finetune" else "finetune"
+        if {"pretrain": "Pretraining", "finetune": "Finetuning"}[other_command] in class_path:
+            raise ValueError(f"{name}.class_path={class_path!r} is for bertlab {other_command}")
     for name in ("ckpt_path", "optimizer", "lr_scheduler"):  # null where LightningCLI wrote it
         if content.get(name, "") is None:
             del content[name]

@@ -103,19 +103,19 @@ def compare(
         raise ValueError("tokenizers is missing: name one or several directories or hub names")
     texts = read_text(text, text_column, reader_kwargs, held_out=True)
     loaded = {name: load_tokenizer(name) for name in tokenizers}
-    more, notes = {}, []
+    extra_measures, notes = {}, []
     for name, tokenizer in loaded.items():
         if note := normalization_note(texts, tokenizer):
             notes.append(f"{name}: {note}")
         if (model := _predictor(name)) is not None:
             length = min(_ROW_LENGTH, model.config.max_position_embeddings)
             bits = masked_bits_per_byte(model, tokenizer, texts, length)
-            more[name] = {"bits_per_byte": bits}
+            extra_measures[name] = {"bits_per_byte": bits}
             if length < _ROW_LENGTH:
                 notes.append(
                     f"{name}: bits per byte are of rows of {length} tokens, not {_ROW_LENGTH}"
                 )
-    measures = compare_tokenizers(loaded, texts, more)
+    measures = compare_tokenizers(loaded, texts, extra_measures)
     print("\n".join([measures_table(measures), *notes]), flush=True)
     if output is not None:
         write_json(output, measures)

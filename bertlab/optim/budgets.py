@@ -175,8 +175,8 @@ def tokens_at_step(
     "Return the tokens that the run has seen when update number `step` begins."
     size = warmup(step)
     first, seen = (column[size - warmup.min_size] for column in warmup.starts)
-    own = seen + (step - first) * size * warmup.tokens_per_micro_batch
-    return own * warmup.world_size
+    per_process = seen + (step - first) * size * warmup.tokens_per_micro_batch
+    return per_process * warmup.world_size
 
 # %% ../../nbs/optim/02_budgets.ipynb #98cde56c
 def steps_for_tokens(
@@ -184,8 +184,8 @@ def steps_for_tokens(
     budget: int | str | Duration,  # tokens of all processes together, 10_000_000 or "10M"
 ) -> int:  # the number of updates, for a schedule's total_steps
     "Return the updates until the budget is seen; the last one may exceed it."
-    own = -(-parse_amount(budget, "tokens", "budget") // warmup.world_size)
+    per_process = -(-parse_amount(budget, "tokens", "budget") // warmup.world_size)
     steps, tokens = warmup.starts
-    index = max(0, bisect_left(tokens, own) - 1)
+    index = max(0, bisect_left(tokens, per_process) - 1)
     per_step = (warmup.min_size + index) * warmup.tokens_per_micro_batch
-    return steps[index] + -(-(own - tokens[index]) // per_step)
+    return steps[index] + -(-(per_process - tokens[index]) // per_step)

@@ -136,8 +136,8 @@ def parameter_table(
 ) -> str:  # one line a parameter; tied names share a line
     "Show which group each parameter is in."
     groups_of: dict[nn.Parameter, list[tuple[str, str]]] = {}
-    for number, group in enumerate(groups):
-        title = f"{group.get('name', number)} ({group.get('weight_decay', 0.0):g})"
+    for index, group in enumerate(groups):
+        title = f"{group.get('name', index)} ({group.get('weight_decay', 0.0):g})"
         peak = group.get("initial_lr", group.get("lr"))  # without a schedule's factor
         rate = "optimizer's" if peak is None else f"{float(peak):g}"
         for parameter in group["params"]:

@@ -310,7 +310,7 @@ def _kernel_options(
         if not spec.fsdp:
             raise ValueError(
                 f"optimizer {name!r} does not run under FSDP2 ({spec.fsdp_note}); choose one of "
-                + ", ".join(other for other in OPTIMIZERS if OPTIMIZERS[other].fsdp)
+                + ", ".join(candidate for candidate in OPTIMIZERS if OPTIMIZERS[candidate].fsdp)
             )
         if not spec.foreach:
             return {"foreach": False}

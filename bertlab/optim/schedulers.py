@@ -85,16 +85,16 @@ class Schedule:
 
         Each phase ends with the last whole update before its exact end.
         """
-        given = {phase: getattr(self, f"{phase}_steps") for phase in SCHEDULE_KINDS}
-        rest = isinstance(given["training"], Integral) and given["training"] == -1
+        phase_lengths = {phase: getattr(self, f"{phase}_steps") for phase in SCHEDULE_KINDS}
+        fills_run = isinstance(phase_lengths["training"], Integral) and phase_lengths["training"] == -1
         warmup, training, cooldown = (
-            0 if phase == "training" and rest
+            0 if phase == "training" and fills_run
             else exact_steps(length, self.run_steps, self.tokens_per_step, f"{phase}_steps")
-            for phase, length in given.items()
+            for phase, length in phase_lengths.items()
         )  # fmt: skip
-        if rest and self.run_steps is None:
+        if fills_run and self.run_steps is None:
             return math.floor(warmup), math.inf, math.floor(cooldown)
-        trained = self.run_steps - cooldown if rest else warmup + training
+        trained = self.run_steps - cooldown if fills_run else warmup + training
         ends = [math.floor(end) for end in (warmup, trained, trained + cooldown)]
         return ends[0], ends[1] - ends[0], ends[2] - ends[1]
 
@@ -151,13 +151,13 @@ class Schedule:
 
     def _check_ends(self, phase: str, length: float) -> None:
         "Check that a phase can start and end where its kind says."
-        kind, decay = getattr(self, f"{phase}_kind"), getattr(self, f"{phase}_decay")
-        if not length or kind not in ("constant", "exponential"):
+        shape, decay = getattr(self, f"{phase}_kind"), getattr(self, f"{phase}_decay")
+        if not length or shape not in ("constant", "exponential"):
             return
-        if decay == 0 and (kind == "exponential" or phase == "warmup"):
-            raise ValueError(f"{phase}_decay=0.0 with {phase}_kind={kind!r}: set 0.01, say")
+        if decay == 0 and (shape == "exponential" or phase == "warmup"):
+            raise ValueError(f"{phase}_decay=0.0 with {phase}_kind={shape!r}: set 0.01, say")
         level = self.training_decay if phase == "cooldown" and self.lengths[1] else 1.0
-        if kind == "constant" and phase != "warmup" and decay != level:
+        if shape == "constant" and phase != "warmup" and decay != level:
             raise ValueError(
                 f"{phase}_kind='constant' stays at {level}, and {phase}_decay={decay}: set "
                 f"{phase}_decay={level}, or {phase}_kind='linear'"

@@ -138,18 +138,18 @@ def average_weights(
     shapes = [  # an index buffer may be missing: transformers stores it or not
         {(n, w.shape) for n, w in model.items() if w.is_floating_point()} for model in weights
     ]
-    for number, other in enumerate(shapes[1:], 2):
-        if differing := shapes[0] ^ other:
+    for model_number, model_weights in enumerate(shapes[1:], 2):
+        if differing := shapes[0] ^ model_weights:
             name, shape = min(differing)
             raise ValueError(
-                f"models 1 and {number} have different shapes: only one has {name} {tuple(shape)}"
+                f"models 1 and {model_number} have different shapes: only one has {name} {tuple(shape)}"
             )
     mean = {}
     for name, first in weights[0].items():
         if first.is_floating_point():
-            terms = (s * other[name].double() for s, other in zip(shares, weights) if s)
+            terms = (s * model_weights[name].double() for s, model_weights in zip(shares, weights) if s)
             mean[name] = (sum(terms) / sum(shares)).to(first.dtype)
-        elif all(torch.equal(first, other.get(name, first)) for other in weights[1:]):
+        elif all(torch.equal(first, model_weights.get(name, first)) for model_weights in weights[1:]):
             mean[name] = first.clone()
         else:
             raise ValueError(f"{name} holds integers that differ, so it has no mean")
@@ -166,7 +166,7 @@ def greedy_soup(
     A model whose score is undefined (NaN) stays out. Raises `ValueError` where all are.
     """
     sign = 1 if higher else -1
-    singles = {name: float(score(dict(one))) for name, one in weights.items()}
+    singles = {name: float(score(dict(model_weights))) for name, model_weights in weights.items()}
     scored = [name for name, value in singles.items() if not math.isnan(value)]
     if not scored:
         raise ValueError(

@@ -43,9 +43,9 @@ from .steps import any_rank, without_directories
 # %% ../../nbs/train/10_checkpoints.ipynb #2add0d30
 def rng_state() -> dict[str, Any]:
     "Return the states of Python's, NumPy's and torch's generators, as numbers and tensors."
-    name, words, *rest = np.random.get_state()
+    name, words, *counters = np.random.get_state()
     states = {"python": random.getstate(), "torch": torch.get_rng_state()}
-    states["numpy"] = (name, torch.from_numpy(words.astype(np.int64)), *rest)
+    states["numpy"] = (name, torch.from_numpy(words.astype(np.int64)), *counters)
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # not by a run on the CPU
         states["cuda"] = torch.cuda.get_rng_state()  # of this process's device
     if torch.backends.mps.is_available():
@@ -57,8 +57,8 @@ def set_rng_state(states: dict[str, Any]) -> None:
     "Restore what `rng_state` returned."
     random.setstate(states["python"])
     torch.set_rng_state(states["torch"])
-    name, words, *rest = states["numpy"]
-    np.random.set_state((name, words.numpy().astype(np.uint32), *rest))
+    name, words, *counters = states["numpy"]
+    np.random.set_state((name, words.numpy().astype(np.uint32), *counters))
     if "cuda" in states and torch.cuda.is_available():
         torch.cuda.set_rng_state(states["cuda"])
     if "mps" in states and torch.backends.mps.is_available():
@@ -137,9 +137,9 @@ class TrainingInterrupted(Exception):
 
     def __str__(self) -> str:
         step, directory, model = self.args
-        place = f" in {directory}" if directory else ""
+        location = f" in {directory}" if directory else ""
         best = f"; the best weights so far are in {model}" if model else ""
-        return f"stopped after step {step} and saved{place}{best}"
+        return f"stopped after step {step} and saved{location}{best}"
 
     def _render_traceback_(self) -> list[str]:  # which IPython asks for
         return [str(self)]
@@ -366,11 +366,11 @@ class TrainingCheckpoint(Checkpoint):
         if threading.current_thread() is threading.main_thread():
             ignored = {n for n in SIGNALS if signal.getsignal(n) is signal.SIG_IGN}
             # A run under nohup continues when its terminal is closed.
-            self._handlers = {number: signal.signal(number, self._request) for number in SIGNALS
-                              if number in SIGNALS[:2] or number not in ignored}  # fmt: skip
+            self._handlers = {signal_number: signal.signal(signal_number, self._request) for signal_number in SIGNALS
+                              if signal_number in SIGNALS[:2] or signal_number not in ignored}  # fmt: skip
             self._handlers[signal.SIGALRM] = signal.signal(signal.SIGALRM, self._stop_waiting)
 
-    def _request(self, number, frame) -> None:
+    def _request(self, signal_number, frame) -> None:
         if self.stop_requested:
             raise KeyboardInterrupt  # the second time: at once
         self.stop_requested = True
@@ -378,7 +378,7 @@ class TrainingCheckpoint(Checkpoint):
         with suppress(OSError):  # its reader may have ended
             print("\nstopping after this step ...", file=sys.stderr, flush=True)
 
-    def _stop_waiting(self, number, frame) -> None:
+    def _stop_waiting(self, signal_number, frame) -> None:
         "Raise `TrainingInterrupted` if the run waits for a batch, and not while it computes."
         modules = set()
         while frame is not None:

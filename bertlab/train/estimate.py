@@ -79,7 +79,7 @@ def _trace_step(
         head = getattr(model, "head", None) or getattr(model, "task_head", None)
         if head is not None:
             head.register_forward_pre_hook(lambda *_: entered.append(ledger.now))
-        kept, start = weights, len(ledger.history)
+        kept_bytes, start = weights, len(ledger.history)
         for _ in range(2):  # states are there from the second step on
             batch = make_batch(device)
             autocast = torch.autocast(device.type, half or torch.bfloat16, enabled=half is not None)
@@ -88,7 +88,7 @@ def _trace_step(
             with autocast, forward_context(optimizer):
                 loss = run(model.train(), batch)
             before_head = entered[0] if entered else ledger.now
-            after_forward, kept_before = ledger.now, kept
+            after_forward, kept_before = ledger.now, kept_bytes
             entered.clear()
             loss.backward(**backward)
             del loss, batch
@@ -98,22 +98,22 @@ def _trace_step(
             peak = max(ledger.history[start:])
             for parameter in model.parameters():
                 parameter.grad = None
-            kept = ledger.now
+            kept_bytes = ledger.now
     gradients = with_gradients - kept_before
-    states = kept - weights + missing
+    states = kept_bytes - weights + missing
     activations, scores = before_head - kept_before, after_forward - before_head
-    rest = peak + missing - weights - states - activations - scores
-    if rest >= gradients:  # the fullest moment is at the end of the backward pass, or near it
-        return StepMemory(weights, gradients, states, activations, scores, rest - gradients)
-    return StepMemory(weights, max(0, rest), states, activations, scores, 0)
+    remainder = peak + missing - weights - states - activations - scores
+    if remainder >= gradients:  # the fullest moment is at the end of the backward pass, or near it
+        return StepMemory(weights, gradients, states, activations, scores, remainder - gradients)
+    return StepMemory(weights, max(0, remainder), states, activations, scores, 0)
 
 
 def _real_state_bytes(optimizer: torch.optim.Optimizer) -> int:
     "Sum the states of all weights, by a step on one real weight of each shape."
     groups, sizes, total = optimizer.param_groups, {}, 0
-    for number, group in enumerate(groups):
+    for group_index, group in enumerate(groups):
         for weight in group["params"]:
-            key = number, weight.shape
+            key = group_index, weight.shape
             if key not in sizes:
                 sample = nn.Parameter(torch.rand(weight.shape))
                 sample.grad = torch.rand(weight.shape)
@@ -260,14 +260,14 @@ def _available_bytes(device: torch.device | str = "cpu") -> int | None:
 def _largest_fitting(
     peak_of: Callable[[int], int],  # bytes of so many rows
     rows: int,  # to begin with
-    kept: int,  # bytes of no rows at all
+    fixed_bytes: int,  # bytes of no rows at all
     room: int,  # bytes
 ) -> int:  # rows that fit; 2% more do not
     "Search between rows that fit and rows that do not; peaks are convex in the rows."
-    low, low_peak, high = 0, kept, rows
+    low, low_peak, high = 0, fixed_bytes, rows
     while (high_peak := peak_of(high)) <= room:
-        further = int(high * (room - kept) / max(1, high_peak - kept)) + 1
-        low, low_peak, high = high, high_peak, max(further, high + 1)
+        next_rows = int(high * (room - fixed_bytes) / max(1, high_peak - fixed_bytes)) + 1
+        low, low_peak, high = high, high_peak, max(next_rows, high + 1)
     while high - low > max(1, low // 50):
         chord = low + int((high - low) * (room - low_peak) / (high_peak - low_peak))  # it fits
         guess = min(max(chord, (low + high) // 2), high - 1)
@@ -381,8 +381,8 @@ def estimate_memory(
         )
 
     step, process = step_of(rows), _process_bytes() if device == "cpu" else 0
-    kept = step.weights + step.gradients + step.states
-    saving = kept + 2 * step.weights if saves_models and device == "cpu" else 0
+    fixed_bytes = step.weights + step.gradients + step.states
+    saving = fixed_bytes + 2 * step.weights if saves_models and device == "cpu" else 0
     estimate = MemoryEstimate(
         step, process, saving, _available_bytes(device), rows, length, None, device
     )
@@ -393,7 +393,7 @@ def estimate_memory(
         estimate = replace(estimate, measured=steps.peak, minutes=minutes)
     if find_largest and estimate.available is not None:
         room = int((estimate.available - process) / estimate.overhead)
-        largest = _largest_fitting(lambda n: step_of(n).peak, rows, kept, room)
+        largest = _largest_fitting(lambda n: step_of(n).peak, rows, fixed_bytes, room)
         fits = process + saving <= estimate.available
         estimate = replace(estimate, largest_rows=largest if fits else 0)
     return estimate

@@ -285,8 +285,8 @@ def build_evaluator(
 ) -> Evaluator:
     "Build an evaluator from a configuration. Raises `ValueError` for an unknown kind or option."
     options = dict(config)
-    kind = options.pop("kind", None)
-    evaluator_class = resolve(kind, EVALUATORS, "evaluators: kind", (Evaluator,))
+    name = options.pop("kind", None)
+    evaluator_class = resolve(name, EVALUATORS, "evaluators: kind", (Evaluator,))
     try:
         return evaluator_class(**options)
     except TypeError as error:

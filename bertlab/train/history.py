@@ -367,8 +367,8 @@ class ProgressBar(Callback):
         loss, rate = (next((row[name] for row in reversed(self.history.rows) if name in row), math.nan)
                       for name in ("train_loss", "learning_rate"))  # fmt: skip
         text = f"loss {loss:.3f}, rate {rate:.2e}, {speed:,.0f} tokens/s"
-        left = "" if seconds_left == math.inf else f", {format_seconds(seconds_left)} left"
-        return text + left
+        time_left = "" if seconds_left == math.inf else f", {format_seconds(seconds_left)} left"
+        return text + time_left
 
     def show(self, trainer, text: str, stays: bool = False) -> None:
         "Move the bar, renew the notebook's line, or print a line."

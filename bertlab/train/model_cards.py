@@ -201,17 +201,17 @@ def _scores(facts: Mapping[str, Any]) -> _Scores:
     names = {metric: metric.replace("_", " ")} | _METRIC_NAMES
     if facts["config"].get("problem_type") == "regression":
         names["loss"] = "squared error"
-    shown = {name: values[f"{split}_{name}"] for name in names if f"{split}_{name}" in values}
+    split_values = {name: values[f"{split}_{name}"] for name in names if f"{split}_{name}" in values}
     mean, deviation = _finite(metrics.get("mean")), _finite(metrics.get("deviation"))
     lines = []
-    for name, value in shown.items():
+    for name, value in split_values.items():
         key, line = f"{split}_{name}", f"{names[name]}: {value:.4g}"
         if key in mean and key in deviation:
             line += f" (mean of {len(seeds)} seeds {mean[key]:.4g}, "
             line += f"standard deviation {deviation[key]:.2g})"
         lines.append(line)
     for baseline, scores in (metrics.get("baselines") or {}).items():
-        common = {name: scores[f"{split}_{name}"] for name in shown if f"{split}_{name}" in scores}
+        common = {name: scores[f"{split}_{name}"] for name in split_values if f"{split}_{name}" in scores}
         lines += [f"{names[name]} of {baseline}: {value:.4g}" for name, value in common.items()]
     if "unigram_entropy" in values:
         lines.append(f"loss of unigrams, which ignore the input: {values['unigram_entropy']:.4g}")
@@ -222,7 +222,7 @@ def _scores(facts: Mapping[str, Any]) -> _Scores:
         origin += ", so expect lower scores on new rows." * (split == "val")
         if len(seeds) > 1:
             origin += f" The run had {len(seeds)} seeds; these are the weights of seed {best_seed}."
-    return _Scores(split, shown, names, lines, origin)
+    return _Scores(split, split_values, names, lines, origin)
 
 # %% ../../nbs/train/24_model_cards.ipynb #e5449abb
 def _without_paths(

@@ -150,8 +150,8 @@ def transformer_blocks(model: nn.Module) -> Iterator[nn.Module]:
     "The blocks that transformers will not split, less what holds a table (it may be tied)."
     names = set(getattr(model, "_no_split_modules", None) or ())
     for module in model.modules():
-        named = names & {base.__name__ for base in type(module).__mro__}
-        if named and not any(isinstance(part, nn.Embedding) for part in module.modules()):
+        class_names = names & {base.__name__ for base in type(module).__mro__}
+        if class_names and not any(isinstance(part, nn.Embedding) for part in module.modules()):
             yield module
 
 # %% ../../nbs/train/07_parallel.ipynb #1ca10340
@@ -482,8 +482,8 @@ class FullyShardedStrategy(ModelParallelStrategy):
         state, orders = super().optimizer_state(optimizer), _original_orders(self.lightning_module)
         if not orders or not self.is_global_zero:
             return state
-        for number, (name, _) in enumerate(self.lightning_module.named_parameters()):
-            if name in orders and (moments := state["state"].get(number)):
+        for index, (name, _) in enumerate(self.lightning_module.named_parameters()):
+            if name in orders and (moments := state["state"].get(index)):
                 moments |= _reorder_rows(moments, dict.fromkeys(moments, orders[name]))
         return state
 
@@ -524,8 +524,8 @@ class FullyShardedStrategy(ModelParallelStrategy):
             params = [names[id(p)] for p in group["params"]]
             kernels = {name: group[name] for name in _KERNELS if name in group}
             groups.append({**saved, **kernels, "params": params})
-            for name, number in zip(params, saved["params"], strict=True):
-                values = state["state"].get(number, {})
+            for name, index in zip(params, saved["params"], strict=True):
+                values = state["state"].get(index, {})
                 order = {key: orders[name] for key in values if name in orders}
                 moments |= {name: _reorder_rows(values, order)} if values else {}
         options = StateDictOptions(full_state_dict=True, strict=False)

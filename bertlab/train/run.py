@@ -192,9 +192,9 @@ def build_objects(value: Any) -> Any:
         return value
     name, options = str(value["class_path"]), value.get("init_args") or {}
     if "." not in name:
-        callbacks, ours = L.pytorch.callbacks.__all__, dir(bertlab)
-        if name not in callbacks and name not in ours:
-            hint = did_you_mean(name, [*callbacks, *ours]) or ";"
+        callbacks, own_names = L.pytorch.callbacks.__all__, dir(bertlab)
+        if name not in callbacks and name not in own_names:
+            hint = did_you_mean(name, [*callbacks, *own_names]) or ";"
             raise ValueError(
                 f"class {name!r} is neither one of Lightning's callbacks nor in bertlab{hint} name "
                 f"your own by its file, as my_file.{name}"
@@ -372,8 +372,8 @@ class Run:
 
     def describe(self) -> str:
         "Describe device, data, model and output."
-        kind = find_accelerator(self.parts.trainer.get("accelerator", "auto"))
-        lines = [f"device  {describe_device(device_type=kind)}", self.parts.describe()]
+        device_type = find_accelerator(self.parts.trainer.get("accelerator", "auto"))
+        lines = [f"device  {describe_device(device_type=device_type)}", self.parts.describe()]
         missing = getattr(self.module, "describe_missing_keys", str)()
         if missing and not self.checkpoint:  # a checkpoint has all weights
             lines.append(f"new     {missing}")
@@ -460,8 +460,8 @@ SHAPES = {
 
 def shape_settings(shape: BertLabConfig) -> dict[str, Any]:  # of BertLabConfig
     "Return the settings of a shape that do not come from the tokenizer."
-    others = ("vocab_size", *SPECIAL_TOKEN_IDS, "model_type", "transformers_version")
-    return {name: v for name, v in shape.to_diff_dict().items() if name not in others}
+    other_names = ("vocab_size", *SPECIAL_TOKEN_IDS, "model_type", "transformers_version")
+    return {name: v for name, v in shape.to_diff_dict().items() if name not in other_names}
 
 
 def default_shape(

@@ -44,11 +44,11 @@ def load_stage_configs(
     if not isinstance(stages, list) or not stages:
         raise ValueError(f"{path} needs `stages`, a list of one or more")
     configs = []
-    for number, stage in enumerate(stages, 1):
+    for stage_number, stage in enumerate(stages, 1):
         if not isinstance(stage, Mapping):
-            raise ValueError(f"{path}: stage {number} must be a mapping, got {stage!r}")
+            raise ValueError(f"{path}: stage {stage_number} must be a mapping, got {stage!r}")
         for section in {**shared, **stage}:
-            check_choice(f"{path}: stage {number}: section", section, _SECTIONS)
+            check_choice(f"{path}: stage {stage_number}: section", section, _SECTIONS)
         merged = {**shared, **stage}
         for section in ("model", "data", "trainer", "run"):
             merged[section] = {**(shared.get(section) or {}), **(stage.get(section) or {})}
@@ -81,17 +81,17 @@ def _stage_config(
 
 def _check_stages(configs: Sequence[Mapping[str, Any]], output: Path, overwrite: bool) -> None:
     "Check the configurations of all stages, and that none begins with what would be moved."
-    for number, config in enumerate(configs, 1):
-        previous = output / "previous" if number > 1 else None
+    for stage_number, config in enumerate(configs, 1):
+        previous = output / "previous" if stage_number > 1 else None
         try:
-            resolved = resolve_config(_stage_config(config, number, previous, output))
+            resolved = resolve_config(_stage_config(config, stage_number, previous, output))
             check_options(resolved)
             with reporting_unknown_options():
                 sources = build_data(resolved).input_paths()
             for name in expand_sources(sources) if sources else ():
                 is_local(name)  # refuses a path that does not exist
         except ValueError as error:
-            raise ValueError(f"stage {number}: {error}") from None
+            raise ValueError(f"stage {stage_number}: {error}") from None
         if overwrite:
             model = config.get("model", {})
             names = {model.get(name) for name in (MODEL, REFERENCE, TOKENIZER)} - {"previous"}
@@ -187,15 +187,15 @@ def run_stages(
 
 def _run_stages(configs: Sequence[Mapping[str, Any]], output: Path) -> list[dict[str, Any]]:
     previous, metrics = None, []
-    for number, config in enumerate(configs, 1):
-        directory, optimizer = output / f"stage-{number}", config.get("optimizer")
+    for stage_number, config in enumerate(configs, 1):
+        directory, optimizer = output / f"stage-{stage_number}", config.get("optimizer")
         if optimizer == "previous":
-            optimizer = latest_checkpoint(output / f"stage-{number - 1}" / "checkpoints")
-        complete = _stage_config(config, number, previous, output)
+            optimizer = latest_checkpoint(output / f"stage-{stage_number - 1}" / "checkpoints")
+        complete = _stage_config(config, stage_number, previous, output)
         if not _is_finished(directory, complete):
-            _run_stage(number, complete, optimizer)
+            _run_stage(stage_number, complete, optimizer)
         elif (edited := _edited_options(directory, complete)) and rank_zero_only.rank == 0:
-            print_line(f"stage {number} is finished: the new {', '.join(edited)} has no effect")
+            print_line(f"stage {stage_number} is finished: the new {', '.join(edited)} has no effect")
         metrics.append(load_json(directory / "metrics.json"))
         previous = newest_model(directory)
     return metrics

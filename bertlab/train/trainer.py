@@ -111,11 +111,11 @@ def _launcher_plugins(options: Mapping[str, Any]) -> list[Any]:
     return [LightningEnvironment()] * starts_others
 
 
-def _merge_plugins(theirs: Sequence[Any], ours: Sequence[Any]) -> list[Any]:
+def _merge_plugins(given_plugins: Sequence[Any], own_plugins: Sequence[Any]) -> list[Any]:
     "Let the user's plugins replace ours of the same type."
     types = (CheckpointIO, ClusterEnvironment, Precision)
-    replaced = tuple(cls for cls in types if _contains(cls, theirs))
-    return [*theirs, *(plugin for plugin in ours if not isinstance(plugin, replaced))]
+    replaced = tuple(cls for cls in types if _contains(cls, given_plugins))
+    return [*given_plugins, *(plugin for plugin in own_plugins if not isinstance(plugin, replaced))]
 
 
 def make_trainer(
