@@ -257,8 +257,8 @@ def call(
     function = getattr(_import_part(file), function_name)
     names = signature(function).parameters
     options = {name: value for name, value in parsed.config.items() if name in names}
-    rest = {k: v for k, v in parsed.config.items() if k not in names or k == "seed_everything"}
-    special = {"config": rest, "overrides": parsed.overrides}
+    sections = {k: v for k, v in parsed.config.items() if k not in names or k == "seed_everything"}
+    special = {"config": sections, "overrides": parsed.overrides}
     special = {name: value for name, value in special.items() if name in names}
     with _naming_model(command, parsed.config):
         return function(**options, **special)

@@ -117,7 +117,9 @@ def read_options(
     options = {option.name: option for base in bases for option in read_options(base)}
     for name, annotation, default in _parameters(node):
         scope = _Types(os=os, Callable=str)  # a dotted name, which is checked where it is used
-        option_type = Any if annotation is None else _ordered(eval(ast.unparse(annotation), {}, scope))
+        option_type = (
+            Any if annotation is None else _ordered(eval(ast.unparse(annotation), {}, scope))
+        )
         is_required = default is None
         text = _YAML_WORDS.sub(lambda word: _IN_YAML[word[0]], helps.get(name, "").replace("`", ""))
         options[name] = Option(name, option_type, _literal(default), text, is_required)
@@ -182,8 +184,12 @@ class Command:
                 name = f"{section}.{option.name}" if section else option.name
                 option = replace(option, name=name)
                 if name in self.defaults:
-                    option_type = option.type if self.defaults[name] is not None else option.type | None
-                    option = replace(option, default=self.defaults[name], type=option_type, required=False)
+                    option_type = (
+                        option.type if self.defaults[name] is not None else option.type | None
+                    )
+                    option = replace(
+                        option, default=self.defaults[name], type=option_type, required=False
+                    )
                 options[name] = option
         return {name: option for name, option in options.items() if name not in self.without}
 

@@ -23,7 +23,14 @@ from .parser import Command, configuration
 from ..core.files import RUN_FILE, check_run_directory, lock_directory, write_text
 from ..core.files import prepare_run_directory
 from ..core.names import install_command, check_choice, check_minimum, check_range
-from ..core.serialization import align_columns, as_recorded, dump_yaml, find_config, load_yaml, one_line
+from bertlab.core.serialization import (
+    align_columns,
+    as_recorded,
+    dump_yaml,
+    find_config,
+    load_yaml,
+    one_line,
+)
 from ..core.serialization import save_run_file, without_secrets
 from ..finetuning.runs import BestCheckpoint
 from ..train.checkpoints import TrainingStopped

@@ -332,7 +332,9 @@ class FinetuningModule(TrainingModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         "Make a checkpoint loadable without its first weights and its data."
-        make_loadable(self, checkpoint, **_describe_labels(self.task) | {"task": task_name(self.task)})
+        make_loadable(
+            self, checkpoint, **_describe_labels(self.task) | {"task": task_name(self.task)}
+        )
 
     # --- loss and scores --------------------------------------------------------------------------
 

@@ -86,7 +86,9 @@ class Schedule:
         Each phase ends with the last whole update before its exact end.
         """
         phase_lengths = {phase: getattr(self, f"{phase}_steps") for phase in SCHEDULE_KINDS}
-        fills_run = isinstance(phase_lengths["training"], Integral) and phase_lengths["training"] == -1
+        fills_run = (
+            isinstance(phase_lengths["training"], Integral) and phase_lengths["training"] == -1
+        )
         warmup, training, cooldown = (
             0 if phase == "training" and fills_run
             else exact_steps(length, self.run_steps, self.tokens_per_step, f"{phase}_steps")

@@ -147,9 +147,13 @@ def average_weights(
     mean = {}
     for name, first in weights[0].items():
         if first.is_floating_point():
-            terms = (s * model_weights[name].double() for s, model_weights in zip(shares, weights) if s)
+            terms = (
+                s * model_weights[name].double() for s, model_weights in zip(shares, weights) if s
+            )
             mean[name] = (sum(terms) / sum(shares)).to(first.dtype)
-        elif all(torch.equal(first, model_weights.get(name, first)) for model_weights in weights[1:]):
+        elif all(
+            torch.equal(first, model_weights.get(name, first)) for model_weights in weights[1:]
+        ):
             mean[name] = first.clone()
         else:
             raise ValueError(f"{name} holds integers that differ, so it has no mean")

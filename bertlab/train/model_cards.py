@@ -201,7 +201,9 @@ def _scores(facts: Mapping[str, Any]) -> _Scores:
     names = {metric: metric.replace("_", " ")} | _METRIC_NAMES
     if facts["config"].get("problem_type") == "regression":
         names["loss"] = "squared error"
-    split_values = {name: values[f"{split}_{name}"] for name in names if f"{split}_{name}" in values}
+    split_values = {
+        name: values[f"{split}_{name}"] for name in names if f"{split}_{name}" in values
+    }
     mean, deviation = _finite(metrics.get("mean")), _finite(metrics.get("deviation"))
     lines = []
     for name, value in split_values.items():
@@ -211,7 +213,9 @@ def _scores(facts: Mapping[str, Any]) -> _Scores:
             line += f"standard deviation {deviation[key]:.2g})"
         lines.append(line)
     for baseline, scores in (metrics.get("baselines") or {}).items():
-        common = {name: scores[f"{split}_{name}"] for name in split_values if f"{split}_{name}" in scores}
+        common = {
+            name: scores[f"{split}_{name}"] for name in split_values if f"{split}_{name}" in scores
+        }
         lines += [f"{names[name]} of {baseline}: {value:.4g}" for name, value in common.items()]
     if "unigram_entropy" in values:
         lines.append(f"loss of unigrams, which ignore the input: {values['unigram_entropy']:.4g}")

@@ -195,7 +195,9 @@ def _run_stages(configs: Sequence[Mapping[str, Any]], output: Path) -> list[dict
         if not _is_finished(directory, complete):
             _run_stage(stage_number, complete, optimizer)
         elif (edited := _edited_options(directory, complete)) and rank_zero_only.rank == 0:
-            print_line(f"stage {stage_number} is finished: the new {', '.join(edited)} has no effect")
+            print_line(
+                f"stage {stage_number} is finished: the new {', '.join(edited)} has no effect"
+            )
         metrics.append(load_json(directory / "metrics.json"))
         previous = newest_model(directory)
     return metrics
