@@ -95,23 +95,22 @@ def short_model(name: str) -> str:
 def finetuned(case: dict) -> dict:
     "Fine-tune and return the rate and the score on the validation rows (higher is better)."
     from bertlab.finetuning.data import FinetuningDataModule
-    from bertlab.finetuning.module import DEFAULT_SCHEDULE, FinetuningModule
+    from bertlab.finetuning.module import FinetuningModule
     from bertlab.train.trainer import make_trainer, seed_everything
 
-    kind, splits, longest = load_task(case["task"], case["rows"])
+    task, splits, longest = load_task(case["task"], case["rows"])
     seed_everything(case["seed"])
     data = FinetuningDataModule(
-        kind, case["model"], max_sequence_length=longest, train_batch_size=32, val_batch_size=64,
+        task, case["model"], max_sequence_length=longest, train_batch_size=32, val_batch_size=64,
         text_column=["text", "text_pair"] if case["task"] == "similarity" else None,
     )  # fmt: skip
     data.set_datasets(splits["train"], splits["validation"])
     data.setup()
     steps = 3 * (len(splits["train"]) // 32)
-    kind_and_warmup = case.get("schedule")
-    schedule = dict(zip(DEFAULT_SCHEDULE, kind_and_warmup)) if kind_and_warmup else DEFAULT_SCHEDULE
+    kind, warmup = case.get("schedule") or ("linear", 0.1)
     module = FinetuningModule(
-        kind, case["model"], optimizer_class=case["optimizer"], learning_rate=case["rate"],
-        **schedule,
+        task, case["model"], optimizer_class=case["optimizer"], learning_rate=case["rate"],
+        scheduler_type=kind, warmup_ratio=warmup,
     )  # fmt: skip
     make_trainer(steps).fit(module, data)
     scores = make_trainer(1).validate(module, data, verbose=False)[0]

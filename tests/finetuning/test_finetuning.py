@@ -328,6 +328,15 @@ def test_a_users_schedule_is_a_class_or_its_dotted_name(by_name):
     assert rates_of(module) == [1.0, 1.0, 0.5, 0.5, 0.25]
 
 
+def test_the_default_schedule_wastes_no_step():
+    module = module_for(learning_rate=None, num_labels=2)
+    module.configure_model()
+    built = module.build_optimizer(15)
+    factors = [built["lr_scheduler"]["scheduler"].schedule(step) for step in range(16)]
+    assert factors == pytest.approx([1 / 2, 1, *(n / 13 for n in range(13, -1, -1))])
+    assert module.build_optimizer(1)["lr_scheduler"]["scheduler"].get_last_lr()[0] > 0
+
+
 # --- class weights --------------------------------------------------------------------------------
 
 
