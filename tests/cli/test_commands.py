@@ -7,8 +7,8 @@ import os
 import re
 import shutil
 import signal
-import subprocess
 import sys
+import time
 import warnings
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from bertlab.cli.main import main, silence_libraries
 from bertlab.core.files import find_model_directory
 from called import pretrain, resumed_config, validate  # noqa: E402
-from programs import users_environment
+from programs import Program
 from bertlab.data.module import PretrainingDataModule
 from bertlab.train import run as run_module
 from bertlab.data.tokenizers import train_tokenizer
@@ -644,29 +644,14 @@ def test_all_callbacks_can_be_enabled(words, tmp_path):
 
 def test_ctrl_c_saves_and_the_run_can_be_resumed(words, tmp_path):
     run = tmp_path / "run"
-    command = [sys.executable, "-m", "bertlab.cli.main", "pretrain"]
-    process = subprocess.Popen(
-        [
-            *command,
-            *words,
-            "--trainer.max_steps",
-            "100000",
-            "--run.val_every_steps",
-            "1000000",
-            "--run.progress",
-            "plain",
-        ],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=users_environment(),
-    )
-    lines = iter(process.stdout.readline, "")
-    assert any(line.startswith("step ") for line in lines)
-    process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=120)
-    assert process.returncode == 130, errors
-    assert f"bertlab pretrain --resume {run}" in errors
+    program = Program(["pretrain", *words, "--trainer.max_steps", "100000",
+                       "--run.val_every_steps", "1000000", "--run.progress", "plain"])  # fmt: skip
+    while program.poll() is None and "\nstep " not in program.printed.read_text():
+        time.sleep(0.02)
+    program.send_signal(signal.SIGINT)
+    ended = program.wait(timeout=120)
+    assert ended.returncode == 130, ended.stderr
+    assert f"bertlab pretrain --resume {run}" in ended.stderr
     step = int(latest_checkpoint(run / "checkpoints").stem[5:])
     assert "a signal" in (run / "report.md").read_text()
     assert pretrain(["--trainer.max_steps", str(step + 2)], resume=str(run))["steps"] == step + 2

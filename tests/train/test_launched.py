@@ -99,10 +99,35 @@ def same(folder: Path, output: str, tolerance: float = 2e-5) -> None:
     assert token_counts(folder, output) == token_counts(folder, "one"), "of all processes"
 
 
-def test_two_processes_of_torchrun_have_the_losses_of_one(prepared):
-    done = run(prepared, "ddp", 2)
-    assert done.returncode == 0, done.stdout[-3000:]
+def on_a_rank(words: list[str], folder: str) -> None:
+    "Run the command in this process, and write its exit status and errors."
+    from bertlab.cli.main import main
+
+    os.chdir(folder)
+    rank = os.environ["RANK"]
+    with (
+        open(f"output-{rank}", "w") as output,
+        contextlib.redirect_stdout(output),
+        contextlib.redirect_stderr(io.StringIO()) as errors,
+    ):
+        status = main(words)
+    Path(f"status-{rank}").write_text(f"{status} {errors.getvalue()}")
+
+
+def test_two_processes_have_the_losses_of_one(prepared):
+    "With the variables of torchrun; the slow tests start torchrun itself."
+    run_on_ranks(on_a_rank, words_of("ddp", ROWS // 2, 8)[2:], str(prepared))
     same(prepared, "ddp")
+    outputs = [(prepared / f"output-{rank}").read_text() for rank in range(2)]
+    counts = [output.count("peak_memory_bytes") for output in outputs]
+    assert counts == [1, 0], "the first process speaks for all"
+
+
+@pytest.mark.slow
+def test_two_processes_of_torchrun_have_the_losses_of_one(prepared):
+    done = run(prepared, "torchrun", 2)
+    assert done.returncode == 0, done.stdout[-3000:]
+    same(prepared, "torchrun")
     assert done.stdout.count("peak_memory_bytes") == 1, "the first process speaks for all"
 
 
@@ -281,16 +306,6 @@ def halfway(prepared):
     for newer in ("step-00000006.ckpt", "step-00000008.ckpt"):
         shutil.rmtree(prepared / "whole" / "checkpoints" / newer)
     return prepared / "whole"
-
-
-def on_a_rank(words: list[str], folder: str) -> None:
-    "Run the command in this process, and write its exit status and errors."
-    from bertlab.cli.main import main
-
-    os.chdir(folder)
-    with contextlib.redirect_stderr(io.StringIO()) as errors:
-        status = main(words)
-    Path(f"status-{os.environ['RANK']}").write_text(f"{status} {errors.getvalue()}")
 
 
 def test_ranks_of_another_strategy_leave_a_run_as_it_was(tmp_path):

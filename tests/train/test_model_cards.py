@@ -2,10 +2,7 @@
 
 import base64
 import json
-import os
 import shutil
-import subprocess
-import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -13,9 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from huggingface_hub import ModelCard
-from programs import bertlab
+from huggingface_hub import ModelCard, constants
+from programs import Ended, bertlab
 
+from bertlab.cli.main import main
 from bertlab.core.serialization import load_yaml, save_run_file
 from bertlab.data.tokenizers import train_tokenizer
 from bertlab.model.config import modernbert_tiny
@@ -358,20 +356,30 @@ def hub():
     thread.join()
 
 
-def push(hub, *words, token="hf_test"):
-    "Run the command in its own process: the hub's client reads its address at import."
-    environment = {**os.environ, "HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}", "HF_HUB_OFFLINE": "0",
-                   "HF_TOKEN": token, "HF_HUB_DISABLE_XET": "1", "NO_PROXY": "127.0.0.1"}  # fmt: skip
+@pytest.fixture()
+def push(hub, monkeypatch, capsys):
+    "The command, with the hub's client set to this hub: it reads its settings at import."
+    for name, value in {"ENDPOINT": f"http://127.0.0.1:{hub.server_port}", "HF_HUB_OFFLINE": False,
+                        "HF_HUB_DISABLE_XET": True}.items():  # fmt: skip
+        monkeypatch.setattr(constants, name, value)
     for name in ("HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy"):
-        environment.pop(name, None)
-    return subprocess.run([sys.executable, "-m", "bertlab.cli.main", "push", *map(str, words)], env=environment,
-                          capture_output=True, text=True, timeout=120)  # fmt: skip
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    monkeypatch.setenv("HF_TOKEN", "hf_test")
+    monkeypatch.setenv("HF_ENDPOINT", constants.ENDPOINT)
+
+    def run_push(*words):
+        status = main(["push", *map(str, words)])
+        printed = capsys.readouterr()
+        return Ended(status, printed.out, printed.err)
+
+    return run_push
 
 
-def test_a_push_is_one_commit_of_the_best_model_and_its_card(run, hub):
+def test_a_push_is_one_commit_of_the_best_model_and_its_card(run, hub, push):
     change(model_of(run) / "config.json", _name_or_path=str(run / "base"))
     before = json.loads((model_of(run) / "config.json").read_text())
-    done = push(hub, run, "me/cats", "--license", "mit", "--language", "en")
+    done = push(run, "me/cats", "--license", "mit", "--language", "en")
     assert done.returncode == 0, done.stderr
     (commit,) = hub.commits
     assert check_card(commit.pop("README.md").decode())["license"] == "mit"
@@ -385,10 +393,10 @@ def test_a_push_is_one_commit_of_the_best_model_and_its_card(run, hub):
     assert "/me/cats/commit/" in done.stdout
 
 
-def test_a_dry_run_sends_nothing_and_a_refusal_is_one_line(run, hub):
+def test_a_dry_run_sends_nothing_and_a_refusal_is_one_line(run, hub, push):
     done = bertlab("push", run, "me/cats", "--dry_run")  # offline, where each request is an error
     assert done.returncode == 0 and "nothing was sent" in done.stdout
     hub.refuses = True
-    done = push(hub, run, "me/cats")
+    done = push(run, "me/cats")
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and "me/cats" in done.stderr
     assert not hub.commits
