@@ -1,6 +1,7 @@
 "Everything runs on two CPU cores without a network; what cannot run here is skipped with its reason."
 
 import atexit
+import gc
 import os
 import shutil
 import signal
@@ -30,6 +31,9 @@ os.environ.update(
     BERTLAB_CLAIMS="strict",  # a page's sentence about a run that does not hold is an error here
     GOMP_SPINCOUNT="1000",  # OpenMP threads that spin while they wait slow each other on a busy machine
 )
+# A collection of garbage looks at every object that an import has left, and imports make many: half of the time to
+# find the tests. Afterwards, what is there then is not looked at again.
+gc.disable()
 # How long an example takes says how busy the machine is.
 settings.register_profile("bertlab", deadline=None)
 settings.load_profile("bertlab")
@@ -107,6 +111,11 @@ def pytest_collection_modifyitems(items):
         if marked and (reason := why()):
             for item in marked:
                 item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def pytest_collection_finish():
+    gc.enable()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

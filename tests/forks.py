@@ -14,11 +14,7 @@ import torch
 
 # A process that is forked from one that has looked for GPUs cannot use them.
 PROCESSES = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
-multiprocessing.set_forkserver_preload([
-    "bertlab", "nbdev.test", "matplotlib.pyplot", "ipywidgets", "lightning.pytorch", "datasets",
-    "transformers.models.bert.modeling_bert", "transformers.models.modernbert.modeling_modernbert",
-    "transformers.optimization", "prepared",  # the former imports peft, and that bitsandbytes and the compiler
-])  # fmt: skip
+multiprocessing.set_forkserver_preload(["prepared"])
 
 
 def forked(target, arguments: tuple) -> BaseProcess:

@@ -9,11 +9,19 @@ import gc
 import importlib
 import pkgutil
 
-import sklearn.feature_extraction.text
-import sklearn.linear_model  # noqa: F401
+gc.disable()  # a collection looks at every object that the imports before it have left
+for name in (
+    "bertlab", "nbdev.test", "matplotlib.pyplot", "ipywidgets", "lightning.pytorch", "datasets",
+    "transformers.models.bert.modeling_bert", "transformers.models.modernbert.modeling_modernbert",
+    "transformers.optimization",  # which imports peft, and that bitsandbytes and the compiler
+    "IPython.core.interactiveshell", "IPython.core.pylabtools",
+    "sklearn.feature_extraction.text", "sklearn.linear_model",
+):  # fmt: skip
+    with contextlib.suppress(ImportError):
+        importlib.import_module(name)
 
-import bertlab
-from bertlab.data import corpus
+import bertlab  # noqa: E402
+from bertlab.data import corpus  # noqa: E402
 
 # Splitting the corpus anew would take most pages half a second.
 corpus.embedded_corpus = functools.cache(corpus.embedded_corpus)
@@ -22,4 +30,5 @@ for module in pkgutil.walk_packages(bertlab.__path__, "bertlab."):
     if not module.name.endswith("__main__"):  # which is the program itself
         with contextlib.suppress(ImportError):
             importlib.import_module(module.name)
+gc.enable()
 gc.freeze()  # a collection in a fork would look at all of this, and copy its pages

@@ -12,13 +12,11 @@ import subprocess
 from importlib.metadata import distributions
 from pathlib import Path
 
-import nbformat
 import pytest
 import sync
 from conftest import ROOT
 from jupyter_client.kernelspec import KernelSpecManager
 from jupyter_client.manager import AsyncKernelManager
-from nbclient import NotebookClient
 from test_notebooks import LONGEST, TIMEOUT, name_of, shortened, with_solutions
 
 COLAB = ROOT / ".venv-colab"
@@ -70,6 +68,9 @@ class Session:
 
     def run(self, cells: list[dict], timeout: float) -> list[dict]:
         "Execute code cells in a new kernel. Raises nbclient's `CellExecutionError`."
+        import nbformat  # here, because it takes seconds
+        from nbclient import NotebookClient
+
         specs = KernelSpecManager(kernel_dirs=[str(self.folder / "kernels")])
         manager = AsyncKernelManager(kernel_name="colab", kernel_spec_manager=specs)
         notebook = nbformat.from_dict(
