@@ -27,12 +27,14 @@ def fill_mask(
     directory: str,  # of a run, or of a model with its tokenizer
     texts: Sequence[str] = (),  # with one or more [MASK]; none: the lines of standard input
     top_k: int = 5,  # guesses for each gap
+    backend: str = "torch",  # or openvino, onnx: extras of these names
+    precision: str = "float32",  # or bfloat16, int8; auto: the fastest that the processor has
 ) -> None:
     "Let a model fill the gaps of texts."
     texts = _lines_of_input(texts, "texts")
     from bertlab.cli.models import fill_mask as fill
 
-    for text, gaps in zip(texts, fill(directory, texts, top_k)):
+    for text, gaps in zip(texts, fill(directory, texts, top_k, backend, precision)):
         print(text)
         for guesses in gaps:
             print("  " + ", ".join(f"{word} {share:.1%}" for word, share in guesses), flush=True)

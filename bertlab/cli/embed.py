@@ -99,10 +99,13 @@ def load_bi_encoder(
     model: str,  # directory or hub name
     max_sequence_length: int | None = None,
     pooling: str | None = None,
+    backend: str = "torch",
+    precision: str = "float32",
 ) -> BiEncoder:  # on the GPU if there is one
     "Load a model, or the best one of a run."
     options = {"max_sequence_length": max_sequence_length, "pooling": pooling}
-    loaded = BiEncoder.load(model, **{k: v for k, v in options.items() if v is not None})
+    options = {name: value for name, value in options.items() if value is not None}
+    loaded = BiEncoder.load(model, backend, precision, **options)
     return loaded.to(next(name for name in ("cuda", "mps", "cpu") if num_devices(name)))
 
 
@@ -124,6 +127,8 @@ def embed_encode(
     part_size: int = 4096,  # texts after which the work may be stopped without a loss
     overwrite: bool = False,  # replace the file or index of --output
     prompt: str = "document",  # of the model, before each text: for a document, a query, or none
+    backend: str = "torch",  # or openvino, onnx: extras of these names
+    precision: str = "float32",  # or bfloat16, int8; auto: the fastest that the processor has
 ) -> str:  # the summary
     """Turn texts into vectors: .npy, .parquet, or an index to search in.
 
@@ -135,7 +140,7 @@ def embed_encode(
     check_not_inside(output, source, "output")
     notes: Counter = Counter()
     documents = source_documents(source, notes, text_column, sample_by, **(reader_kwargs or {}))
-    loaded = load_bi_encoder(model, max_sequence_length, pooling)
+    loaded = load_bi_encoder(model, max_sequence_length, pooling, backend, precision)
     with tqdm(unit=" texts", disable=not sys.stderr.isatty()) as bar:
         update = lambda count: bar.update(count - bar.n)
         count = encode_corpus(
@@ -153,11 +158,14 @@ def embed_encode(
     return "\n".join([*summary, *_count_lines(notes)])
 
 
-def _rerank(directory: str, queries: list[str], results: list[list[SearchHit]]) -> list:
+def _rerank(
+    directory: str, queries: list[str], results: list[list[SearchHit]], *runtime: str
+) -> list:
     "Order the hits of each query by a model that reads pairs of texts."
     from bertlab.finetuning.predictions import load_predictor
 
-    predictor, roles = load_predictor(directory), ["text", "text_pair"]
+    predictor = load_predictor(directory, None, *runtime)
+    roles = ["text", "text_pair"]
     is_of_pairs = not predictor.columns or "text_pair" in predictor.columns
     if predictor.task.name != "classification" or not is_of_pairs:
         raise ValueError(f"reranker={directory!r} must be a classifier or regressor of two texts")
@@ -185,6 +193,8 @@ def embed_search(
     sample_by: str = "auto",  # a text file's documents: line, paragraph or document
     reader_kwargs: dict[str, Any]
     | None = None,  # how files are read: encoding, delimiter, header, on_error, ...; each is a flag, too
+    backend: str = "torch",  # or openvino, onnx: extras of these names
+    precision: str = "float32",  # or bfloat16, int8; auto: the fastest that the processor has
 ) -> str:
     """Find the texts that are most like a query.
 
@@ -202,7 +212,7 @@ def embed_search(
     if index is None:
         options = reader_kwargs or {}
         documents = source_documents([str(path)], notes, text_column, sample_by, **options)
-    loaded = load_bi_encoder(model)
+    loaded = load_bi_encoder(model, None, None, backend, precision)
     find_similarity(loaded)  # raises before anything is encoded
     if index is not None:
         index.prepare_model(loaded)
@@ -215,7 +225,7 @@ def embed_search(
                 print("\n".join(_count_lines(notes)), file=sys.stderr)
         results = index.search(loaded, queries, max(top_k, rerank_k) if reranker else top_k)
     if reranker:
-        results = [hits[:top_k] for hits in _rerank(reranker, queries, results)]
+        results = [hits[:top_k] for hits in _rerank(reranker, queries, results, backend, precision)]
     lines = []
     for query, hits in zip(queries, results):
         if as_json:

@@ -392,11 +392,13 @@ def predict(
     null_threshold: float | None = None,  # how far no answer must lead; null: as in training
     max_sequence_length: int | None = None,  # tokens read at once; null: as in training, else all
     overwrite: bool = False,  # replace the file of --output
+    backend: str = "torch",  # or openvino, onnx: extras of these names
+    precision: str = "float32",  # or bfloat16, int8; auto: the fastest that the processor has
 ) -> None:
     "Label what a file or standard input holds; print JSON lines, or write a file."
     if output is not None:  # before the model is loaded
         check_output(output, file, overwrite)
-    predictor = load_predictor(directory, max_sequence_length)
+    predictor = load_predictor(directory, max_sequence_length, backend, precision)
     answers = {"num_best": num_best, "null_threshold": null_threshold}
     options = {k: v for k, v in answers.items() if k in predictor.task.prediction_options}
     rows, result = predict_file(

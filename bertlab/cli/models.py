@@ -15,6 +15,7 @@ from typing import Any
 import lightning as L
 from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.seed import isolate_rng
+from torch import nn
 
 from .commands import COMMANDS
 from .parser import configuration
@@ -24,8 +25,9 @@ from ..core.serialization import load_yaml
 from ..data.module import PretrainingDataModule
 from ..data.tokenizers import load_tokenizer, resolve_tokenizer
 from ..model.heads import TokenPredictionModel
-from ..model.huggingface import check_tokenizer, load_model, stored_head
+from ..model.huggingface import check_tokenizer, load_model, read_config, stored_head
 from ..model.mask_filling import fill_masks
+from ..train.backends import open_model
 from ..train.estimate import MemoryEstimate, estimate_memory, step_options
 from ..train.modules import PretrainingModule
 from ..train.objectives import collator_objective
@@ -39,18 +41,26 @@ def fill_mask(
     directory: str,  # of a run, or of a model with its tokenizer
     texts: Sequence[str],  # with one or more [MASK]
     top_k: int = 5,  # guesses for each mask
+    backend: str = "torch",  # or openvino, onnx
+    precision: str = "float32",  # or bfloat16, int8, auto
 ) -> list[list[list[tuple[str, float]]]]:  # text -> mask -> (word, probability)
     "Let a model fill the masks of texts. Raises `ValueError` for one that predicts no words."
     directory = find_model_directory(directory)
-    (model, new_weights, _), tokenizer = load_model(directory), load_tokenizer(directory)
-    check_tokenizer(tokenizer, model.config.vocab_size)
-    is_ours, head = isinstance(model, TokenPredictionModel), stored_head(model.config)
-    if new_weights or not (is_ours or head == "ForMaskedLM"):
-        lost = f" without {new_weights[0]}" if new_weights else ""
-        raise ValueError(
-            f"the model in {directory} is a {type(model).__name__}{lost}, which predicts no words: "
-            "train it with an objective, as bertlab pretrain does"
-        )
+    tokenizer = load_tokenizer(directory)
+    check_tokenizer(tokenizer, read_config(directory).vocab_size)
+
+    def load() -> nn.Module:
+        model, new_weights, _ = load_model(directory)
+        is_ours, head = isinstance(model, TokenPredictionModel), stored_head(model.config)
+        if new_weights or not (is_ours or head == "ForMaskedLM"):
+            lost = f" without {new_weights[0]}" if new_weights else ""
+            raise ValueError(
+                f"the model in {directory} is a {type(model).__name__}{lost}, which predicts no "
+                "words: train it with an objective, as bertlab pretrain does"
+            )
+        return model
+
+    model = open_model(directory, load, ["logits"], backend, precision)
     texts = [text.replace("[MASK]", tokenizer.mask_token) for text in texts]
     return fill_masks(model, tokenizer, texts, top_k)
 

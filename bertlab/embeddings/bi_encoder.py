@@ -27,6 +27,7 @@ from .pooling import POOLINGS, document_index, pack_for_encoder
 from ..model.encoder import BertLabModel
 from ..model.mask_filling import eval_mode
 from ..model.huggingface import check_tokenizer, load_model, read_model_json, save_model
+from ..train.backends import open_model, padded_batches, run_batches
 
 # %% ../../nbs/embeddings/04_bi_encoder.ipynb #f1309f11
 def length_batches(
@@ -197,14 +198,25 @@ class BiEncoder(nn.Module):
         vectors_ND = np.empty((len(ids), self.embedding_dim), np.float32)
         pad_token_id = self.encoder.config.pad_token_id or 0
         packed_length = min(128, self.encoder.config.max_position_embeddings)
-        with eval_mode(self), torch.inference_mode():
-            for members, length in length_batches([*map(len, ids)], batch_tokens, packed_length):
-                rows = [ids[n] for n in members]
-                row_length = length if self.packs else max(map(len, rows))
-                packed = pack_for_encoder(rows, row_length, pad_token_id, self.packs)
-                batch = {name: torch.from_numpy(value).to(device) for name, value in packed.items()}
+        lengths = [*map(len, ids)]
+        batches = (
+            length_batches(lengths, batch_tokens, packed_length)
+            if self.packs
+            else padded_batches(lengths, batch_tokens)
+        )
+
+        def compute(members_and_length: tuple[np.ndarray, int]) -> None:
+            members, row_length = members_and_length
+            rows = [ids[n] for n in members]
+            packed = pack_for_encoder(rows, row_length, pad_token_id, self.packs)
+            batch = {name: torch.from_numpy(value).to(device) for name, value in packed.items()}
+            with torch.inference_mode():  # of this thread
                 vectors = self(batch, num_texts=len(members))
-                vectors_ND[members] = vectors.float().cpu().numpy()
+            vectors_ND[members] = vectors.float().cpu().numpy()
+
+        with eval_mode(self):
+            for _ in run_batches(compute, batches, getattr(self.encoder, "num_threads", 1)):
+                pass
         truncated_ND = vectors_ND[:, :truncate_dim]
         is_cut = truncate_dim is not None and self.normalize
         return normalize_rows(truncated_ND) if is_cut else truncated_ND
@@ -223,10 +235,13 @@ class BiEncoder(nn.Module):
     def load(
         cls,
         source: str | os.PathLike,  # a directory, or a name on the hub
+        backend: str = "torch",  # or openvino, onnx: extras of these names
+        precision: str = "float32",  # or bfloat16, int8; auto: the fastest that the processor has
         **options: Any,  # pooling, normalize, max_sequence_length: instead of the model's own
     ) -> "BiEncoder":  # on the CPU, in evaluation mode
         "Load a bi-encoder of ours or of sentence-transformers, or build one from an encoder."
-        encoder, tokenizer = load_model(source, "Model").model, load_tokenizer(source)
+        tokenizer, load = load_tokenizer(source), lambda: load_model(source, "Model").model
+        encoder = open_model(source, load, ["last_hidden_state"], backend, precision)
         config = read_st_config(source)
         length = max_text_length(encoder, tokenizer, config.get("max_sequence_length"))
         options = config | {"max_sequence_length": length} | options

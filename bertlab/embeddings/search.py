@@ -74,7 +74,9 @@ def _model_identity(
     vocabulary = sorted(model.tokenizer.get_vocab())
     words = " ".join(vocabulary[:: 1 + len(vocabulary) // 1000])
     vectors_ND = model.encode([*_PROBES, words, words.title()], prompt=prefix)
+    encoder = model.encoder
     return {
+        "precision": getattr(encoder, "precision", str(encoder.dtype)),
         "pooling": model.pooling,
         "max_sequence_length": model.max_sequence_length,
         "document_prompt": prefix,
@@ -82,12 +84,16 @@ def _model_identity(
     }
 
 
-def _difference(saved: Mapping[str, Any], current: Mapping[str, Any]) -> str | None:
-    "Name a setting in which a saved run differs; vectors may differ by rounding."
+def _difference(
+    saved: Mapping[str, Any],
+    current: Mapping[str, Any],
+    atol: float = 3e-4,  # of vectors, which may differ by rounding
+) -> str | None:
+    "Name a setting in which a saved run differs."
     for name, value in current.items():
         if name == "probes":
             shapes_differ = np.shape(saved.get(name)) != np.shape(value)
-            if shapes_differ or not np.allclose(saved[name], value, rtol=1e-2, atol=3e-4):
+            if shapes_differ or not np.allclose(saved[name], value, rtol=1e-2, atol=atol):
                 return "vectors"
         elif saved.get(name) != value:
             return f"{name}, {saved.get(name)!r} and {value!r}"
@@ -339,7 +345,10 @@ class TextIndex:
 
     def check_model(self, model: BiEncoder) -> None:
         "Raise `ValueError` for a model, or settings, other than those of the index."
-        if difference := _difference(self.store, _model_identity(model, model.document_prompt)):
+        identity = _model_identity(model, model.document_prompt)
+        # Texts and queries may be encoded in different precisions.
+        atol = 3e-4 if identity.pop("precision") == self.store.get("precision") else 2e-2
+        if difference := _difference(self.store, identity, atol):
             raise ValueError(
                 f"{self.directory} was made by another model: it has other {difference}; call "
                 "index.prepare_model(model), or encode the texts again"

@@ -33,6 +33,8 @@ from .models import without_reports
 from .task import LabelNames, Task, count_long, get_task, load_task
 from ..model.huggingface import check_tokenizer, load_model, read_config, stored_head
 from ..model.mask_filling import max_input_length
+from ..train.backends import open_model, run_batches
+from ..train.export import INPUTS, TASK_OUTPUTS
 
 # %% ../../nbs/finetuning/12_predictions.ipynb #59c5fec7
 @dataclass(frozen=True)
@@ -121,11 +123,16 @@ class Predictor:
         accepted = signature(self.model.forward).parameters
         names = [n for n in self.task.inputs if n in accepted and n != "position_ids"]
         device, results = next(self.model.parameters()).device, [{}] * len(encoded)
-        for start in range(0, len(order), batch_size):
-            members = order[start : start + batch_size]
+        groups = [order[n : n + batch_size] for n in range(0, len(order), batch_size)]
+
+        def compute(members: list[int]) -> tuple:
             batch = collator([encoded[n] for n in members])
-            with torch.inference_mode():
+            with torch.inference_mode():  # of this thread
                 output = self.model(**{n: batch[n].to(device) for n in names if n in batch})
+            return members, batch, output
+
+        num_threads = getattr(self.model, "num_threads", 1)
+        for members, batch, output in run_batches(compute, groups, num_threads):
             if device.type == "xla":
                 output = {name: output[name].cpu() for name in self.task.outputs}
             for name in self.task.outputs:
@@ -222,6 +229,8 @@ _TASK_OF = {
 def load_predictor(
     directory: str | os.PathLike,  # of `bertlab finetune`, of bertlab or of transformers; or a name
     max_sequence_length: int | None = None,  # tokens at once; None: as in training, else all
+    backend: str = "torch",  # or openvino, onnx: extras of these names
+    precision: str = "float32",  # or bfloat16, int8; auto: the fastest that the processor has
 ) -> Predictor:
     "Load a model with a head for a task. Raises `ValueError` for one without."
     config, memory = read_config(directory), load_task(directory)
@@ -234,10 +243,16 @@ def load_predictor(
         )
     tokenizer = load_tokenizer(directory)
     check_tokenizer(tokenizer, config.vocab_size, needs_mask=False)
-    with without_reports():
-        model, missing, _ = load_model(directory, head)
-    if missing:
-        raise ValueError(f"{directory} lacks {len(missing)} weights, such as {missing[0]!r}")
+
+    def load() -> torch.nn.Module:
+        with without_reports():
+            model, missing, _ = load_model(directory, head)
+        if missing:
+            raise ValueError(f"{directory} lacks {len(missing)} weights, such as {missing[0]!r}")
+        return model
+
+    inputs = [name for name in INPUTS if name in tokenizer.model_input_names]
+    model = open_model(directory, load, TASK_OUTPUTS[head], backend, precision, inputs)
     longest = min(max_input_length(model), tokenizer.model_max_length)
     learned = memory.get("max_sequence_length", longest)
     length = max_sequence_length or min(longest, learned)

@@ -30,4 +30,5 @@ __getattr__, __dir__ = _lazy_parts(__name__, (
     "model_cards",
     "export",
     "web_page",
+    "backends",
 ))

@@ -26,3 +26,4 @@ from . import estimate as estimate
 from . import model_cards as model_cards
 from . import export as export
 from . import web_page as web_page
+from . import backends as backends

@@ -4,9 +4,10 @@
 
 # %% auto #0
 __all__ = ['OUTPUTS', 'TASK_OUTPUTS', 'INPUTS', 'OPSET', 'FILES', 'REPORT', 'MAX_LOSS', 'TOLERANCE', 'SCRIPT',
-           'InspectableMaskedLM', 'check_exportable', 'load_exportable', 'check_extra', 'export_onnx', 'top_tokens',
-           'OnnxModel', 'quantize_int8', 'convert_float16', 'example_batches', 'compare_with_torch', 'check_output',
-           'describe_export', 'export_model']
+           'InspectableMaskedLM', 'TupleOutputs', 'check_exportable', 'load_exportable', 'check_extra',
+           'quiet_exporters', 'example_inputs', 'export_onnx', 'top_tokens', 'OnnxModel', 'quantize_int8',
+           'convert_float16', 'example_batches', 'compare_with_torch', 'check_output', 'describe_export',
+           'export_model']
 
 # %% ../../nbs/train/25_export.ipynb #e247f9f5
 import contextlib
@@ -135,7 +136,7 @@ class _SentenceEncoder(nn.Module):
         return {"last_hidden_state": states_BLD, "sentence_embedding": vectors_BD}
 
 
-class _Tuple(nn.Module):
+class TupleOutputs(nn.Module):
     "Call a model by name and return chosen fields in order, as a graph needs them."
 
     def __init__(self, model: nn.Module, inputs: Sequence[str], outputs: Sequence[str]):
@@ -187,7 +188,7 @@ def load_exportable(
         check_choice("pooling", pooling, ("mean", "cls"))
         encoder = load_model(directory, "Model").model
         model = _SentenceEncoder(encoder, pooling, "Normalize" in st_files["modules"])
-        return _Tuple(model, INPUTS[:2], TASK_OUTPUTS[head])
+        return TupleOutputs(model, INPUTS[:2], TASK_OUTPUTS[head])
     model = load_model(directory).model
     if isinstance(model, TokenPredictionModel):
         return InspectableMaskedLM(model, outputs or ("logits",))
@@ -196,7 +197,7 @@ def load_exportable(
     is_trained_with_types = not head.startswith("ForMasked")
     names = INPUTS if is_trained_with_types and "token_type_ids" in inputs else INPUTS[:2]
     names = [name for name in names if name in signature(model.forward).parameters]
-    return _Tuple(model, names, TASK_OUTPUTS[head])
+    return TupleOutputs(model, names, TASK_OUTPUTS[head])
 
 # %% ../../nbs/train/25_export.ipynb #98a413c5
 OPSET = 20  # of ONNX's operators: the first with Gelu
@@ -210,7 +211,7 @@ def check_extra() -> None:
 
 
 @contextlib.contextmanager
-def _quietly() -> Iterator[None]:
+def quiet_exporters() -> Iterator[None]:
     "Hide what exporters print and log: advice for their own developers."
     level = logging.root.manager.disable
     logging.disable(logging.WARNING)
@@ -240,15 +241,10 @@ def _save_program(program: Any, path: Path) -> None:  # of torch.onnx
     )
 
 
-def export_onnx(
-    module: nn.Module,  # of `load_exportable`, or `InspectableMaskedLM`
-    path: str | os.PathLike,  # of the file; it is overwritten
-) -> None:
-    """Write a model as one ONNX file in float32, for rows of any number and length.
-
-    Raises `ValueError` for a model that ONNX cannot express.
-    """
-    check_extra()
+def example_inputs(
+    module: nn.Module,  # with `model` and `inputs`
+) -> tuple[dict[str, Tensor], dict[str, dict[int, str]]]:  # tensors, and names of free axes
+    "Make rows to trace a module with."
     vocab_size = module.model.config.vocab_size
     example = {
         "input_ids": torch.arange(vocab_size // 2, vocab_size // 2 + 10).view(2, 5) % vocab_size,
@@ -259,11 +255,24 @@ def export_onnx(
     axes = {name: {0: "batch", 1: "length"} for name in module.inputs}
     if "positions" in axes:
         axes["positions"] = {0: "batch", 1: "places"}
+    return {name: example[name] for name in module.inputs}, axes
+
+
+def export_onnx(
+    module: nn.Module,  # of `load_exportable`, or `InspectableMaskedLM`
+    path: str | os.PathLike,  # of the file; it is overwritten
+) -> None:
+    """Write a model as one ONNX file in float32, for rows of any number and length.
+
+    Raises `ValueError` for a model that ONNX cannot express.
+    """
+    check_extra()
+    example, axes = example_inputs(module)
     try:
-        with _quietly(), torch.no_grad():
+        with quiet_exporters(), torch.no_grad():
             program = torch.onnx.export(
                 module.float(),
-                kwargs={name: example[name] for name in module.inputs},
+                kwargs=example,
                 dynamo=True,
                 input_names=list(module.inputs),
                 output_names=list(module.outputs),
@@ -444,7 +453,7 @@ def quantize_int8(
     check_extra()
     from onnxruntime.quantization import QuantType, quantize_dynamic
 
-    with _quietly():
+    with quiet_exporters():
         quantize_dynamic(
             source,
             target,
@@ -466,7 +475,7 @@ def convert_float16(
         from onnxruntime.transformers.float16 import convert_float_to_float16
     finally:
         sys.path[:] = path
-    with _quietly():
+    with quiet_exporters():
         model = convert_float_to_float16(onnx.load(source), keep_io_types=True)
         is_large = model.ByteSize() > _PROTO_LIMIT
         location = _weights_file(Path(target)).name
