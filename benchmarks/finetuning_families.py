@@ -19,7 +19,7 @@ from sides import Ledger, alternate, common_parser, machine, ratios, spreads, wr
 
 import bertlab
 
-SIZES = {"small": (4, 256, 4), "tiny": (1, 32, 2)}  # layers, width, heads
+SIZES = {"small": (4, 128, 4), "tiny": (1, 32, 2)}  # layers, width, heads
 VOCABULARY, LENGTH, LABELS = 8192, 256, 4
 KINDS = {"xlm-roberta": "unigram", "deberta-v2": "unigram", "distilbert": "wordpiece"}
 DEBERTA_V3 = {

@@ -51,8 +51,8 @@ def our_side(case: dict, task, tokenizer) -> dict:
     from bertlab.finetuning.data import FinetuningDataModule
     from bertlab.train.trainer import seed_everything
 
-    options = {"doc_stride": STRIDE} if task.kind == "question_answering" else None
-    data = FinetuningDataModule(task.kind, tokenizer, max_sequence_length=task.max_sequence_length,
+    options = {"doc_stride": STRIDE} if task.task == "question_answering" else None
+    data = FinetuningDataModule(task.task, tokenizer, max_sequence_length=task.max_sequence_length,
                                 train_batch_size=ROWS, collator_kwargs=options)  # fmt: skip
     data.set_datasets(**task.splits)
     data.setup()
@@ -60,7 +60,7 @@ def our_side(case: dict, task, tokenizer) -> dict:
     config = {name: value for name, value in shape("bert", case["model"]).to_diff_dict().items()
               if not name.endswith("token_id")}  # fmt: skip
     module = FinetuningModule(
-        task.kind, learning_rate=RATE, weight_decay=DECAY, model_config_kwargs=config
+        task.task, learning_rate=RATE, weight_decay=DECAY, model_config_kwargs=config
     )
     return fit_module(case, module, data)
 
@@ -107,7 +107,7 @@ def their_dataset(task, tokenizer):
     rows = Dataset.from_list(
         [{k: v for k, v in row.items() if k not in ("source", "kind")} for row in task.train]
     )
-    return rows.map(make[task.kind], batched=True, remove_columns=rows.column_names)
+    return rows.map(make[task.task], batched=True, remove_columns=rows.column_names)
 
 
 def fit_trainer(case: dict, model, dataset, collator, **options) -> dict:
@@ -142,12 +142,12 @@ def their_side(case: dict, task, tokenizer) -> dict:
 
     dataset = their_dataset(task, tokenizer)
     set_seed(0)
-    ending = ENDINGS[task.kind]
+    ending = ENDINGS[task.task]
     config = to_family_config(shape("bert", case["model"]), "bert", ending)
     if task.label_names:
         config.num_labels = len(task.label_names)
     model = FAMILIES["bert"].get_class(ending)(config)
-    words = task.kind == "token_classification"
+    words = task.task == "token_classification"
     collator = (DataCollatorForTokenClassification if words else DataCollatorWithPadding)(tokenizer)
     return fit_trainer(case, model, dataset, collator)
 

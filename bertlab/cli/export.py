@@ -9,6 +9,7 @@ __all__ = ['TARGETS', 'export']
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
@@ -21,7 +22,9 @@ from ..train.web_page import EXAMPLES, export_web_page
 TARGETS = ("onnx", "web")
 
 
-def _read_labelled(directory: str, data: str) -> tuple[list, Callable[[nn.Module | None], float]]:
+def _read_labelled(
+    directory: str, data: str, reader_kwargs: dict[str, Any]
+) -> tuple[list, Callable[[nn.Module | None], float]]:
     "Read rows of a model's task, and make the function that scores a model on them."
     if check_exportable(directory) == "SentenceEncoder":
         from bertlab.embeddings.bi_encoder import BiEncoder
@@ -29,7 +32,7 @@ def _read_labelled(directory: str, data: str) -> tuple[list, Callable[[nn.Module
         from bertlab.embeddings.retrieval import RetrievalTask, evaluate_retrieval
         from bertlab.embeddings.retrieval import similarity_scorer
 
-        pairs, loaded = read_pairs(data), BiEncoder.load(directory)
+        pairs, loaded = read_pairs(data, **reader_kwargs), BiEncoder.load(directory)
         rows = list(zip(pairs.queries, pairs.positives))
         task = RetrievalTask.from_pairs("data", data, [], rows)
 
@@ -43,14 +46,14 @@ def _read_labelled(directory: str, data: str) -> tuple[list, Callable[[nn.Module
     from bertlab.finetuning.predictions import load_predictor, predict_file, read_input
 
     predictor = load_predictor(directory)
-    table = read_input(data, **predictor.reader)
+    table = read_input(data, **{**predictor.reader, **reader_kwargs})
     columns = predictor.find_columns(table)
     rows = filter(None, (predictor.read_row(row, columns) for row in table))
     texts = [tuple(t if isinstance(t, str) else " ".join(t) for t in r.values()) for r in rows]
 
     def score(model: nn.Module | None) -> float:
         predictor.model = predictor.model if model is None else model
-        scores = predict_file(predictor, data)[1].scores
+        scores = predict_file(predictor, data, reader_kwargs=reader_kwargs)[1].scores
         if predictor.task.monitor not in scores:
             raise ValueError(f"data {data} has no labels that the model knows")
         return scores[predictor.task.monitor]
@@ -72,12 +75,15 @@ def export(
     examples: list[str] | None = None,  # of web: sentences with [MASK] to begin with
     name: str | None = None,  # of web: title of the page; null: that of the directory
     text: str | None = None,  # file to check with; null: held-out text of the embedded corpus
+    # How the file of --data is read: delimiter (null: as in training), encoding, ...; each is a flag, too.
+    reader_kwargs: dict[str, Any] | None = None,
 ) -> str:  # what is said
     "Write a model for other runtimes: `bertlab export`. Raises `ValueError`, `ImportError`."
     if to not in TARGETS:
         raise ValueError(f"to={to!r} is unknown; choose one of {', '.join(TARGETS)}")
     web_only = {"packages": packages, "examples": examples, "name": name}
-    onnx_only = {"outputs": outputs, "int8": not int8, "float16": float16, "data": data}
+    onnx_only = {"outputs": outputs, "int8": not int8, "float16": float16, "data": data,
+                 "reader_kwargs": reader_kwargs}  # fmt: skip
     for option, value in (onnx_only if to == "web" else web_only).items():
         if value:
             raise ValueError(
@@ -90,7 +96,7 @@ def export(
         hint = f"look at it: python -m http.server --directory {target}, then open the address"
     else:
         check_output(target)
-        rows, score = _read_labelled(model, data) if data else (None, None)
+        rows, score = _read_labelled(model, data, reader_kwargs or {}) if data else (None, None)
         options = {"float16": float16, "score": score}
         report = export_model(model, target, outputs, int8, text or rows, title, **options)
         hint = f"ask it: python {Path(target) / SCRIPT} 'Some text.'"

@@ -6,6 +6,7 @@
 __all__ = ['fill_mask', 'validate_model', 'estimate_run']
 
 # %% ../../nbs/cli/03_models.ipynb #8181d013
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -22,7 +23,7 @@ from .parser import configuration
 from ..core.devices import check_device
 from ..core.files import RUN_FILE, find_model_directory, write_json
 from ..core.serialization import load_yaml
-from ..data.module import PretrainingDataModule
+from ..data.module import PretrainingDataModule, phase_configs
 from ..data.tokenizers import load_tokenizer, resolve_tokenizer
 from ..model.heads import TokenPredictionModel
 from ..model.huggingface import check_tokenizer, load_model, read_config, stored_head
@@ -154,12 +155,13 @@ def estimate_run(
         module = PretrainingModule(**{**model, TOKENIZER: tokenizer})
         objective = collator_objective(model["objective"])
         options = {**data, "objective": objective, TOKENIZER: "not read"}
-        collator_kwargs = PretrainingDataModule(**options).collator_kwargs or {}
+        phases = phase_configs(PretrainingDataModule(**options).config)
+    rows_of = lambda phase: (phase.train_batch_size, phase.max_sequence_length)
+    largest = max(phases, key=lambda phase: (math.prod(rows_of(phase)), phase.max_sequence_length))
     estimate = estimate_memory(
         module,
-        data["train_batch_size"],
-        data["max_sequence_length"],
-        collator_kwargs.get("mlm_probability", 0.3),
+        *rows_of(largest),
+        largest.collator_kwargs.get("mlm_probability", 0.3),
         trainer["precision"] or "auto",
         "cuda" if device_type == "cuda" else "cpu",
         config["run"]["models"],

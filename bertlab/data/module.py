@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['PARAMETERS', 'TOKENIZER_SAMPLE', 'build_packed_dataset', 'DataSource', 'as_list', 'PretrainingDataConfig',
-           'longest_rows', 'phase_steps', 'hold_out_texts', 'PretrainingDataModule']
+           'phase_configs', 'longest_rows', 'phase_steps', 'hold_out_texts', 'PretrainingDataModule']
 
 # %% ../../nbs/data/16_module.ipynb #42449f85
 import os
@@ -247,7 +247,7 @@ class PretrainingDataConfig:
     max_ends: int = 0  # of diffusion: 1 to so many end tokens after each text; 0: none
     # Of diffusion: what is given and never hidden; text_column holds what is to be written.
     prompt_column: str | None = None
-    # Options that change during the run: {"60%": {"mlm_probability": 0.15}}, or {6000: ...}.
+    # Options that change during the run: {"60%": {"mlm_probability": 0.15}}, {6000: ...}, {"3B tokens": ...}.
     phases: dict[Any, dict[str, Any]] | None = None
 
     def __post_init__(self):
@@ -273,7 +273,7 @@ class PretrainingDataConfig:
         self._check_writing()
         self._set_collator()
         self._check_sources()
-        _phase_configs(self)
+        phase_configs(self)
         if len({parse_duration(begin, "phases").unit for begin in self.phases or ()}) == 1:
             phase_steps(self, 10**9)
 
@@ -374,7 +374,7 @@ def _with_changes(
     return replace(config, phases=None, **sizes, **kwargs)
 
 
-def _phase_configs(
+def phase_configs(
     config: PretrainingDataConfig,
 ) -> list[PretrainingDataConfig]:  # one for each phase
     "Options of each phase: those of the phase before, with its changes. Raises `ValueError`."
@@ -398,16 +398,24 @@ def longest_rows(
 def phase_steps(
     config: PretrainingDataConfig,
     max_steps: int | None,  # of the run; None: unknown
+    num_batches: int = 1,  # micro-batches of a step, over all processes
 ) -> list[int]:  # steps before each phase
     "Where phases begin. Raises `ValueError` unless they begin one after the other."
     begins = [parse_duration(begin, "phases") for begin in (0, *(config.phases or {}))]
     units = {begin.unit for begin in begins}
-    if not units <= {"steps", "run"} or ("run" in units and max_steps is None):
+    if not units <= {"steps", "tokens", "run"} or ("run" in units and max_steps is None):
         raise ValueError(
-            f"phases={list(config.phases)} must begin after a number of steps (6000), or, in a run "
-            "with max_steps, after a share of it (60%)"
+            f"phases={list(config.phases)} must begin after a number of steps (6000) or tokens (3B "
+            "tokens), or, in a run with max_steps, after a share of it (60%)"
         )
-    steps = [floor(exact_steps(begin, max_steps)) for begin in begins]
+    steps, tokens = [0], 0  # tokens before the latest phase
+    for begin, phase in zip(begins[1:], phase_configs(config)):
+        per_step = phase.train_batch_size * phase.max_sequence_length * num_batches
+        if begin.unit == "tokens":
+            steps.append(steps[-1] + (begin.value - tokens) // per_step)
+        else:
+            steps.append(floor(exact_steps(begin, max_steps)))
+        tokens += (steps[-1] - steps[-2]) * per_step
     if any(step >= following for step, following in pairwise(steps)):
         raise ValueError(
             f"phases={list(config.phases)} must begin one after the other, and not with the run: "
@@ -425,7 +433,7 @@ def _describe_phases(
     if "max_sequence_length" in names:
         names["train_batch_size"] = None
     phases = []
-    for number, (step, phase) in enumerate(zip(steps, _phase_configs(config)), 1):
+    for number, (step, phase) in enumerate(zip(steps, phase_configs(config)), 1):
         parameters = signature(phase.collator_cls).parameters.values()
         options = {p.name: p.default for p in parameters} | phase.collator_kwargs
         options |= {**vars(phase.mixture), "max_sequence_length": phase.max_sequence_length,
@@ -710,7 +718,7 @@ class PretrainingDataModule(SplitDataModule):
             check_writable(self.cache_dir, "cache_dir")
         self.tokenizer = resolve_tokenizer([self.tokenizer])
         # Validation takes the last phase's, so that all losses of a run compare.
-        self.collator = self._make_collator(_phase_configs(self.config)[-1])
+        self.collator = self._make_collator(phase_configs(self.config)[-1])
 
     def _make_collator(self, config: PretrainingDataConfig) -> Collator:
         options = {"max_sequence_length": config.max_sequence_length, "seed": self.seed}
@@ -745,7 +753,7 @@ class PretrainingDataModule(SplitDataModule):
         self.settle_packing(getattr(module, "rows_padded_because", None))
         self._begin()
         train, validation = self._tokenize()
-        configs, names = _phase_configs(self.config), _name_sources(self.sources)
+        configs, names = phase_configs(self.config), _name_sources(self.sources)
         planned: dict[
             str, PackedDataset | MixedDataset
         ] = {}  # phases with the same rows share them
@@ -795,9 +803,10 @@ class PretrainingDataModule(SplitDataModule):
                 "accumulate_grad_batches"
             )
         max_steps = getattr(trainer, "max_steps", -1)
-        steps = phase_steps(self.config, None if max_steps < 0 else max_steps)
+        num_batches = window * self.data_parallel_rank()["world_size"]
+        steps = phase_steps(self.config, None if max_steps < 0 else max_steps, num_batches)
         self.phase_notes = _describe_phases(self.config, steps)
-        starts, configs = [step * window for step in steps], _phase_configs(self.config)
+        starts, configs = [step * window for step in steps], phase_configs(self.config)
         position, rows = Fraction(0), None
         loaders: list[Any] = []
         for n, config in enumerate(configs):

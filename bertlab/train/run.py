@@ -600,9 +600,16 @@ def resolve_config(
     return config
 
 # %% ../../nbs/train/21_run.ipynb #0fa1588c
+def _total_steps(trainer: Mapping[str, Any]) -> int | float:
+    "Return the steps of a run; a stand-in where epochs end it, whose rows are counted later."
+    if trainer["max_steps"] > 0:
+        return trainer["max_steps"]
+    return 10**9 if (trainer.get("max_epochs") or 0) > 0 else math.inf
+
+
 def check_model(
     module: PretrainingModule,
-    max_steps: int,
+    total_steps: int | float,  # of the run; infinite without a known end
     ema_decay: float | None = None,  # of an average of the weights; None: there is none
 ) -> None:
     "Raise `ValueError` for an adapter, frozen weights or an optimizer that do not fit the model."
@@ -616,8 +623,7 @@ def check_model(
 
     model = build_without_weights(build)
     freeze_weights(model, options.freeze)
-    steps = max_steps if max_steps > 0 else math.inf
-    optimizer = build_optimizer(model, options, steps)["optimizer"]
+    optimizer = build_optimizer(model, options, total_steps)["optimizer"]
     if ema_decay is not None and callable(getattr(optimizer, "eval", None)):
         raise ValueError(
             f"run.ema_decay={ema_decay}: optimizer_class={options.optimizer_class!r} keeps an "
@@ -636,7 +642,7 @@ def check_options(config: Mapping[str, Any]) -> None:  # of `resolve_config`
     if model[MODEL] is None:  # else it is known when it is loaded
         with isolate_rng(), reporting_unknown_options():
             module = PretrainingModule(**{**model, TOKENIZER: None})
-            check_model(module, trainer["max_steps"], config["run"]["ema_decay"])
+            check_model(module, _total_steps(trainer), config["run"]["ema_decay"])
         shape = module.config
     strategy = get_strategy(build_objects(trainer["strategy"]) or "auto")
     check_precision(strategy, trainer["precision"])
@@ -699,7 +705,10 @@ def build_pretraining(
     with reporting_unknown_options():
         data = build_data(resolved)
         if data.config.phases:
-            phase_steps(data.config, max(trainer["max_steps"], 0) or None)
+            num_batches = _num_readers(resolved["trainer"]) * trainer.get(
+                "accumulate_grad_batches", 1
+            )
+            phase_steps(data.config, max(trainer["max_steps"], 0) or None, num_batches)
         tokenizer = resolve_tokenizer(
             [resolved["data"][TOKENIZER], model[TOKENIZER]],
             model[MODEL],
@@ -713,7 +722,7 @@ def build_pretraining(
         # A longer run that resumes this one keeps its rate.
         recorded["model"] = {**recorded["model"], "learning_rate": module.options.learning_rate}
         if model[MODEL] is not None:
-            check_model(module, trainer["max_steps"], run.ema_decay)
+            check_model(module, _total_steps(trainer), run.ema_decay)
         positions = getattr(module.config, "max_position_embeddings", None)
         length = longest_rows(resolved["data"])
         if positions is not None and length > positions:

@@ -7,6 +7,7 @@ import pytest
 import yaml
 from test_training import word_tokenizer
 
+from bertlab.optim.schedulers import Schedule
 from bertlab.cli.commands import COMMANDS
 from bertlab.cli.parser import parse
 from bertlab.model.huggingface import saved_as, save_model
@@ -441,3 +442,19 @@ def test_an_unknown_name_of_a_model_is_refused(setting, tmp_path):
 def test_a_callback_that_lightning_refuses_is_named():
     with pytest.raises(ValueError, match="save_top_k=3"):
         build_objects({"class_path": "ModelCheckpoint", "init_args": {"save_top_k": 3}})
+
+
+def test_epochs_have_a_schedule_over_the_whole_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    word_tokenizer(WORDS).save_pretrained("tokenizer")
+    write_texts(tmp_path / "t.txt")
+    schedule = {"scheduler_training_kind": "linear", "scheduler_training_decay": 0.5,
+                "scheduler_cooldown_steps": "25%", "scheduler_warmup_steps": 0}  # fmt: skip
+    Path("theirs.yaml").write_text(yaml.safe_dump(bertblocks({**MODEL, **schedule})))
+    steps = pretrain(["--config", "theirs.yaml"])["steps"]
+    history = [row.split(",") for row in Path("runs/7/history.csv").read_text().splitlines()[1:]]
+    rates = [float(row[2]) / 1e-3 for row in history if row[2]]
+    expected = Schedule(
+        training_kind="linear", training_decay=0.5, cooldown_steps="25%", total_steps=steps
+    )
+    assert rates == pytest.approx(expected.curve(), rel=1e-5) and rates[-1] < 0.5

@@ -1,6 +1,7 @@
 "`bertlab export` as its user types it."
 
 import json
+import shutil
 
 import pytest
 
@@ -13,6 +14,7 @@ from bertlab.cli import main as program
 from bertlab.data.tokenizers import train_tokenizer
 from bertlab.embeddings.bi_encoder import BiEncoder
 from bertlab.finetuning.predictions import load_predictor, predict_file
+from bertlab.finetuning.task import save_task
 from bertlab.model.config import modernbert_tiny
 from bertlab.model.encoder import BertLabModel
 from bertlab.model.heads import BertLabForMaskedLM
@@ -112,3 +114,22 @@ def test_a_mistake_is_one_line_and_writes_nothing(place, tmp_path, monkeypatch, 
     status, _, line = answer(capfd, *(one.format(place=place) for one in words))
     assert status == 2 and word in line and "\n" not in line
     assert list(tmp_path.iterdir()) == []
+
+
+def test_labelled_files_are_read_as_in_training(place, tmp_path, capfd):
+    predictor = load_predictor(place / "pairs")
+    shutil.copytree(place / "pairs", tmp_path / "model")
+    columns = {name: name for name in ("text", "text_pair", "label")}
+    save_task(predictor.task, tmp_path / "model", columns, 32, {"delimiter": ";"})
+    lines = [
+        f"{a} caf\xe9;{b}, {a};LABEL_{n % 2}" for n, (a, b) in enumerate(zip(TEXTS, TEXTS[1:]))
+    ]
+    data = tmp_path / "pairs.csv"
+    data.write_bytes("\n".join(["text;text_pair;label", *lines]).encode("cp1252"))
+    words = [tmp_path / "model", "--output", tmp_path / "out", "--data", data, "--int8", "false"]
+    assert answer(capfd, *words)[0] == 2
+    assert answer(capfd, *words, "--encoding", "cp1252")[0] == 0
+    row = json.loads((tmp_path / "out/export.json").read_text())["files"]["onnx/model.onnx"]
+    reading = {"reader_kwargs": {"encoding": "cp1252"}}
+    scores = predict_file(load_predictor(tmp_path / "model"), data, **reading)[1].scores
+    assert row["scores"] == pytest.approx([scores["accuracy"]] * 2)

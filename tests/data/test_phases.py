@@ -1,13 +1,17 @@
 "Options that change within a run: closed forms of the step, whatever the workers and the stops."
 
+import os
 from itertools import islice
 
 import numpy as np
 import pytest
 import torch
+from called import config_of, pretrain
+from ranks import run_on_ranks
 from test_data import TOKENIZER, make_module, make_texts, original_ids, set_up, write_lines
 from test_training import Stop, Texts, equal, train
 
+from bertlab.cli.models import estimate_run
 from bertlab.data.mixing import MixedDataset
 from bertlab.data.module import phase_steps
 from bertlab.data.packing import PackedDataset
@@ -154,3 +158,61 @@ def test_phases_of_a_run_need_its_length_and_order():
         with pytest.raises(ValueError, match="phases") as error:
             phase_steps(config, max_steps)
         assert word in str(error.value)
+
+
+def test_phases_in_tokens_count_those_of_all_processes():
+    phases = {
+        "1024 tokens": {"max_sequence_length": 64},
+        "2K tokens": {"train_batch_size": 4},
+        "4096 tokens": {"mlm_probability": 0.1},
+        40: {},
+    }
+    config = make_module("a.txt", phases=phases).config  # steps of 128 and then 256 positions
+    assert phase_steps(config, None) == [0, 8, 15, 23, 40]
+    assert phase_steps(config, None, num_batches=2) == [0, 4, 7, 11, 40]
+
+
+def train_on_rank(folder):
+    weights, history = train(Phased(batch_size=2), 8, dropout=0.0, devices=2, strategy="ddp")
+    if os.environ["RANK"] == "0":
+        torch.save((weights, history.column("train_loss")), folder / "two.pt")
+
+
+def test_two_processes_with_phases_are_one(tmp_path):
+    run_on_ranks(train_on_rank, tmp_path)
+    weights, losses = torch.load(tmp_path / "two.pt", weights_only=False)
+    expected, history = train(Phased(), 8, dropout=0.0)
+    np.testing.assert_allclose(losses, history.column("train_loss"), rtol=1e-5)
+    for name, weight in expected.items():
+        torch.testing.assert_close(weights[name], weight, rtol=1e-4, atol=1e-5)
+
+
+def test_a_phase_longer_than_the_positions_is_refused(tmp_path):
+    source = write_lines(tmp_path / "a.txt", make_texts(40))
+    shape = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16,
+             "max_position_embeddings": 32}  # fmt: skip
+    words = [source, "--data.max_sequence_length", "32", "--data.phases", "{3: {max_sequence_length: 64}}",
+             "--model.model_config_kwargs", str(shape), "--run.output", tmp_path / "run"]  # fmt: skip
+    with pytest.raises(ValueError, match="max_sequence_length=64 .* 32"):
+        pretrain(words)
+
+
+def test_the_estimate_is_that_of_the_longest_phase():
+    shape = {
+        "hidden_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 16,
+    }
+    words = ["--trainer.accelerator", "cpu", "--trainer.max_steps", "9", "--run.vocab_size", "99",
+             "--model.model_config_kwargs", str(shape)]  # fmt: skip
+    sizes = lambda rows, length: [
+        "--data.train_batch_size",
+        rows,
+        "--data.max_sequence_length",
+        length,
+    ]
+    phases = "{2: {max_sequence_length: 64}, 6: {max_sequence_length: 16}}"
+    phased = estimate_run(config_of("pretrain", [*words, *sizes(4, 32), "--data.phases", phases]))
+    longest = estimate_run(config_of("pretrain", [*words, *sizes(2, 64)]))
+    assert (phased.rows, phased.length) == (2, 64) and phased.step == longest.step

@@ -6,6 +6,7 @@ import pytest
 import torch
 import transformers
 
+from bertlab.cli.models import fill_mask
 from bertlab.data.loaders import EpochBatches, RowsByLength
 from bertlab.data.module import PretrainingDataModule
 from bertlab.data.packing import PackedDataset
@@ -257,3 +258,22 @@ def test_a_stream_is_grouped_by_length_and_resumed(workers, tmp_path):
     resumed = iter(again)
     for step in range(5, 12):
         assert next(resumed)["attention_mask"].sum(1).tolist() == lengths[8 * step : 8 * step + 8]
+
+
+@pytest.mark.parametrize("width", [16, 32])  # padded, and packed
+def test_electra_fills_masks_as_transformers(width, tmp_path):
+    torch.manual_seed(0)
+    config = transformers.ElectraConfig(**SIZES, embedding_size=width, initializer_range=0.3)
+    model = transformers.ElectraForMaskedLM(config).eval()
+    model.save_pretrained(tmp_path)
+    TOKENIZER.save_pretrained(tmp_path)
+    texts = ["the red [MASK] is on a tree", "an [MASK] house [MASK]"]
+    answers = fill_mask(tmp_path, texts, 5)
+    for text, masks in zip(texts, answers, strict=True):
+        batch = TOKENIZER(text, return_tensors="pt")
+        with torch.no_grad():
+            logits = model(batch["input_ids"]).logits[batch["input_ids"] == TOKENIZER.mask_token_id]
+        for guesses, row in zip(masks, logits.softmax(-1), strict=True):
+            values, ids = row.topk(5)
+            assert [word for word, _ in guesses] == [TOKENIZER.decode([i]).strip() for i in ids]
+            assert [p for _, p in guesses] == pytest.approx(values.tolist(), abs=1e-5)
