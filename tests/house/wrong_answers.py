@@ -175,6 +175,11 @@ WRONG_ANSWERS = [
     keys = F.one_hot(names, len(NAMES)).float()
     weights = (100 * keys @ keys[numbers == HIDDEN][0]).softmax(-1)
     return (weights @ numbers.float()).round()""", "hears itself"),
+    ("backward_by_hand", "rms_norm_backward", ("def rms_norm_backward",), """def rms_norm_backward(x, dy):
+    return dy / x.square().mean(-1, keepdim=True).sqrt()""", "treats it as a constant"),
+    ("backward_by_hand", "rms_norm_backward", ("def rms_norm_backward",), """def rms_norm_backward(x, dy):
+    root = x.square().mean(-1, keepdim=True).sqrt()
+    return (dy - x / root * (dy * x / root).sum(-1, keepdim=True)) / root""", "a mean over the axis"),
     ("torch_refresher", "gradients", ("def gradients",), """def gradients(forget):
     a, b = (torch.zeros((), requires_grad=True) for _ in range(2))
     (a * words_N + b - chars_N).square().mean().backward()
