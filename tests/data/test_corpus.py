@@ -53,12 +53,12 @@ def tokenizer(embedded):
     return train_tokenizer(embedded.train_texts, 2000)
 
 
-def python(code: str, *options: str, cwd: Path = ROOT, **environment: str) -> str:
+def python(code: str, *options: str, **environment: str) -> str:
     "What a new Python prints."
     command = [sys.executable, *options, "-c", textwrap.dedent(code)]
     done = subprocess.run(
         command,
-        cwd=cwd,
+        cwd=ROOT,
         env={**os.environ, **environment},
         capture_output=True,
         text=True,
@@ -685,29 +685,6 @@ def test_rare_characters_are_left_out():
     assert len(train_tokenizer(many, 1100)) <= 1100
     with pytest.raises(ValueError, match="limit_alphabet"):
         train_tokenizer(texts, 50, limit_alphabet=0)
-
-
-def test_a_saved_tokenizer_works_without_bertlab(tmp_path, tokenizer):
-    from transformers import BertConfig, BertForMaskedLM
-
-    config = BertConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        intermediate_size=64,
-    )
-    BertForMaskedLM(config).save_pretrained(tmp_path)
-    tokenizer.save_pretrained(tmp_path)
-    code = """
-    import sys
-    sys.modules["bertlab"] = None  # importing it fails, wherever it is installed
-    from transformers import AutoTokenizer, pipeline
-    tokenizer = AutoTokenizer.from_pretrained(".")
-    print(tokenizer("return the value").input_ids, len(pipeline("fill-mask", ".")("return the [MASK] of x.")))
-    """
-    out = python(code, cwd=tmp_path)
-    assert out.splitlines()[-1] == f"{tokenizer('return the value').input_ids} 5"
 
 
 def test_a_missing_tokenizer_is_named_without_a_network(tmp_path, monkeypatch):

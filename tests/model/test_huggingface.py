@@ -46,7 +46,7 @@ from bertlab.model.families import (
     to_family_config,
     unused_settings,
 )
-from bertlab.data.tokenizers import load_tokenizer
+from bertlab.data.tokenizers import load_tokenizer, train_tokenizer
 from bertlab.model.encoder import BertLabModel
 from bertlab.model.heads import (
     BertLabForEnhancedMaskedLM,
@@ -439,19 +439,22 @@ model = AutoModelForMaskedLM.from_pretrained(sys.argv[1])
 batch = tokenizer(["w1 w2 [MASK] w4", "w7 [MASK]"], padding=True, return_tensors="pt")
 with torch.no_grad(): logits = model(**batch).logits
 best = pipeline("fill-mask", sys.argv[1])("w1 w2 [MASK] w4", top_k=3)
+trained = AutoTokenizer.from_pretrained(sys.argv[2])
+filled = pipeline("fill-mask", sys.argv[2])("return the [MASK] of x.")
 print(json.dumps(dict(
     kind=type(model).__name__, keys=sorted(batch), logits=logits.tolist(),
     best=[(b["token_str"], b["score"]) for b in best],
+    trained=trained("return the value").input_ids, filled=len(filled),
 )))
 """
 
 
-def read_elsewhere(directory) -> dict:
-    "What plain transformers finds in a directory, in a process that cannot import bertlab."
+def read_elsewhere(directory, trained) -> dict:
+    "What plain transformers finds in two directories, in a process that cannot import bertlab."
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
     environment["HF_HUB_OFFLINE"] = "1"
     done = subprocess.run(
-        [sys.executable, "-c", READER, str(directory)],
+        [sys.executable, "-c", READER, str(directory), str(trained)],
         capture_output=True, text=True, cwd=directory, env=environment,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -466,9 +469,15 @@ def saved(tmp_path_factory):
     return model, directory
 
 
-def test_a_directory_loads_without_bertlab(saved):
+def test_directories_and_tokenizers_load_without_bertlab(saved, tmp_path):
     model, directory = saved
-    result = read_elsewhere(directory)
+    trained = train_tokenizer(["return the value of x.", "the mask of the value"] * 20, 100)
+    trained.save_pretrained(tmp_path)
+    sizes = dict(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64)
+    config = transformers.BertConfig(vocab_size=len(trained), **sizes)
+    transformers.BertForMaskedLM(config).save_pretrained(tmp_path)
+    result = read_elsewhere(directory, tmp_path)
+    assert result["trained"] == trained("return the value").input_ids and result["filled"] == 5
     assert result["kind"] == "ModernBertForMaskedLM"
     assert result["keys"] == ["attention_mask", "input_ids"]
     batch = tokenizer()(["w1 w2 [MASK] w4", "w7 [MASK]"], padding=True, return_tensors="pt")
