@@ -469,7 +469,7 @@ class TrainingModule(L.LightningModule):
         elif self.skipped:  # float16's scaler owns the flag of a fused optimizer
             optimizer.zero_grad(set_to_none=True)
         for guard in guards:
-            getattr(guard, "after_step", lambda skipped: None)(self.skipped)
+            getattr(guard, "after_step", lambda pl_module: None)(self)
 
     def configure_gradient_clipping(
         self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None

@@ -283,8 +283,8 @@ def test_guards_see_the_loss_of_the_whole_batch_and_can_refuse(optimizer):
             self.losses.append(loss.item())
             return torch.tensor(len(self.losses) == 2)
 
-        def after_step(self, skipped):
-            self.skips.append(bool(skipped))
+        def after_step(self, pl_module):
+            self.skips.append(bool(pl_module.skipped))
 
         def on_train_batch_end(self, trainer, pl_module, *args):
             self.weights.append(pl_module.model.head.dense.weight.detach().clone())
