@@ -184,16 +184,19 @@ class StepGuard(StepCallback):
         self._verdict = torch.cat((refused[None].float(), now_2, limits_2))
         return refused
 
+    def after_step(self, pl_module) -> None:
+        "Log the count; after the batch, on XLA, it would be a program of its own."
+        pl_module.log(self.log_name, self._skipped.float())
+
     def on_train_start(self, trainer, pl_module) -> None:
         self.reason = None
         super().on_train_start(trainer, pl_module)
 
     def on_step_end(self, trainer, pl_module) -> None:
-        "Log the count, and read the verdicts now and then."
+        "Read the verdicts now and then."
         if self._verdict is not None:
             self._pending.append((trainer.global_step, self._verdict))
             self._verdict = None
-            pl_module.log(self.log_name, self._skipped.float())
         if trainer.global_step % self.LOOK_EVERY == 0:
             self.report(trainer)
 

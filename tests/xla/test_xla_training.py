@@ -230,7 +230,11 @@ def test_a_guard_keeps_spoiled_steps_away_from_the_weights_and_nobody_waits_for_
     _, counts, _ = train("tpu", 24, [guard, SpikeGuard()])
     assert len({c.host_reads for c in counts[:9]}) == 1
     # After the tenth step history and guards read, and the next two steps start from that.
-    assert len({c.compilations for c in counts[3:9]}) == len({c.compilations for c in counts[11:]}) == 1
+    assert (
+        len({c.compilations for c in counts[3:9]})
+        == len({c.compilations for c in counts[11:]})
+        == 1
+    )
 
 
 def test_checkpointed_activations_are_refused_by_name():
