@@ -42,9 +42,6 @@ class EvalBatchSpec:
             return self.rows
         return max(1, parse_amount(self.tokens, "tokens", "batch: tokens") // length)
 
-
-assert EvalBatchSpec(tokens="4K").num_rows(128) == 31
-
 # %% ../../nbs/train/16_evaluators.ipynb #750451ad
 class Evaluator(PeriodicCallback):
     "Evaluate a model during its training; a child defines `evaluate`."
