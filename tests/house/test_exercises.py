@@ -1,0 +1,103 @@
+"Every exercise to predict or to investigate has a folded answer."
+
+import json
+import re
+
+import pytest
+import sync
+from conftest import ROOT
+
+# Exercises of library pages that have no answer yet: remove a line when you write it.
+UNANSWERED = {
+    "cli/03_models": ["1. Predict", "3. Investigate"],
+    "cli/04_demo": ["1. Predict", "3. Investigate"],
+    "cli/05_finetune": ["3. Investigate"],
+    "cli/06_write": ["3. Investigate"],
+    "explorers/01_widgets": ["3. Investigate"],
+    "explorers/02_packing": ["3. Investigate"],
+    "explorers/03_schedules": ["3. Investigate"],
+    "explorers/04_optimizers": ["3. Investigate"],
+    "explorers/05_models": ["3. Investigate"],
+    "explorers/06_fill_mask": ["3. Investigate"],
+    "explorers/07_training_monitor": ["3. Investigate"],
+    "explorers/08_profiling": ["3. Investigate"],
+    "explorers/09_precision": ["3. Investigate"],
+    "explorers/10_stepper": ["3. Investigate"],
+    "finetuning/01_files": ["3. Investigate"],
+    "finetuning/03_evaluation": ["3. Investigate"],
+    "finetuning/05_tokens": ["3. Investigate"],
+    "finetuning/09_models": ["3. Investigate"],
+    "finetuning/10_module": ["3. Investigate"],
+    "finetuning/11_runs": ["1. Predict", "3. Investigate"],
+    "finetuning/14_builtin": ["1. Predict", "4. Investigate"],
+    "finetuning/15_config": ["3. Investigate"],
+    "model/02_layers": ["3. Investigate", "4. Investigate"],
+    "model/04_encoder": ["1. Predict"],
+    "model/06_heads": ["3. Investigate"],
+    "model/07_task_heads": ["3. Investigate"],
+    "model/09_loading": ["3. Investigate"],
+    "model/17_float8": ["3. Investigate"],
+    "model/19_context": ["3. Investigate"],
+    "model/22_context_parallel": ["3. Investigate"],
+    "optim/01_schedulers": ["3. Investigate"],
+    "optim/03_groups": ["3. Investigate"],
+    "optim/05_optimizers": ["4. Investigate"],
+    "train/02_steps": ["4. Investigate"],
+    "train/03_objectives": ["3. Investigate"],
+    "train/04_initialization": ["1. Predict", "3. Investigate"],
+    "train/05_modules": ["1. Predict", "3. Investigate"],
+    "train/07_parallel": ["3. Investigate"],
+    "train/09_resume": ["3. Investigate"],
+    "train/10_checkpoints": ["3. Investigate"],
+    "train/11_stopping": ["3. Investigate"],
+    "train/14_histograms": ["3. Investigate"],
+    "train/15_previews": ["3. Investigate"],
+    "train/18_reports": ["3. Investigate"],
+    "train/19_trainer": ["3. Investigate"],
+    "train/21_run": ["1. Predict", "3. Investigate"],
+    "train/22_stages": ["3. Investigate"],
+    "train/25_export": ["3. Investigate"],
+    "train/26_web_page": ["3. Investigate"],
+    "train/27_pipeline": ["3. Investigate"],
+}
+KIND = re.compile(r"^(\d+)\. \*(Predict|Investigate|Implement)\b", re.MULTILINE)
+
+
+def unanswered(text: str) -> list[str]:
+    """Return the exercises of a page's prose without a fold of their own.
+
+    The rule: after the question, and before the next exercise or heading, comes `<details>`.
+    """
+    parts = KIND.split(text)[1:]
+    exercises = zip(parts[::3], parts[1::3], parts[2::3])
+    return [
+        f"{number}. {kind}"
+        for number, kind, rest in exercises
+        if kind != "Implement" and "<details>" not in re.split(r"^## ", rest, flags=re.MULTILINE)[0]
+    ]
+
+
+def test_the_rule_finds_an_exercise_without_a_fold():
+    answered = "1. *Predict.* Why?\n\n<details><summary>Answer</summary>\n\nSo.\n</details>\n\n"
+    assert unanswered(answered) == []
+    assert unanswered(answered + "3. *Investigate.* How?\n\n## Recap\n\n<details>") == [
+        "3. Investigate"
+    ]
+    assert unanswered("1. *Predict.* Why?\n2. *Implement.* `f`.\n\n<details>") == ["1. Predict"]
+
+
+@pytest.mark.parametrize("chapter", [
+    "core", "data", "model", "optim", "train", "finetuning", "embeddings", "explorers", "cli",
+    "course", "walkthroughs",
+])  # fmt: skip
+def test_every_exercise_has_a_folded_answer(chapter):
+    found = {}
+    for path in sync.notebooks(ROOT):
+        if path.parent.relative_to(ROOT / "nbs").parts[:1] != (chapter,):
+            continue
+        cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+        text = "\n\n".join(sync.source_of(c) for c in cells if c["cell_type"] == "markdown")
+        if missing := unanswered(text):
+            found[f"{chapter}/{path.stem}"] = missing
+    expected = {name: kinds for name, kinds in UNANSWERED.items() if name.startswith(f"{chapter}/")}
+    assert found == expected
