@@ -9,6 +9,7 @@ __all__ = ['ENDLESS', 'end_with_parent', 'worker_error', 'EpochBatches', 'BlankR
 # %% ../../nbs/data/15_loaders.ipynb #e0cbfb78
 import ctypes
 import errno
+import multiprocessing
 import operator
 import os
 import re
@@ -19,6 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from functools import partial
 from itertools import count
+from threading import Thread
 from typing import Any
 
 import lightning as L
@@ -31,10 +33,18 @@ from .rows import PADDING
 from .streaming import PackedStream, group_by_length
 
 # %% ../../nbs/data/15_loaders.ipynb #a9f1c002
+def _exit_after(process: Any) -> None:
+    process.join()
+    os._exit(1)
+
+
 def end_with_parent() -> None:
-    "Let Linux end this process when its parent is killed, which can no longer end it itself."
+    "End this process when its parent is killed, which can no longer end it itself."
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    run = multiprocessing.parent_process()
+    if run is not None and run.pid != os.getppid():  # a fork server is the parent, and lives on
+        Thread(target=_exit_after, args=(run,), daemon=True).start()
 
 
 def _leave_group(worker: int) -> None:

@@ -22,6 +22,7 @@ from importlib.util import find_spec
 from inspect import signature
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -216,9 +217,10 @@ def export_openvino(
     check_backend("openvino")
     import openvino
 
+    private = mock.patch.dict(os.environ, {"CI": "true"})  # or it sends counts to its makers
     example, axes = example_inputs(module)
     try:
-        with quiet_exporters(), torch.no_grad():
+        with quiet_exporters(), private, torch.no_grad():
             program = torch.export.export(
                 module.float(),
                 (),
@@ -365,10 +367,9 @@ def open_model(
     config = read_config(source)
     if precision == "int8":
         if small is None:
-            options = "--to openvino --calibration TEXTS" if backend == "openvino" else ""
+            how = {"onnx": f"bertlab export {source}", "openvino": "OpenVINO's own exporter"}
             raise ValueError(
-                f"{source} has no {EXPORTED[backend]['int8']}; write it with "
-                f"bertlab export {source} {options}".rstrip()
+                f"{source} has no {EXPORTED[backend]['int8']}; write it with {how[backend]}"
             )
         return _open(small[0], backend, precision, config, small[1])
     exported = None if weights else _find_exported(directory, (), EXPORTED[backend]["float32"])

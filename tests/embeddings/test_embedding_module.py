@@ -11,7 +11,6 @@ from embedding_cases import (
     WORDS,
     draw_pairs,
     fit,
-    small_config,
     small_data,
     small_config,
     small_module,

@@ -1,6 +1,7 @@
 """The engine: loss as sum and count, exact resume, whole checkpoints."""
 
 import math
+import multiprocessing
 import os
 import select
 import signal
@@ -241,6 +242,29 @@ def test_a_killed_process_leaves_no_workers():
     os.kill(parent, signal.SIGKILL)
     os.waitpid(parent, 0)
     assert select.select([reads], [], [], 60)[0] and os.read(reads, 1) == b"", "it still lives"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel ends orphans on Linux alone")
+def test_a_killed_process_leaves_no_workers_of_a_fork_server():
+    reads, writes = os.pipe()
+    alive, held = os.pipe()  # as multiprocessing has it: ends when the run does
+    if not (run := os.fork()):
+        os.close(writes)
+        time.sleep(300)
+        os._exit(0)
+    os.close(held)
+    if not (worker := os.fork()):  # whose parent is not the run
+        parent = multiprocessing.process._ParentProcess("run", run, alive)
+        multiprocessing.process._parent_process = parent
+        _leave_group(0)
+        os.write(writes, b"begun")
+        time.sleep(300)
+        os._exit(0)
+    os.close(writes)
+    assert os.read(reads, 5) == b"begun"
+    os.kill(run, signal.SIGKILL)
+    assert select.select([reads], [], [], 60)[0] and os.read(reads, 1) == b"", "it still lives"
+    assert {os.waitpid(process, 0)[0] for process in (run, worker)} == {run, worker}
 
 
 def test_rows_are_dealt_once_and_processes_never_share_one():
