@@ -461,8 +461,9 @@ def check_tokenizer(
 ) -> None:
     "Raise `ValueError` for a tokenizer that does not fit the model."
     if (ids := num_token_ids(tokenizer)) > vocab_size:
+        name = f" {tokenizer.name_or_path!r}" if tokenizer.name_or_path else ""
         raise ValueError(
-            f"tokenizer {tokenizer.name_or_path!r} has ids up to {ids - 1} and the model's vocab_size is {vocab_size}; build "
+            f"tokenizer{name} has ids up to {ids - 1} and the model's vocab_size is {vocab_size}; build "
             f"the model with vocab_size={ids}, or take the tokenizer that it was trained with"
         )
     if needs_mask and tokenizer.mask_token_id is None:

@@ -21,7 +21,7 @@ from bertlab.embeddings.gradcache import (
 
 def first_batch(data, rows=32):
     data.setup()
-    return data.collator([data.datasets["train"][0, n] for n in range(rows)])
+    return data.collator([data.datasets["train"][n] for n in range(rows)])
 
 
 def loss_and_gradient(module, batch, gradcache_rows, seed=None):

@@ -133,7 +133,7 @@ def test_auto_is_the_fastest_in_hardware(
 @pytest.mark.parametrize("backend, precision, named", [
     ("tensorflow", "float32", "tensorflow"), ("torch", "int8", "int8"), ("onnx", "bfloat16", "onnx"),
     ("openvino", "float64", "float64"), ("openvino", "bfloat16", "AVX512"),
-    ("openvino", "int8", "bertlab export"),
+    ("openvino", "int8", "exporter"), ("onnx", "int8", "bertlab export"),
 ])  # fmt: skip
 def test_what_a_backend_lacks_is_named(directory, monkeypatch, backend, precision, named):
     monkeypatch.setattr(backends, "default_precision", lambda device: ("32-true", ""))
@@ -145,6 +145,7 @@ def test_a_missing_extra_and_an_operator_without_a_rule_are_named(directory, mon
     import openvino
 
     def fail(program):
+        assert os.environ["CI"] == "true"  # else it sends counts to its makers
         raise RuntimeError("Summary:\n-- No conversion rule found for operations: aten::mT\n")
 
     module = backends.TupleOutputs(BertLabModel(bert_tiny(vocab_size=90, **SHAPE)), ["input_ids"], [
