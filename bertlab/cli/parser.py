@@ -245,9 +245,9 @@ def _find_option(name: str, command: Command) -> tuple[str, Option]:
     if name in command.without:
         raise ValueError(f"{name} is decided by bertlab {command.name}; remove it")
     same = [key for key in command.options if key.rpartition(".")[2] == name]
-    if same:  # of several sections, the model's
-        name = min(same, key=lambda key: not key.startswith("model."))
-        return name, command.options[name]
+    of_model = [key for key in same if key.startswith("model.")]
+    if len(same := of_model or same) == 1:  # of several sections, the model's
+        return same[0], command.options[same[0]]
     if name in command.keys:
         return f"{command.keys[name]}.{name}", command.options[command.keys[name]]
     hint = did_you_mean(name, command.options)
