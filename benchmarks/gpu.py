@@ -26,7 +26,7 @@ import bertlab
 from bertlab.core.devices import benchmark_matmul, find_devices
 from bertlab.data.collators import MaskedLanguageModelingCollator
 from bertlab.data.corpus import embedded_corpus
-from bertlab.data.packing import PackedDataset, PaddedDataset, special_token_ids
+from bertlab.data.packing import PackedDataset, special_token_ids
 from bertlab.data.tokenizers import train_tokenizer
 from bertlab.model.config import bert_base, modernbert_base
 from bertlab.model.heads import BertLabForMaskedLM
@@ -74,8 +74,8 @@ def make_batches(rows: int, device, form: str, texts, tokenizer, count: int) -> 
     "Return batches of the same documents: packed, grouped, or padded (one document per row)."
     padded = form == "padded"
     documents = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
-    dataset_class = PaddedDataset if padded else PackedDataset
-    dataset = dataset_class(documents, LENGTH, **special_token_ids(tokenizer))
+    special = special_token_ids(tokenizer)
+    dataset = PackedDataset(documents, LENGTH, **special, packing=not padded)
     collate = MaskedLanguageModelingCollator.from_tokenizer(
         tokenizer,
         mlm_probability=MASKED,

@@ -105,8 +105,11 @@ def silence_libraries() -> None:
     for name in ("lightning.pytorch", "lightning.fabric", "lightning"):
         logging.getLogger(name).setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module=r"lightning\..*")
-    for message in ("Metric `SpearmanCorrcoef` will save", "The variance of predictions or target"):
-        warnings.filterwarnings("ignore", message=message)  # of torchmetrics
+    for message in (
+        "Metric `SpearmanCorrcoef` will save", "The variance of predictions or target",  # torchmetrics
+        "Mismatch dtype between input and weight",  # torch's norm of 16 bits with weights of 32
+    ):  # fmt: skip
+        warnings.filterwarnings("ignore", message=message)
     # One line instead of a file's name and a line of source.
     warnings.formatwarning = lambda message, *_, **__: (
         f"bertlab: {' '.join(str(message).split())}\n"

@@ -199,7 +199,8 @@ def visible_positions(
 ) -> np.ndarray:  # positions that the token sees
     "Return the positions that a token sees, by the mask that attention uses."
     check_choice("layer_type", layer_type, LAYER_KINDS)
-    check_range("window", window, 0)
+    if layer_type == "window":
+        check_range("window", window, 0)
     documents_1L = torch.as_tensor(np.array(documents_L))[None]
     mask_B1LL = document_mask(documents_1L, window if layer_type == "window" else None)
     return mask_B1LL[0, 0, token].nonzero()[:, 0].numpy()

@@ -19,7 +19,7 @@ PLACES = {"FILE": "own.csv", "FOLDER": "folder", "QUERY": "'a goal for the team'
 SHAPE = "{hidden_size: 32, num_hidden_layers: 1, num_attention_heads: 2, intermediate_size: 32%s}"
 QUICK = ["--trainer.accelerator", "cpu", "--run.progress", "none", "--trainer.max_steps", "2"]
 RUN = """
-import contextlib, io, json, shlex, sys
+import contextlib, io, json, shlex, subprocess, sys
 import transformers
 from sentence_transformers import SentenceTransformer
 errors = {}
@@ -27,6 +27,8 @@ for kind, text, more in json.loads(sys.stdin.read()):
     try:
         if kind == "python":
             exec(text)
+        elif kind == "script":
+            subprocess.run([sys.executable, *shlex.split(text)], check=True, capture_output=True)
         else:
             from bertlab.cli.main import main
             with contextlib.redirect_stdout(io.StringIO()):
@@ -105,6 +107,8 @@ def instructions(text: str) -> list[tuple[str, str, list[str]]]:  # kind, words,
         for first, expression in re.findall(python, line):
             first = "import bertlab" if expression.startswith("bertlab.") else first
             collected.append(("python", f"{first}; {expression}".removeprefix("; "), []))
+        for script in re.findall(r"ask it: python (\S.*)$", line):
+            collected.append(("script", script, []))
         for command in re.findall(r"(?:or: |ask it: |^  )(bertlab [a-z].*)$", line):
             for place, value in PLACES.items():
                 value = "answers.jsonl" if place == "FILE" and "answers" in command else value
@@ -121,7 +125,8 @@ def instructions(text: str) -> list[tuple[str, str, list[str]]]:  # kind, words,
 def test_every_printed_instruction_can_be_run(printed):
     folder, text = printed
     collected = instructions(text)
-    assert sum(kind == "python" for kind, *_ in collected) >= 5, text
+    assert sum(kind == "python" for kind, *_ in collected) >= 4, text
+    assert sum(kind == "script" for kind, *_ in collected) == 1, text
     assert sum(kind == "command" for kind, *_ in collected) >= 6, text
     done = subprocess.run([sys.executable, "-c", RUN], input=json.dumps(collected), text=True,
                           cwd=folder, env=users_environment(), capture_output=True)  # fmt: skip
