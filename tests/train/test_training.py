@@ -228,6 +228,15 @@ def test_a_run_under_nohup_continues_without_its_terminal(tmp_path):
     assert record.rows[-1]["step"] == 4
 
 
+def assert_worker_ends_with(run: int, reads: int, writes: int) -> None:
+    "Kill a process, and wait until its worker, which holds `writes` too, has closed it."
+    os.close(writes)
+    assert os.read(reads, 5) == b"begun"
+    os.kill(run, signal.SIGKILL)
+    os.waitpid(run, 0)
+    assert select.select([reads], [], [], 60)[0] and os.read(reads, 1) == b"", "it still lives"
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel ends orphans on Linux alone")
 def test_a_killed_process_leaves_no_workers():
     reads, writes = os.pipe()
@@ -237,11 +246,7 @@ def test_a_killed_process_leaves_no_workers():
             os.write(writes, b"begun")
         time.sleep(300)
         os._exit(0)
-    os.close(writes)
-    assert os.read(reads, 5) == b"begun"
-    os.kill(parent, signal.SIGKILL)
-    os.waitpid(parent, 0)
-    assert select.select([reads], [], [], 60)[0] and os.read(reads, 1) == b"", "it still lives"
+    assert_worker_ends_with(parent, reads, writes)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel ends orphans on Linux alone")
@@ -260,11 +265,8 @@ def test_a_killed_process_leaves_no_workers_of_a_fork_server():
         os.write(writes, b"begun")
         time.sleep(300)
         os._exit(0)
-    os.close(writes)
-    assert os.read(reads, 5) == b"begun"
-    os.kill(run, signal.SIGKILL)
-    assert select.select([reads], [], [], 60)[0] and os.read(reads, 1) == b"", "it still lives"
-    assert {os.waitpid(process, 0)[0] for process in (run, worker)} == {run, worker}
+    assert_worker_ends_with(run, reads, writes)
+    os.waitpid(worker, 0)
 
 
 def test_rows_are_dealt_once_and_processes_never_share_one():
