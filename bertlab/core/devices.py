@@ -31,13 +31,13 @@ AMPERE = (8, 0)  # compute capability; the first NVIDIA GPUs that multiply bfloa
 
 
 def cpu_multiplies_bfloat16() -> bool:
-    "Whether this processor has bfloat16 instructions (x86: AMX or AVX512-BF16)."
+    "Whether this processor multiplies bfloat16 faster than float32 (x86: AMX, or AMD's AVX512-BF16)."
     if hasattr(torch.cpu, "get_capabilities"):
         capabilities = torch.cpu.get_capabilities()
-        return any(capabilities.get(name, False) for name in ("amx_bf16", "avx512_bf16"))
+        is_fast = {"amx_bf16": True, "avx512_bf16": "Intel" not in capabilities["cpu_name"]}
+        return any(is_fast[name] for name in is_fast if capabilities.get(name, False))
     # Before torch 2.10; every processor with AMX tiles multiplies bfloat16.
-    older = ("_is_amx_tile_supported", "_is_avx512_bf16_supported")
-    return any(getattr(torch.cpu, name, bool)() for name in older)
+    return getattr(torch.cpu, "_is_amx_tile_supported", bool)()
 
 
 def _gpu_capability(index: int | None = None) -> tuple[int, int]:  # (8, 0) for Ampere

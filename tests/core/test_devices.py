@@ -179,10 +179,19 @@ def test_a_tpu_is_described_without_claiming_it(bare):
     assert device.peak[0] == 197e12 and check_device() == "tpu"
 
 
-@pytest.mark.parametrize("capability", ["amx_bf16", "avx512_bf16", None])
-def test_a_cpu_with_bfloat16_instructions_trains_in_it(bare, capability):
-    bare.setattr(torch.cpu, "get_capabilities", lambda: {capability: True}, raising=False)
-    assert default_precision("cpu")[0] == ("bf16-mixed" if capability else "32-true")
+@pytest.mark.parametrize(
+    ("name", "capability", "precision"),
+    [
+        ("Intel Xeon", "amx_bf16", "bf16-mixed"),
+        ("Intel Xeon", "avx512_bf16", "32-true"),  # half as many units as float32 has
+        ("AMD EPYC", "avx512_bf16", "bf16-mixed"),
+        ("AMD EPYC", "avx512_f", "32-true"),
+    ],
+)
+def test_a_cpu_that_is_faster_in_bfloat16_trains_in_it(bare, name, capability, precision):
+    capabilities = {"cpu_name": name, capability: True}
+    bare.setattr(torch.cpu, "get_capabilities", lambda: capabilities, raising=False)
+    assert default_precision("cpu")[0] == precision
     assert describe_device().peak is None  # never guessed
     assert "measured" in describe_device(measure=True).peak[1]
 
