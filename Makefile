@@ -36,7 +36,7 @@ test-all: .venv/.dev ## Run every test, the slow ones too (random kills, browser
 test-xla: .venv-xla/.xla ## Run the tests of XLA on its CPU device, in an environment of their own
 	@PJRT_DEVICE=CPU .venv-xla/bin/python -m pytest -n 0 tests/xla $(TEST_ARGS)
 
-test-colab: .venv/.dev .venv-colab/.colab ## Run the index, walkthroughs and course with Colab's versions and kernel; needs uv
+test-colab: .venv/.dev .venv-colab/.colab ## Run the index and the course with Colab's versions and kernel; needs uv
 	@$(BIN)/python -m pytest -n 0 tests/house/test_colab.py $(TEST_ARGS)
 
 test-versions: ## Run the core of the suite with the lowest versions (VERSIONS=newest: with today's); needs uv

@@ -145,11 +145,9 @@ def curve(history: Path, unigram: float) -> str:
     )
 
 
-def walkthrough_picture() -> str:
-    "Return the loss figure of the walkthrough Three minutes, for a site without a model."
-    notebook = json.loads(
-        (ROOT / "nbs/walkthroughs/01_three_minutes.ipynb").read_text(encoding="utf-8")
-    )
+def lesson_picture() -> str:
+    "Return the loss figure of the page Three minutes, for a site without a model."
+    notebook = json.loads((ROOT / "nbs/course/04_three_minutes.ipynb").read_text(encoding="utf-8"))
     for cell in notebook["cells"]:
         alt = re.search(
             r'^#\| fig-alt: "(.*unigram.*)"',
@@ -258,7 +256,7 @@ bertlab demo
 
 ## Colab
 
-[Open in Colab]({address.colab("nbs/walkthroughs/01_three_minutes.ipynb")}): the walkthrough *Three minutes*, in a
+[Open in Colab]({address.colab("nbs/course/04_three_minutes.ipynb")}): *Three minutes*, a page of the course, in a
 browser, with nothing to install.
 
 :::
@@ -282,7 +280,7 @@ def landing_page(live: Path | None, address: Address) -> str:
         parts += ["The loss of the run that made the model on this page, and the unigram baseline, which uses no "
                   "context.", ""]  # fmt: skip
     else:
-        parts += ["```{=html}", walkthrough_picture(), "```", ""]
+        parts += ["```{=html}", lesson_picture(), "```", ""]
     if live:
         parts += ["## Ask the model", "", "```{=html}", '<div class="live" data-live="live/">', form(live, "box-text"),
                   f'<div class="guesses tables" aria-live="polite">{guess_tables(first_answer(live))}</div>', "</div>",
@@ -356,7 +354,7 @@ def glass_page(live: Path | None) -> str:
     parts += ["How each part is written, and tested:", ""]
     parts += ["- [words become pieces](data/05_tokenizers.ipynb)", "- [pieces look at each other](model/03_attention.ipynb)",
               "- [layer upon layer](model/04_encoder.ipynb)", "- [from vectors to words](model/06_heads.ipynb)",
-              "- [gap by gap](walkthroughs/07_writing_by_unmasking.ipynb)",
+              "- [gap by gap](course/17_writing_by_unmasking.ipynb)",
               "- [the same with letters, by hand](course/01_inside_the_encoder.ipynb)", ""]  # fmt: skip
     return "\n".join(parts)
 

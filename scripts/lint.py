@@ -13,10 +13,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "scripts"))
 
-from sync import CHAPTERS, LESSONS, SETUP_MARK, directives, is_setup, notebooks, source_of  # noqa: E402
+from sync import CHAPTERS, SETUP_MARK, directives, is_setup, notebooks, source_of  # noqa: E402
 
 MAX_NOTEBOOK_BYTES = 1_000_000
-MIN_FIGURES, MIN_EXERCISES = {"library": 1, "walkthrough": 2}, 3
+MIN_FIGURES, MIN_EXERCISES = {"library": 1, "lesson": 2}, 3
 MAX_FUNCTION_LINES = 60
 # Names that do not say what a variable holds.
 VAGUE = set(
@@ -38,14 +38,14 @@ ADDRESS = re.compile(r" at 0x[0-9a-f]{6,}")
 
 
 def page_type(path: Path) -> str:
-    "library, walkthrough, guide, index or page."
+    "library, lesson, guide, index or page."
     if path.name == "index.ipynb" and path.parent.name in CHAPTERS:
         return "index"
     if path.parent.name == "guides":
         return "guide"
     if not re.match(r"\d\d_", path.name):
         return "page"
-    return "walkthrough" if path.parent.name in LESSONS else "library"
+    return "lesson" if path.parent.name == "course" else "library"
 
 
 def code_lines(cell: dict) -> list[str]:

@@ -3,7 +3,8 @@
 The public address is in settings.ini alone. From there it is written into each notebook
 (the link `[Open in Colab](colab)`, the links and commands in `PLACES`, the hidden set-up cell),
 into README.md, which is nbs/index.ipynb as Markdown, and into pyproject.toml's [project.urls].
-The sidebar of the site is written from the notebooks' names.
+The course's titles, links and map are written from nbs/course/spine.toml, the sidebar of the site from there and
+from the notebooks' names.
 """
 
 import base64
@@ -15,6 +16,8 @@ import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+
+import spine
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -36,14 +39,15 @@ CHAPTERS = {
 }
 # With the package of the course, which has no public names.
 PACKAGES = {**CHAPTERS, "course": ("Course", "checks of puzzles and exercises")}
-# Folders of nbs/ that teach, in the order of the sidebar, and the titles of their sections.
-LESSONS = {"course": "Course", "walkthroughs": "Walkthroughs"}
 # Pages about the whole package, listed before the chapters.
 PAGES = ("training_path.ipynb", "extending.ipynb")
 # Guides in the order of the sidebar; others follow them.
 GUIDES = ("own_text", "resume", "finetune_csv", "continue_model", "save_and_share", "serve", "search", "long_documents",
           "devices", "several_machines", "diagnose", "migrate",
           "migrate_transformers", "own_parts")  # fmt: skip
+# Between these two lines of nbs/course/index.ipynb is the map; in nbs/index.ipynb the course's pages.
+MAP_BEGIN, MAP_END = "<!-- course: written by scripts/sync.py -->", "<!-- end of course -->"
+CHECKS_BEGIN, CHECKS_END = "# checks: written by scripts/sync.py", "# end of checks"
 # Between these two lines of nbs/parts.ipynb is the table of all parts.
 PARTS_BEGIN, PARTS_END = "<!-- parts: written by scripts/sync.py -->", "<!-- end of parts -->"
 # The same for nbs/encoders.ipynb, and its columns: names of benchmarks/families.py, and titles.
@@ -341,15 +345,15 @@ def readme(root: Path) -> dict[str, bytes]:
 
 
 def pages_of(chapter: str, names: list[str]) -> list[str]:
-    """Return the pages of a chapter: its index, then its parts by number.
-
-    Pages without a number come last, except `torch_refresher`, which comes first.
-    """
+    "Return the pages of a chapter: its index, then its parts by number."
     members = [name for name in names if name.startswith(f"{chapter}/")]
-    first = [f"{chapter}/index.ipynb", f"{chapter}/torch_refresher.ipynb"]
-    return sorted(
-        members, key=lambda name: (first.index(name) if name in first else len(first), name)
-    )
+    return sorted(members, key=lambda name: (name != f"{chapter}/index.ipynb", name))
+
+
+def course_pages(root: Path, names: list[str]) -> list[str]:
+    "Return the pages of the course: its index, the pages of the list, and those of its checks."
+    pages = ["course/index.ipynb", *(f"course/{page.file}" for page in spine.read(root))]
+    return pages + [name for name in names if name.startswith("course/checks/")]
 
 
 def guide_pages(names: list[str]) -> list[str]:
@@ -415,6 +419,29 @@ def sync_table(root: Path, page: str, begin: str, end: str, table: str) -> None:
     write_whole(path, as_notebook(notebook))
 
 
+def sync_course(root: Path) -> None:
+    "Write all that follows from the list of the course's pages."
+    folder, pages = root / spine.FOLDER, spine.read(root)
+    spine.renumber(root, pages)
+    texts, counts = {}, {}
+    for page in pages:
+        notebook = json.loads((folder / page.file).read_text(encoding="utf-8"))
+        prose = [cell for cell in notebook["cells"] if cell["cell_type"] == "markdown"]
+        filled = spine.fill([source_of(cell) for cell in prose], pages, page)
+        for cell, source in zip(prose, filled):
+            cell["source"] = source.splitlines(keepends=True)
+        texts[page.name] = filled[0]
+        code = "\n".join(source_of(c) for c in notebook["cells"] if c["cell_type"] == "code")
+        counts[page.name] = len(re.findall(r"^@recorded\(", code, re.MULTILINE))
+        write_whole(folder / page.file, as_notebook(notebook))
+    sync_table(root, "nbs/course/index.ipynb", MAP_BEGIN, MAP_END, spine.course_map(pages, texts))
+    sync_table(root, "nbs/index.ipynb", MAP_BEGIN, MAP_END, spine.summary(pages))
+    checks = "".join(
+        f'    "{p.name}": ("{p.title}", {counts[p.name]}),\n' for p in pages if counts[p.name]
+    )
+    sync_table(root, "nbs/course/index.ipynb", CHECKS_BEGIN, CHECKS_END, f"CHECKS = {{\n{checks}}}")
+
+
 def sidebar(root: Path) -> str:
     "Return the sidebars of the site's four sections; scripts/docs.py adds the reference."
     names = [path.relative_to(root / "nbs").as_posix() for path in notebooks(root)]
@@ -438,9 +465,7 @@ def sidebar(root: Path) -> str:
     bar("guides", "Guides")
     entries(guide_pages(names))
     bar("course", "Course")
-    for folder, title in LESSONS.items():
-        if members := pages_of(folder, names):
-            section(title, members)
+    section("Course", course_pages(root, names))
     bar("how", "How it works")
     entries(["glass.qmd", *(name for name in PAGES if name in names)])
     for chapter, (title, _) in CHAPTERS.items():
@@ -524,6 +549,7 @@ def sync(root: Path) -> None:
     if by_hand := modules_without_notebook(root)[1]:
         sys.exit(f"{by_hand[0].relative_to(root)} is written by hand, and the package is exported from notebooks: "
                  "move its code into one, or the file to another place")  # fmt: skip
+    sync_course(root)
     sync_table(root, "nbs/parts.ipynb", PARTS_BEGIN, PARTS_END, parts_table(root))
     sync_table(root, "nbs/encoders.ipynb", ENCODERS_BEGIN, ENCODERS_END, encoders_table(root))
     for path in notebooks(root):

@@ -58,7 +58,7 @@ def progress() -> dict[str, dict[str, str]]:  # page -> check -> the day, as 202
 
 
 def record_check(
-    page: str,  # its path below nbs/, without its suffix: course/puzzles
+    page: str,  # its path below nbs/, without number and suffix: course/puzzles
     check: str,  # the exercise
 ) -> bool:  # whether the file holds it now
     """Record that a check has passed. A file that cannot be read or written is a warning.
@@ -90,7 +90,7 @@ def record_check(
 
 # %% ../../nbs/course/checks/01_progress.ipynb #d6dde978
 def recorded(
-    page: str,  # its path below nbs/, without its suffix
+    page: str,  # its path below nbs/, without number and suffix
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:  # for a function `check_NAME`
     """Record a check under NAME when it returns "right".
 

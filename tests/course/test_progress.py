@@ -29,9 +29,9 @@ def test_a_variable_moves_the_record_or_turns_it_off(tmp_path, monkeypatch):
 def test_recording_keeps_the_entries_before(file):
     assert progress() == {} and not file.parent.exists()
     assert record_check("course/puzzles", "near") and record_check("course/puzzles", "rise")
-    assert record_check("walkthroughs/02_optimizers", "nesterov")
+    assert record_check("course/optimizers", "nesterov")
     assert {page: set(checks) for page, checks in progress().items()} == {
-        "course/puzzles": {"near", "rise"}, "walkthroughs/02_optimizers": {"nesterov"}}  # fmt: skip
+        "course/puzzles": {"near", "rise"}, "course/optimizers": {"nesterov"}}  # fmt: skip
     assert [path.name for path in file.parent.iterdir()] == ["progress.json"], (
         "no temporary file is left"
     )

@@ -13,6 +13,7 @@ from importlib.metadata import distributions
 from pathlib import Path
 
 import pytest
+import spine
 import sync
 from conftest import ROOT
 from jupyter_client.kernelspec import KernelSpecManager
@@ -29,9 +30,11 @@ pytestmark = [
 NOTEBOOKS = [
     path
     for path in sync.notebooks(ROOT)
-    if path.parent.name in ("nbs", "walkthroughs", "course")
-    and (path.parent.name != "nbs" or path.stem == "index")
+    if path.parent.name in ("nbs", "course") and (path.parent.name != "nbs" or path.stem == "index")
 ]
+# Pages that train with the library, each on a task of its own.
+AT_FULL_LENGTH = ("three_minutes", "optimizers", "words_and_pieces", "head_start", "where_is_the_answer",
+                  "one_sentence_one_vector", "writing_by_unmasking")  # fmt: skip
 # What the tests set and a reader does not have.
 OF_TESTS = {"IN_TEST", "MPLBACKEND", "PYTHONPATH", "TOKENIZERS_PARALLELISM", "VIRTUAL_ENV"}
 
@@ -128,7 +131,7 @@ def test_a_page_runs_in_colab(page, session):
 
 @pytest.mark.timeout(LONGEST + 60)
 @pytest.mark.parametrize(
-    "page", [page for page in NOTEBOOKS if page.parent.name == "walkthroughs"], ids=name_of
+    "page", [page for page in NOTEBOOKS if spine.name_of(page.stem) in AT_FULL_LENGTH], ids=name_of
 )
-def test_a_walkthrough_runs_at_full_length_in_colab(page, session):
+def test_a_page_runs_at_full_length_in_colab(page, session):
     session.run(cells_of(page, session.project), LONGEST)

@@ -7,17 +7,22 @@ import sys
 from inspect import signature
 
 import pytest
+import spine
 import sync
 import torch
 from conftest import ROOT
 from test_notebooks import solutions
 from wrong_answers import WRONG_ANSWERS
 
-from bertlab.course.puzzles import PUZZLES
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 COURSE = ROOT / "nbs/course"
 sys.path.append(str(ROOT / "benchmarks"))  # two pages import the race
 LESSONS = sorted(COURSE.glob("[0-9][0-9]_*.ipynb"))
+LINK = r"\[(?P<text>[^\]]+)\]\((?P<file>[\w./]+\.ipynb)\)"
 
 
 def cells_of(path) -> list[dict]:
@@ -28,23 +33,86 @@ def prose_of(path) -> list[str]:
     return [sync.source_of(cell) for cell in cells_of(path) if cell["cell_type"] == "markdown"]
 
 
-def test_every_page_of_the_course_is_on_the_map():
-    linked = set(
-        re.findall(
-            r"\]\((?:\.\./walkthroughs/)?([\w.]+\.ipynb)\)",
-            "\n".join(prose_of(COURSE / "index.ipynb")),
+def title_of(path) -> str:
+    return re.match(r"# (.+)", prose_of(path)[0])[1]
+
+
+def entries() -> list[dict]:
+    return tomllib.loads((COURSE / "spine.toml").read_text(encoding="utf-8"))["page"]
+
+
+def test_the_list_names_every_page_in_an_order_that_respects_needs():
+    listed = entries()
+    names = [entry["name"] for entry in listed]
+    numbered = [entry for entry in listed if not entry.get("aside")]
+    expected = {
+        f"{n:02d}_{entry['name']}": f"{n}. {entry['title']}" for n, entry in enumerate(numbered, 1)
+    }
+    expected |= {entry["name"]: entry["title"] for entry in listed if entry.get("aside")}
+    pages = [path for path in COURSE.glob("*.ipynb") if path.stem != "index"]
+    assert {path.stem: title_of(path) for path in pages} == expected
+    for index, entry in enumerate(listed):
+        assert set(entry.get("needs", ())) <= set(names[:index]), entry["name"]
+
+
+def test_the_next_links_lead_through_all_numbered_pages():
+    for path, following in zip(LESSONS, LESSONS[1:]):
+        prose = prose_of(path)
+        for text in (prose[0], prose[-1]):
+            link = re.search(rf"\*\*Next\*\*: {LINK}", text)
+            assert (link["file"], link["text"]) == (following.name, title_of(following)), path.name
+        assert f"**Before**: [{title_of(path)}]({path.name})" in prose_of(following)[-1]
+        assert "**Before**" in prose[0]
+
+
+def numbered_links(text: str) -> list[str]:
+    return [name for name in re.findall(r"[(/ ](\d\d_\w+\.ipynb)", text)]
+
+
+def test_map_sidebar_and_readme_have_the_pages_in_order():
+    names = [path.name for path in LESSONS]
+    course_map = next(text for text in prose_of(COURSE / "index.ipynb") if "course-map" in text)
+    rows = re.findall(rf"^\d+\. {LINK}", course_map, re.MULTILINE)
+    assert [file for _, file in rows] == names
+    assert [f"{n}. {text}" for n, (text, _) in enumerate(rows, 1)] == list(map(title_of, LESSONS))
+    asides = re.findall(rf"^ *- {LINK}", course_map, re.MULTILINE)
+    assert {file for _, file in asides} == {
+        f"{e['name']}.ipynb" for e in entries() if e.get("aside")
+    }
+    section = sync.sidebar(ROOT).partition("title: Course")[2].partition("- id: how")[0]
+    assert numbered_links(section.partition("course/checks")[0]) == names
+    assert (
+        numbered_links(
+            (ROOT / "README.md").read_text(encoding="utf-8").partition("The pages of the course")[2]
         )
+        == names
     )
-    pages = {path.name for path in COURSE.glob("*.ipynb")} - {"index.ipynb"}
-    assert pages <= linked, f"not on the map: {pages - linked}"
+
+
+def test_a_page_that_changes_its_place_is_renamed_with_its_links(tmp_path):
+    course, library = tmp_path / "nbs/course", tmp_path / "nbs/optim"
+    course.mkdir(parents=True)
+    library.mkdir()
+    (course / "01_a.ipynb").write_text("[b](02_b.ipynb)")
+    (course / "02_b.ipynb").write_text("[a](../course/01_a.ipynb) [other](../optim/01_a.ipynb)")
+    (library / "01_a.ipynb").write_text("[here](01_a.ipynb) [there](../course/01_a.ipynb)")
+    page = lambda name, number: spine.Page(name, name, "", number)
+    spine.renumber(tmp_path, [page("b", 1), page("a", 2)])
+    assert (course / "02_a.ipynb").read_text() == "[b](01_b.ipynb)"
+    assert (
+        course / "01_b.ipynb"
+    ).read_text() == "[a](../course/02_a.ipynb) [other](../optim/01_a.ipynb)"
+    assert (
+        library / "01_a.ipynb"
+    ).read_text() == "[here](01_a.ipynb) [there](../course/02_a.ipynb)"
+    with pytest.raises(SystemExit, match="differ in a"):
+        spine.renumber(tmp_path, [page("b", 1)])
 
 
 @pytest.mark.parametrize("path", LESSONS, ids=lambda path: path.stem)
-def test_a_lesson_links_the_pages_before_and_after(path):
-    prose = prose_of(path)
-    for end in (prose[0], prose[-1]):
-        assert "**Before**" in end and re.search(r"\*\*Next\*\*: \[[^\]]+\]\([^)]+\.ipynb\)", end)
-    assert "(glossary.ipynb)" in prose[0] and "(notation.ipynb)" in prose[0]
+def test_a_lesson_links_glossary_and_notation(path):
+    first = prose_of(path)[0]
+    assert "(glossary.ipynb)" in first and "(notation.ipynb)" in first
 
 
 @pytest.mark.parametrize("path", LESSONS, ids=lambda path: path.stem)
@@ -75,7 +143,7 @@ def defines(node: ast.stmt) -> bool:
 
 def load(page: str, *needed: str) -> tuple[dict, str]:
     "What the cells with these definitions define, and the folded solutions of the page."
-    path = (ROOT / "nbs" if "/" in page else COURSE) / f"{page}.ipynb"
+    path = next(path for path in COURSE.glob("*.ipynb") if spine.name_of(path.stem) == page)
     space = dict.fromkeys(
         ("train_rows", "tuning", "held_out", "track")
     )  # which functions of the pages have as defaults
@@ -108,12 +176,9 @@ def test_a_check_accepts_the_solution_and_names_a_mistake(page, exercise, needed
     assert message in verdict()
 
 
-CHECKED = [*sorted(COURSE.glob("*.ipynb")), *sorted((ROOT / "nbs/walkthroughs").glob("*.ipynb"))]
-
-
 def key_of(path) -> str:
-    "The name of a page in the record of what is solved."
-    return path.relative_to(ROOT / "nbs").with_suffix("").as_posix()
+    "The name of a page in the record of what is solved, which outlives its number."
+    return f"course/{spine.name_of(path.stem)}"
 
 
 def checks_of(path) -> list[str]:
@@ -121,7 +186,7 @@ def checks_of(path) -> list[str]:
     return re.findall(r"^def check_(\w+)", code, re.MULTILINE)
 
 
-@pytest.mark.parametrize("path", CHECKED, ids=key_of)
+@pytest.mark.parametrize("path", sorted(COURSE.glob("*.ipynb")), ids=key_of)
 def test_every_check_is_recorded_under_its_page(path):
     code = "\n".join(sync.source_of(cell) for cell in cells_of(path) if cell["cell_type"] == "code")
     recorded = re.findall(r'^@recorded\("([^"]+)"\)\ndef check_(\w+)', code, re.MULTILINE)
@@ -136,9 +201,7 @@ def test_the_map_counts_the_checks_of_every_page():
     )
     counts = next(ast.literal_eval(node.value) for node in ast.parse(source).body
                  if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "CHECKS")  # fmt: skip
-    for page, count in counts.values():
-        path = ROOT / "nbs" / f"{page}.ipynb"
-        assert count == (len(PUZZLES) if page == "course/puzzles" else len(checks_of(path))), page
-    assert {key_of(path) for path in COURSE.glob("*.ipynb") if checks_of(path)} <= {
-        page for page, _ in counts.values()
+    expected = {spine.name_of(path.stem): len(checks_of(path)) for path in COURSE.glob("*.ipynb")}
+    assert {name: count for name, (_, count) in counts.items()} == {
+        n: c for n, c in expected.items() if c
     }

@@ -88,7 +88,7 @@ def test_the_rule_finds_an_exercise_without_a_fold():
 
 @pytest.mark.parametrize("chapter", [
     "core", "data", "model", "optim", "train", "finetuning", "embeddings", "explorers", "cli",
-    "course", "walkthroughs",
+    "course",
 ])  # fmt: skip
 def test_every_exercise_has_a_folded_answer(chapter):
     found = {}

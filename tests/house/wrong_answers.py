@@ -3,10 +3,10 @@
 A row is the page, the exercise, lines of the cells that its check needs, the answer and the words.
 """
 
-HIDE, NOTHING, RATE = "03_hide_and_predict", "04_nothing_is_happening", "05_rate_over_time"
-LEARN, ONE_LABEL, OWN = "06_did_it_learn", "07_whole_text_one_label", "08_your_own_text"
-PAID, PROCESSES, DAY = "09_every_token_paid_for", "10_two_processes_one_step", "12_from_lab_to_day"
-RECORD = "13_record_in_an_afternoon"
+HIDE, NOTHING, RATE = "hide_and_predict", "nothing_is_happening", "rate_over_time"
+LEARN, ONE_LABEL, OWN = "did_it_learn", "whole_text_one_label", "your_own_text"
+PAID, PROCESSES, DAY = "every_token_paid_for", "two_processes_one_step", "from_lab_to_day"
+RECORD = "record_in_an_afternoon"
 FINAL, FINAL_NEEDS = "final_project", ("def verdict(our_scores", "import numpy as np")
 WRONG_ANSWERS = [
     (FINAL, "verdict", FINAL_NEEDS, """def verdict(our_scores, their_scores):
@@ -75,43 +75,43 @@ WRONG_ANSWERS = [
     (RECORD, "fair_gain", ("def fair_gain",), """def fair_gain(losses):
     control, idea = (min(np.mean(seeds) for seeds in found.values()) for found in losses.values())
     return control - idea""", "a best rate at an end"),
-    ("walkthroughs/01_three_minutes", "right_share", ("def right_share",), """def right_share(labels, guesses):
+    ("three_minutes", "right_share", ("def right_share",), """def right_share(labels, guesses):
     return float((guesses == labels)[labels != -100].sum())""", "two of the four labels"),
-    ("walkthroughs/01_three_minutes", "right_share", ("def right_share",), """def right_share(labels, guesses):
+    ("three_minutes", "right_share", ("def right_share",), """def right_share(labels, guesses):
     return float((guesses == labels)[labels > 0].mean())""", "a token like any other"),
-    ("walkthroughs/02_optimizers", "nesterov", ("def nesterov", "def difference"), """def nesterov(w, g, state, lr, mu=0.9):
+    ("optimizers", "nesterov", ("def nesterov", "def difference"), """def nesterov(w, g, state, lr, mu=0.9):
     state["m"] = mu * state.get("m", 0) + g
     return w - lr * state["m"]""", "plain momentum"),
-    ("walkthroughs/02_optimizers", "nesterov", ("def nesterov", "def difference"), """def nesterov(w, g, state, lr, mu=0.9):
+    ("optimizers", "nesterov", ("def nesterov", "def difference"), """def nesterov(w, g, state, lr, mu=0.9):
     state["m"] = mu * state.get("m", 0) + g
     return w - lr * mu * state["m"]""", "add the gradient"),
-    ("walkthroughs/03_words_and_pieces", "words_again", ("def words_again",), """def words_again(word_ids, guesses):
+    ("words_and_pieces", "words_again", ("def words_again",), """def words_again(word_ids, guesses):
     return {word: guess for word, guess in zip(word_ids, guesses) if word is not None}""", "overwritten the first"),
-    ("walkthroughs/03_words_and_pieces", "words_again", ("def words_again",), """def words_again(word_ids, guesses):
+    ("words_and_pieces", "words_again", ("def words_again",), """def words_again(word_ids, guesses):
     said = {}
     for word, guess in zip(word_ids, guesses):
         said.setdefault(word, guess)
     return said""", "of no word"),
-    ("walkthroughs/04_head_start", "rate_at", ("def rate_at",), """def rate_at(step, num_steps, rate, warmup):
+    ("head_start", "rate_at", ("def rate_at",), """def rate_at(step, num_steps, rate, warmup):
     return rate * (step / warmup if step < warmup else max(0, num_steps - step) / num_steps)""", "warmup's end"),
-    ("walkthroughs/04_head_start", "rate_at", ("def rate_at",), """def rate_at(step, num_steps, rate, warmup):
+    ("head_start", "rate_at", ("def rate_at",), """def rate_at(step, num_steps, rate, warmup):
     return min(rate * step / warmup, rate * max(0, num_steps - step) / (num_steps - warmup))""", "divides by 0"),
-    ("walkthroughs/05_where_is_the_answer", "to_characters", ("def to_characters",), """def to_characters(text, start):
+    ("where_is_the_answer", "to_characters", ("def to_characters",), """def to_characters(text, start):
     return start""", "ë has two bytes"),
-    ("walkthroughs/05_where_is_the_answer", "to_characters", ("def to_characters",), """def to_characters(text, start):
+    ("where_is_the_answer", "to_characters", ("def to_characters",), """def to_characters(text, start):
     return len(text.encode()[:start].decode(errors="ignore"))""", "inside ë"),
-    ("walkthroughs/06_one_sentence_one_vector", "loss_without_twins", ("def loss_by_hand", "def loss_without_twins"),
+    ("one_sentence_one_vector", "loss_without_twins", ("def loss_by_hand", "def loss_without_twins"),
      """def loss_without_twins(cosines_QQ, documents, temperature):
     return loss_by_hand(cosines_QQ, temperature)""", "the twin still counts"),
-    ("walkthroughs/06_one_sentence_one_vector", "loss_without_twins", ("def loss_by_hand", "def loss_without_twins"),
+    ("one_sentence_one_vector", "loss_without_twins", ("def loss_by_hand", "def loss_without_twins"),
      """def loss_without_twins(cosines_QQ, documents, temperature):
     same_QQ = torch.tensor([[a == b for b in documents] for a in documents])
     scaled_QQ = (cosines_QQ / temperature)
     others_QQ = scaled_QQ.masked_fill(same_QQ, -math.inf)
     return (others_QQ.exp().sum(1).log() - scaled_QQ.diagonal()).mean()""", "must stay in the sum"),
-    ("walkthroughs/07_writing_by_unmasking", "broken_share", ("def broken_share",), """def broken_share(joint):
+    ("writing_by_unmasking", "broken_share", ("def broken_share",), """def broken_share(joint):
     return np.abs(joint - np.outer(joint.sum(1), joint.sum(0))).sum()""", "half the sum"),
-    ("walkthroughs/07_writing_by_unmasking", "broken_share", ("def broken_share",), """def broken_share(joint):
+    ("writing_by_unmasking", "broken_share", ("def broken_share",), """def broken_share(joint):
     return np.abs(joint - joint.mean()).sum() / 2""", "outer product"),
     (RATE, "faults", ("def faults", "def make_schedule"), """def faults(schedule, num_steps):
     factors = [schedule(step) for step in range(num_steps)]
@@ -168,10 +168,10 @@ WRONG_ANSWERS = [
     return 1 / min(tried, key=lambda t: F.cross_entropy(scores_MV / t, truth_M).item())""", "not multiplied"),
     (LEARN, "cool", ("def cool",), """def cool(scores_MV, truth_M):
     return 0.25""", "the coldest is the surest"),
-    ("01_inside_the_encoder", "masked_weights", ("def attend(", "def masked_weights"), """def masked_weights(q, k, real):
+    ("inside_the_encoder", "masked_weights", ("def attend(", "def masked_weights"), """def masked_weights(q, k, real):
     weights = (q @ k.mT / math.sqrt(q.shape[-1])).softmax(dim=-1)
     return weights * real[:, None, :]""", "before the softmax"),
-    ("01_inside_the_encoder", "find_number", ("NAMES, NUMBERS, CARDS", "def find_number"), """def find_number(names, numbers):
+    ("inside_the_encoder", "find_number", ("NAMES, NUMBERS, CARDS", "def find_number"), """def find_number(names, numbers):
     keys = F.one_hot(names, len(NAMES)).float()
     weights = (100 * keys @ keys[numbers == HIDDEN][0]).softmax(-1)
     return (weights @ numbers.float()).round()""", "hears itself"),
@@ -184,17 +184,17 @@ WRONG_ANSWERS = [
     a, b = (torch.zeros((), requires_grad=True) for _ in range(2))
     (a * words_N + b - chars_N).square().mean().backward()
     return a.grad.item()""", "add up"),
-    ("02_from_letters_to_pieces", "likeliest_pair", ("def likeliest_pair",), """def likeliest_pair(words):
+    ("from_letters_to_pieces", "likeliest_pair", ("def likeliest_pair",), """def likeliest_pair(words):
     pairs = Counter()
     for pieces, times in words.items():
         for pair in zip(pieces, pieces[1:]): pairs[pair] += times
     return min(pairs, key=lambda pair: (-pairs[pair], pair))""", "divide by its parts"),
-    ("02_from_letters_to_pieces", "likeliest_pair", ("def likeliest_pair",), """def likeliest_pair(words):
+    ("from_letters_to_pieces", "likeliest_pair", ("def likeliest_pair",), """def likeliest_pair(words):
     parts = Counter(piece for pieces in words for piece in pieces)
     pairs = Counter(pair for pieces in words for pair in zip(pieces, pieces[1:]))
     return min(pairs, key=lambda pair: (-pairs[pair] / (parts[pair[0]] * parts[pair[1]]), pair))""", "as often as it occurs"),
-    ("02_from_letters_to_pieces", "price", ("def price",), """def price(nats, pieces):
+    ("from_letters_to_pieces", "price", ("def price",), """def price(nats, pieces):
     return sum(nats) / math.log(2) / len("".join(pieces))""", "two bytes each"),
-    ("02_from_letters_to_pieces", "price", ("def price",), """def price(nats, pieces):
+    ("from_letters_to_pieces", "price", ("def price",), """def price(nats, pieces):
     return np.mean([cost / math.log(2) / len(piece.encode()) for cost, piece in zip(nats, pieces)])""", "add up first"),
 ]  # fmt: skip
