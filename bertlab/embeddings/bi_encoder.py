@@ -4,13 +4,14 @@
 
 # %% auto #0
 __all__ = ['ST_DEFAULTS', 'DOCUMENT_PROMPTS', 'length_batches', 'normalize_rows', 'max_text_length', 'tokenize_texts',
-           'BiEncoder', 'read_st_config', 'find_similarity', 'similarity']
+           'BiEncoder', 'read_st_config', 'find_similarity', 'similarity', 'Reranker']
 
 # %% ../../nbs/embeddings/04_bi_encoder.ipynb #4a78893a
 import copy
 import os
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +22,18 @@ from torch.nn import functional as F
 
 from ..core.files import write_json
 from ..core.names import check_range, look_up
+from ..data.supervised import SequenceClassificationCollator
 from ..data.tokenizers import cut_long_texts, load_tokenizer
 from .gradcache import chunk_batch, encode_with_gradcache
 from .pooling import POOLINGS, document_index, pack_for_encoder
 from ..model.encoder import BertLabModel
 from ..model.mask_filling import eval_mode
-from ..model.huggingface import check_tokenizer, load_model, read_model_json, save_model
+from ..model.huggingface import check_tokenizer, load_model, max_input_length, read_config
+from ..model.huggingface import read_model_json, save_model, stored_head
+from ..model.layers import gather_positions
+from ..model.task_heads import BertLabForSequenceClassification
 from ..train.backends import open_model, padded_batches, run_batches
+from ..train.export import INPUTS
 
 # %% ../../nbs/embeddings/04_bi_encoder.ipynb #f1309f11
 def length_batches(
@@ -96,6 +102,39 @@ def tokenize_texts(
         ids += encoded["input_ids"]
         num_cut += sum(bool(encoding.overflowing) for encoding in encoded.encodings or ())
     return ids, num_cut
+
+
+def _run_texts(
+    model: nn.Module,  # called with a batch of `pack_for_encoder` and the number of its texts
+    encoder: nn.Module,  # inside the model
+    packs: bool,  # whether texts share a row
+    width: int,  # numbers that the model returns for a text, W
+    batch_tokens: int,  # positions of a batch, about
+    ids: Sequence[Sequence[int]],  # of each text
+    token_type_ids: Sequence[Sequence[int]] | None = None,
+) -> np.ndarray:  # (N, W) float32, in the order of the texts
+    "Run a model on texts in batches by length, without dropout or gradients."
+    outputs_NW, config = np.empty((len(ids), width), np.float32), encoder.config
+    pad_token_id, lengths = config.pad_token_id or 0, [*map(len, ids)]
+    if packs:
+        packed_length = min(128, config.max_position_embeddings)
+        batches = length_batches(lengths, batch_tokens, packed_length)
+    else:
+        batches = padded_batches(lengths, batch_tokens)
+
+    def compute(members_and_length: tuple[np.ndarray, int]) -> None:
+        members, row_length = members_and_length
+        rows, types = (values and [values[n] for n in members] for values in (ids, token_type_ids))
+        packed = pack_for_encoder(rows, row_length, pad_token_id, packs, types)
+        batch = {k: torch.from_numpy(value).to(encoder.device) for k, value in packed.items()}
+        with torch.inference_mode():  # of this thread
+            outputs = model(batch, num_texts=len(members))
+        outputs_NW[members] = outputs.float().cpu().numpy()
+
+    with eval_mode(model):
+        for _ in run_batches(compute, batches, getattr(encoder, "num_threads", 1)):
+            pass
+    return outputs_NW
 
 
 class BiEncoder(nn.Module):
@@ -194,29 +233,8 @@ class BiEncoder(nn.Module):
                 f"{reason.format(truncate_dim)}, so their similarities may mean less: take "
                 f"{' or '.join(map(str, widths))} (matryoshka_dims)"
             )
-        ids, device = self.tokenize(texts, prompt), self.encoder.device
-        vectors_ND = np.empty((len(ids), self.embedding_dim), np.float32)
-        pad_token_id = self.encoder.config.pad_token_id or 0
-        packed_length = min(128, self.encoder.config.max_position_embeddings)
-        lengths = [*map(len, ids)]
-        batches = (
-            length_batches(lengths, batch_tokens, packed_length)
-            if self.packs
-            else padded_batches(lengths, batch_tokens)
-        )
-
-        def compute(members_and_length: tuple[np.ndarray, int]) -> None:
-            members, row_length = members_and_length
-            rows = [ids[n] for n in members]
-            packed = pack_for_encoder(rows, row_length, pad_token_id, self.packs)
-            batch = {name: torch.from_numpy(value).to(device) for name, value in packed.items()}
-            with torch.inference_mode():  # of this thread
-                vectors = self(batch, num_texts=len(members))
-            vectors_ND[members] = vectors.float().cpu().numpy()
-
-        with eval_mode(self):
-            for _ in run_batches(compute, batches, getattr(self.encoder, "num_threads", 1)):
-                pass
+        ids, width = self.tokenize(texts, prompt), self.embedding_dim
+        vectors_ND = _run_texts(self, self.encoder, self.packs, width, batch_tokens, ids)
         truncated_ND = vectors_ND[:, :truncate_dim]
         is_cut = truncate_dim is not None and self.normalize
         return normalize_rows(truncated_ND) if is_cut else truncated_ND
@@ -356,3 +374,120 @@ def similarity(
     if find_similarity(model) == "dot":
         return queries_QD @ documents_ND.T
     return normalize_rows(queries_QD) @ normalize_rows(documents_ND).T
+
+# %% ../../nbs/embeddings/04_bi_encoder.ipynb #c5cc1d25
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "Sigmoid": torch.sigmoid,
+    "Identity": lambda logits_N: logits_N,
+}
+
+
+def _read_activation(source: str | os.PathLike, config: Any) -> str:  # a key of _ACTIVATIONS
+    "Find what sentence-transformers applies to a single score. Raises `ValueError` for others."
+    settings = read_model_json(source, "config_sentence_transformers.json") or {}
+    names = (
+        settings.get("activation_fn"),
+        (getattr(config, "sentence_transformers", None) or {}).get("activation_fn"),
+        getattr(config, "sbert_ce_default_activation_function", None),  # before version 4
+    )
+    name = next(filter(None, names), "Sigmoid").rpartition(".")[2]
+    look_up(name, _ACTIVATIONS, f"activation_fn of {source}")
+    return name
+
+
+class Reranker(nn.Module):
+    "Score pairs of texts that a model reads together, many pairs in a row."
+
+    def __init__(
+        self,
+        model: nn.Module,  # with one score, or classes, for a text: ours or of transformers
+        tokenizer: Any,  # of transformers
+        max_sequence_length: int | None = None,  # tokens of a pair; None: the model's limit
+        activation: str = "Sigmoid",  # of a single score: or Identity
+    ):
+        super().__init__()
+        longest = min(max_input_length(model), tokenizer.model_max_length)
+        check_range("max_sequence_length", max_sequence_length, 8, longest)
+        check_tokenizer(tokenizer, model.config.vocab_size, needs_mask=False)
+        self.activation = look_up(activation, _ACTIVATIONS, "activation")
+        self.model, self.tokenizer = model, tokenizer
+        self.packs = isinstance(model, BertLabForSequenceClassification)
+        accepted = signature(model.forward).parameters
+        self.inputs = [
+            name for name in (*INPUTS, *["position_ids"] * self.packs) if name in accepted
+        ]
+        self.max_sequence_length = max_sequence_length or longest
+        self.collator = SequenceClassificationCollator.from_tokenizer(
+            tokenizer, text_column="query", text_pair_column="text", label_column=None,
+            max_sequence_length=self.max_sequence_length,
+        )  # fmt: skip
+
+    def forward(
+        self,
+        batch: Mapping[str, Tensor],  # of `pack_for_encoder`
+        num_texts: int | None = None,  # N; None: count them, which synchronizes with the device
+    ) -> Tensor:  # (N, C), in the order of the texts
+        "Compute the head's numbers for the pairs of a batch."
+        model, rows = self.model, {name: batch[name] for name in self.inputs if name in batch}
+        if not self.packs:
+            return model(**rows).logits
+        documents_BL = batch["attention_mask"]
+        if model.config.classifier_pooling == "cls":
+            is_first_BL = (batch["position_ids"] == 0) & (documents_BL > 0)
+            places_BL = is_first_BL.int().argsort(dim=1, descending=True, stable=True)
+            places_BM = places_BL[:, : int(documents_BL.max())]
+            states_BMD = model.encoder(**rows, output_positions=places_BM).last_hidden_state
+            vectors_ND = states_BMD[gather_positions(is_first_BL, places_BM)]
+        else:
+            states_BLD = model.encoder(**rows).last_hidden_state
+            vectors_ND = POOLINGS["mean"](states_BLD, *document_index(documents_BL, num_texts))
+        return model.task_head(vectors_ND.to(model.dtype))[batch["text_order"]]
+
+    def score(
+        self,
+        pairs: Sequence[tuple[str, str]],  # query and text
+        batch_tokens: int = 4096,  # positions of a batch, about
+    ) -> np.ndarray:  # (N,) float32
+        "Score pairs as `CrossEncoder.predict` does; of a classifier, the last label's probability."
+        if not len(pairs):
+            return np.empty(0, np.float32)
+        cut = [cut_long_texts(self.tokenizer, pair, self.max_sequence_length) for pair in pairs]
+        rows = self.collator.encode([{"query": query, "text": text} for query, text in cut])
+        ids, num_labels = [row["input_ids"] for row in rows], self.model.config.num_labels
+        types = [row["token_type_ids"] for row in rows] if "token_type_ids" in rows[0] else None
+        logits_NC = torch.from_numpy(
+            _run_texts(self, self.model, self.packs, num_labels, batch_tokens, ids, types)
+        )
+        if num_labels == 1:
+            return self.activation(logits_NC[:, 0]).numpy()
+        return logits_NC.softmax(1)[:, -1].numpy()
+
+    @classmethod
+    def load(
+        cls,
+        source: str | os.PathLike,  # a directory, or a name on the hub
+        backend: str = "torch",  # or openvino, onnx: extras of these names
+        precision: str = "float32",  # or bfloat16, int8; auto: the fastest that the processor has
+        max_sequence_length: int | None = None,  # tokens of a pair; None: the model's limit
+    ) -> "Reranker":  # on the CPU, in evaluation mode
+        "Load a model of pairs. Raises `ValueError` for one without a head for them."
+        config, tokenizer = read_config(source), load_tokenizer(source)
+        columns = (read_model_json(source, "task.json") or {}).get("columns")
+        reads_pairs = not columns or "text_pair" in columns
+        if stored_head(config) != "ForSequenceClassification" or not reads_pairs:
+            raise ValueError(
+                f"reranker={str(source)!r} must be a classifier or regressor of two texts: name a "
+                "directory of bertlab finetune on pairs, or a CrossEncoder"
+            )
+
+        def load() -> nn.Module:
+            loaded = load_model(source, "ForSequenceClassification")
+            if loaded.new_weights:
+                raise ValueError(
+                    f"reranker={str(source)!r} lacks the weight {loaded.new_weights[0]!r}"
+                )
+            return loaded.model
+
+        inputs = [name for name in INPUTS if name in tokenizer.model_input_names]
+        model = open_model(source, load, ["logits"], backend, precision, inputs)
+        return cls(model, tokenizer, max_sequence_length, _read_activation(source, config)).eval()

@@ -65,6 +65,7 @@ def pack_for_encoder(
     row_length: int,  # positions in a row
     pad_token_id: int,
     packing: bool = True,  # False: one text a row, padded to row_length
+    token_type_ids: Sequence[Sequence[int]] | None = None,  # of each text's tokens
 ) -> dict[str, np.ndarray]:  # input_ids, attention_mask, position_ids (B, L); text_order (N,)
     "Place texts in rows. Raises `ValueError` for an empty text, or one longer than a row."
     lengths_N = np.fromiter(map(len, ids), np.int64, len(ids))
@@ -79,14 +80,17 @@ def pack_for_encoder(
             )
         rows = [[n] for n in range(len(ids))]
     ids_BL = np.full((len(rows), row_length), pad_token_id, np.int64)
-    documents_BL = np.zeros_like(ids_BL)
+    documents_BL, types_BL = np.zeros_like(ids_BL), np.zeros_like(ids_BL)
     for row, members in enumerate(rows):
         start = 0
         for document, n in enumerate(members, 1):
             stop = start + len(ids[n])
             ids_BL[row, start:stop], documents_BL[row, start:stop] = ids[n], document
+            if token_type_ids is not None:
+                types_BL[row, start:stop] = token_type_ids[n]
             start = stop
-    return {
+    packed = {} if token_type_ids is None else {"token_type_ids": types_BL}
+    return packed | {
         "input_ids": ids_BL,
         "attention_mask": documents_BL,
         "position_ids": document_positions(documents_BL),

@@ -587,6 +587,9 @@ def save_model(
         written.config.global_attn_every_n_layers = rope["global_attention_every_n_layers"]
         written.config.global_rope_theta = rope["global_rope_theta"]
         written.config.local_rope_theta = rope["local_rope_theta"]
+    if written.config.problem_type == "regression":  # else its CrossEncoder applies a sigmoid
+        identity = {"activation_fn": "torch.nn.modules.linear.Identity"}
+        written.config.sentence_transformers = identity
     if tokenizer is not None:
         tokenizer = _sync_special_tokens(written.config, tokenizer, max_input_length(written))
     recover_directory(directory)
