@@ -34,7 +34,7 @@ from .loaders import SplitDataModule, StreamLoader, eval_loader
 from .mixing import MixedDataset, MixtureOptions, normalize_weights
 from .packing import PackedDataset, PackingOptions, special_token_ids
 from .readers import ReadOptions, resolve_column, suffix_of, text_of
-from .rows import Collator
+from .rows import Collator, usual_multiple
 from .sources import TextStream, check_not_inside, list_files, read_column
 from .streaming import PackedStream, StreamOptions, split_into_shards
 from .tokenizers import resolve_tokenizer
@@ -722,7 +722,7 @@ class PretrainingDataModule(SplitDataModule):
 
     def _make_collator(self, config: PretrainingDataConfig) -> Collator:
         options = {"max_sequence_length": config.max_sequence_length, "seed": self.seed}
-        options |= {"pad_to_multiple_of": 8} if self.groups_by_length else {}
+        options |= {"pad_to_multiple_of": usual_multiple()} if self.groups_by_length else {}
         options |= config.collator_kwargs
         return self.collator_cls.from_tokenizer(self.tokenizer, **options)
 

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['IGNORE_INDEX', 'NON_MODEL_KEYS', 'PADDING', 'Vocabulary', 'document_positions', 'RowError', 'name_row',
-           'column_values', 'padded_length', 'pad_batch', 'row_addresses', 'Collator']
+           'column_values', 'padded_length', 'usual_multiple', 'pad_batch', 'row_addresses', 'Collator']
 
 # %% ../../nbs/data/06_rows.ipynb #c5a625d8
 import hashlib
@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from ..core.devices import num_devices
 from ..core.names import check_minimum
 from .tokenizers import cut_long_texts, num_token_ids, tokenize_plain
 from .tokenizers import unused_token_ids
@@ -126,6 +127,11 @@ def padded_length(
         return max_sequence_length
     multiples = max(1, math.ceil(lengths[longest] / pad_to_multiple_of))
     return min(multiples * pad_to_multiple_of, max_sequence_length)
+
+
+def usual_multiple() -> int:  # for `pad_to_multiple_of`
+    "To what rows are padded on this machine: the 8 of a GPU's tensor cores, or their longest."
+    return 8 if num_devices("cuda") else 1
 
 # %% ../../nbs/data/06_rows.ipynb #40acc0dd
 # Columns with a value for each token, and their values in padding (None: the pad token).

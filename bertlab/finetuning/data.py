@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, Dataset
 from ..core.names import check_choice, check_minimum, check_range, resolve
 from ..data.loaders import SplitDataModule, hold_out_groups
 from ..data.readers import resolve_column
-from ..data.rows import IGNORE_INDEX, PADDING
+from ..data.rows import IGNORE_INDEX, PADDING, usual_multiple
 from ..data.supervised import SupervisedCollator
 from ..data.tokenizers import resolve_tokenizer, train_tokenizer
 from .files import CONLLU, LABELLED, Table, apply_names, class_names, find_files
@@ -376,7 +376,8 @@ class FinetuningDataModule(SplitDataModule):
         self.read()
         task, train = self.task, lambda: train_tokenizer(self.texts(), self.vocab_size)
         self.tokenizer = resolve_tokenizer([self.tokenizer], train=train)
-        options = {"pad_to_multiple_of": None if self.fixed_shapes else 8, **self.collator_kwargs}
+        multiple = None if self.fixed_shapes else usual_multiple()
+        options = {"pad_to_multiple_of": multiple, **self.collator_kwargs}
         if self.columns.get("text_pair"):
             options["pair"] = True
         labelled = task.label_column in next(iter(self.rows.values())).columns

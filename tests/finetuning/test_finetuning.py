@@ -528,8 +528,9 @@ def test_what_does_not_fit_is_refused_before_a_step(options, words):
         fit(FinetuningModule(**{"task": "classification", **small(), **options}), data_for(), 1)
 
 
-def test_padding_ends_at_the_positions_of_the_model():
+def test_padding_ends_at_the_positions_of_the_model(monkeypatch):
     "Texts of 17 to 20 tokens; the next multiple of 8 is 24."
+    monkeypatch.setattr("bertlab.data.rows.num_devices", lambda device: 1)
     rows = [{"text": " ".join(["apple"] * n), "label": "ab"[n % 2]} for n in (15, 16, 17, 18) * 4]
     data, short = (
         data_for(train=rows, val=rows, test=rows),
