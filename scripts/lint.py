@@ -103,13 +103,15 @@ def is_silent(cell: dict) -> bool:
 
 
 def shown_next(cells: list[dict]) -> bool:
-    "Whether the very next cell is code that displays something: then the silent one prepares it."
+    "Whether the next cell, hidden ones aside, is code that displays something: then the silent one prepares it."
+    cells = [c for c in cells if c["cell_type"] != "code" or visible(c) or c["outputs"]]
     return bool(cells) and cells[0]["cell_type"] == "code" and bool(cells[0]["outputs"])
 
 
 def lint_cells(cells: list[dict]) -> list[str]:
     "Return the problems of single cells, each named by its first line."
     problems = []
+    explains_claims = any("def claim(" in source_of(cell) for cell in cells)
     for index, cell in enumerate(cells):
         source = source_of(cell)
         lines = code_lines(cell) if cell["cell_type"] == "code" else []
@@ -130,8 +132,12 @@ def lint_cells(cells: list[dict]) -> list[str]:
             problems.append(f"{head}: ends in an error; catch it and show the message")
         if cell.get("execution_count") is not None or ADDRESS.search(output_text(cell)):
             problems.append(f"{head}: is not clean; run `make sync`")
-        if NOT_HERE in output_text(cell) and "def claim(" not in "".join(map(source_of, cells)):
+        if NOT_HERE in output_text(cell) and not explains_claims:
             problems.append(f"{head}: a claim of the page does not hold in its own outputs")
+        if visible(cell) and not explains_claims and re.search(r"\bclaim\(|# quick: ", source):
+            problems.append(
+                f"{head}: `claim(` or `# quick:`, which only the tests need; put it where `make sync` hides it"
+            )
         if is_silent(cell) and not shown_next(cells[index + 1 :]):
             problems.append(
                 f"{head}: displays nothing; end it in a value or a figure, then execute the notebook"

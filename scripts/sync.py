@@ -17,6 +17,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+import hidden
 import spine
 
 if sys.version_info >= (3, 11):
@@ -255,6 +256,7 @@ def sync_notebook(path: Path, root: Path, address: Address) -> None:
             if "text" in output:  # a message that names the command to install with
                 printed = fill("".join(output["text"]), address, name)
                 output["text"] = printed.splitlines(keepends=True)
+    notebook["cells"] = hidden.hide(notebook["cells"])
     write_whole(path, as_notebook(notebook))
 
 

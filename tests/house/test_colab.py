@@ -16,9 +16,11 @@ import pytest
 import spine
 import sync
 from conftest import ROOT
+from hidden import shortened
 from jupyter_client.kernelspec import KernelSpecManager
 from jupyter_client.manager import AsyncKernelManager
-from test_notebooks import LONGEST, TIMEOUT, name_of, shortened, with_solutions
+
+from test_notebooks import LONGEST, TIMEOUT, name_of, with_solutions
 
 COLAB = ROOT / ".venv-colab"
 pytestmark = [

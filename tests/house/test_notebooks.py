@@ -1,8 +1,7 @@
 """Every notebook runs from top to bottom in a process of its own, and every folded solution is right.
 
-What trains for long is run shorter: a line that ends in `# quick: steps=20` takes that value here (`SIZES = (2, 4)`, with
-spaces, for a whole statement), one that ends in `# quick: pass` (a claim about the long run) is left out. `make test-all`
-runs these notebooks at full length too.
+What trains for long is run shorter, with the values that the metadata of cells name, and without the hidden cells that
+are about the full run (scripts/hidden.py). `make test-all` runs these notebooks at full length too.
 """
 
 import ast
@@ -15,6 +14,7 @@ import signal
 import sys
 from pathlib import Path
 
+import hidden
 import pytest
 import sync
 from forks import forked
@@ -71,37 +71,6 @@ def with_solutions(notebook: dict) -> tuple[dict, set[str]]:
                 {**code, "id": f"solution{len(cells)}", "source": "\n".join([solution, *asserts])}
             )
     return {**notebook, "cells": cells}, set(checks)
-
-
-QUICK = re.compile(r"^(?P<line>.*\S)\s+# quick: (?P<change>.+?)\s*$")
-
-
-def quick_line(line: str) -> str:
-    "Return a line with the change of its `# quick:` comment."
-    match = QUICK.match(line)
-    if match is None:
-        return line
-    if match["change"] == "pass":
-        return line[: len(line) - len(line.lstrip())] + "pass"
-    name, _, value = match["change"].partition("=")
-    if name.endswith(" "):  # the whole statement
-        pattern, new = rf"^(\s*{name.strip()} =) .*$", rf"\g<1>{value}"
-    else:
-        pattern, new = rf"\b{name}(\s*)=(\s*)[^\s,()]+", rf"{name}\g<1>=\g<2>{value}"
-    changed, count = re.subn(pattern, new, match["line"])
-    assert count == 1, f"`{name}` is not set once in {line!r}"
-    return changed
-
-
-def shortened(notebook: dict) -> dict:
-    "Return the notebook with the changes of its `# quick:` comments."
-    cells = []
-    for cell in notebook["cells"]:
-        source = sync.source_of(cell)
-        if cell["cell_type"] == "code" and "# quick:" in source:
-            cell = {**cell, "source": "\n".join(map(quick_line, source.split("\n")))}
-        cells.append(cell)
-    return {**notebook, "cells": cells}
 
 
 # A process of its own for each, forked from one that has done the imports: they take longer than most notebooks.
@@ -162,10 +131,10 @@ def name_of(path: Path) -> str:
 @pytest.mark.timeout(TIMEOUT + 60)
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=name_of)
 def test_a_notebook_runs_and_its_solutions_are_right(path, tmp_path):
-    check_notebook(path, tmp_path, shortened)
+    check_notebook(path, tmp_path, hidden.shortened)
 
 
-LONG = [path for path in NOTEBOOKS if "# quick:" in path.read_text(encoding="utf-8")]
+LONG = [path for path in NOTEBOOKS if '"quick": [' in path.read_text(encoding="utf-8")]
 
 
 @pytest.mark.slow
@@ -175,17 +144,31 @@ def test_a_notebook_runs_at_full_length(path, tmp_path):
     check_notebook(path, tmp_path, timeout=LONGEST)
 
 
-@pytest.mark.parametrize(
-    "line, quick",
-    [
-        ("fit(max_steps=500, seed=0)  # quick: max_steps=9", "fit(max_steps=9, seed=0)"),
-        ("    assert loss < line  # quick: pass", "    pass"),
-        ("SIZES = (2, 4, 8)  # quick: SIZES = (2, 4)", "SIZES = (2, 4)"),
-        ("steps = 300  # a quick look", "steps = 300  # a quick look"),
-    ],
-)
-def test_a_quick_comment_changes_its_line(line, quick):
-    assert quick_line(line) == quick
+SOURCE = """from bertlab.course.progress import claim, recorded
+SIZES = (2, 4, 8)  # of a model  # quick: SIZES = (2, 4)
+loss = fit(max_steps=500, seed=0)  # quick: max_steps=9
+for size in SIZES:
+    claim(size < 9)  # quick: pass
+claim(loss < 3)
+loss"""
+
+
+def test_comments_and_claims_are_hidden_and_run_shorter():
+    cell = {"cell_type": "code", "id": "a", "metadata": {}, "outputs": [], "execution_count": None}
+    cells = hidden.hide([{**cell, "source": SOURCE}])
+    once = json.dumps(cells)
+    assert json.dumps(hidden.hide(cells)) == once
+    page, *claims = [sync.source_of(cell) for cell in cells]
+    assert page == (
+        "from bertlab.course.progress import recorded\nSIZES = (2, 4, 8)  # of a model\n"
+        "loss = fit(max_steps=500, seed=0)\nloss"
+    )
+    assert [text.partition("import claim\n\n")[2] for text in claims] == [
+        "claim(loss < 3)", "for size in SIZES:\n    claim(size < 9)"]  # fmt: skip
+    assert all(text.startswith("#| hide\n") for text in claims)
+    quick = [sync.source_of(cell) for cell in hidden.shortened({"cells": cells})["cells"]]
+    assert quick[0].splitlines()[1:3] == ["SIZES = (2, 4)", "loss = fit(max_steps=9, seed=0)"]
+    assert quick[1:] == claims[:1]
 
 
 EXERCISE = """def double(x):
