@@ -14,12 +14,19 @@ from typing import Any
 from torch import nn
 
 from ..core.files import find_model_directory
-from ..train.export import SCRIPT, check_exportable, check_output, describe_export
+from ..core.names import check_choice, check_range
+from ..train.export import MAX_LOSS, SCRIPT, check_exportable, check_output, describe_export
 from ..train.export import export_model
 from ..train.web_page import EXAMPLES, export_web_page
 
 # %% ../../nbs/cli/11_export.ipynb #9bd41268
-TARGETS = ("onnx", "web")
+TARGETS = ("onnx", "openvino", "web")
+_TARGETS_OF = {  # an option that not every target has
+    **dict.fromkeys(("packages", "examples", "name"), ("web",)),
+    **dict.fromkeys(("outputs", "int8", "data", "reader_kwargs", "max_loss"), ("onnx", "openvino")),
+    "float16": ("onnx",),
+    "calibration": ("openvino",),
+}
 
 
 def _read_labelled(
@@ -61,46 +68,75 @@ def _read_labelled(
     return texts, score
 
 
+def _check_options(to: str, options: dict[str, Any]) -> None:
+    "Raise `ValueError` for an option that the target does not have."
+    check_choice("to", to, TARGETS)
+    for option, value in options.items():
+        targets = _TARGETS_OF[option]
+        if value is not None and to not in targets:
+            raise ValueError(
+                f"{option} belongs to --to {' or '.join(targets)}, and --to is {to}; leave it out"
+            )
+    if to == "openvino" and options["int8"] and options["calibration"] is None:
+        raise ValueError(
+            "int8=True with --to openvino needs --calibration FILE: texts of the kind that the model "
+            "will read"
+        )
+
+
+def _usage(target: str, to: str, head: str) -> str:
+    "Say how to compute with an exported directory."
+    if (Path(target) / SCRIPT).is_file():
+        return f"ask it: python {Path(target) / SCRIPT} 'Some text.'"
+    if to == "onnx":
+        return f"ask it: bertlab.OnnxModel.load({str(target)!r})(['Some text.'])"
+    command = f"predict {target} FILE"
+    if head == "SentenceEncoder":
+        command = f"embed encode {target} TEXTS"
+    elif head.startswith("ForMasked"):
+        command = f"fill-mask {target} 'Some [MASK].'"
+    return f"use it: bertlab {command} --backend openvino --precision auto"
+
+
 def export(
     directory: str,  # of a run, or of a model with its tokenizer
-    to: str = "onnx",  # onnx: files for onnxruntime; web: a folder with a page for a static server
-    output: str | None = None,  # what to write, not there yet; null: bertlab-onnx, or bertlab-web
-    outputs: list[str] | None = None,  # of onnx: logits, attentions, lens; null: of the task
-    int8: bool = True,  # of onnx: write the file of bytes beside the one of floats
-    float16: bool = False,  # of onnx: write a file of half floats, too, for GPUs and browsers
-    data: str
-    | None = None,  # of onnx: labelled file of the task, or pairs, to score each file with
+    to: str = "onnx",  # onnx, openvino: files for that runtime; web: a page for a static server
+    output: str | None = None,  # what to write, not there yet; null: bertlab-onnx, bertlab-web, ...
+    outputs: list[str]
+    | None = None,  # of onnx and openvino: logits, attentions, lens; null: of the task
+    int8: bool | None = None,  # write the file of bytes, too; null: onnx, or with calibration
+    float16: bool | None = None,  # of onnx: write a file of half floats, for GPUs and browsers
+    data: str | None = None,  # labelled file of the task, or pairs, to score each file with
+    calibration: str | None = None,  # of openvino: file of texts that int8 is calibrated with
+    max_loss: float | None = None,  # by int8, from 0 to 1; more is refused; null: openvino 0.02
     packages: str
     | None = None,  # of web: node_modules with the browser's packages; null: load them
     examples: list[str] | None = None,  # of web: sentences with [MASK] to begin with
     name: str | None = None,  # of web: title of the page; null: that of the directory
-    text: str | None = None,  # file to check with; null: held-out text of the embedded corpus
+    # To check with; null: the last of the calibration, or held-out text of the embedded corpus.
+    text: str | None = None,
     # How the file of --data is read: delimiter (null: as in training), encoding, ...; each is a flag, too.
     reader_kwargs: dict[str, Any] | None = None,
 ) -> str:  # what is said
     "Write a model for other runtimes: `bertlab export`. Raises `ValueError`, `ImportError`."
-    if to not in TARGETS:
-        raise ValueError(f"to={to!r} is unknown; choose one of {', '.join(TARGETS)}")
-    web_only = {"packages": packages, "examples": examples, "name": name}
-    onnx_only = {"outputs": outputs, "int8": not int8, "float16": float16, "data": data,
-                 "reader_kwargs": reader_kwargs}  # fmt: skip
-    for option, value in (onnx_only if to == "web" else web_only).items():
-        if value:
-            raise ValueError(
-                f"{option} belongs to --to {TARGETS[to == 'onnx']}, and --to is {to}; leave it out"
-            )
+    options = {"packages": packages, "examples": examples, "name": name, "outputs": outputs,
+               "int8": int8, "float16": float16, "data": data, "reader_kwargs": reader_kwargs or None,
+               "calibration": calibration, "max_loss": max_loss}  # fmt: skip
+    _check_options(to, options)
+    check_range("max_loss", max_loss, 0, 1)
     model, target = find_model_directory(directory), output or f"bertlab-{to}"
     title = name or Path(os.path.abspath(directory)).name  # of a run: not that of its checkpoint
     if to == "web":
         report = export_web_page(model, target, packages, examples or EXAMPLES, title, text)
-        hint = f"look at it: python -m http.server --directory {target}, then open the address"
+        usage = f"look at it: python -m http.server --directory {target}, then open the address"
     else:
         check_output(target)
         rows, score = _read_labelled(model, data, reader_kwargs or {}) if data else (None, None)
-        options = {"float16": float16, "score": score}
-        report = export_model(model, target, outputs, int8, text or rows, title, **options)
-        hint = f"ask it: python {Path(target) / SCRIPT} 'Some text.'"
-        if not (Path(target) / SCRIPT).is_file():
-            hint = f"ask it: bertlab.OnnxModel.load({str(target)!r})(['Some text.'])"
+        limit = {"onnx": 1.0, "openvino": MAX_LOSS}[to] if max_loss is None else max_loss
+        report = export_model(
+            model, target, outputs, int8 is not False, text or rows, title, bool(float16), score,
+            to, calibration, limit,
+        )  # fmt: skip
+        usage = _usage(target, to, check_exportable(model))
     compared = f"compared with torch in {report['predictions']} predictions on {report['text']}"
-    return "\n".join([describe_export(report), compared, f"written to {target}", hint])
+    return "\n".join([describe_export(report), compared, f"written to {target}", usage])

@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['OUTPUTS', 'TASK_OUTPUTS', 'INPUTS', 'OPSET', 'FILES', 'REPORT', 'MAX_LOSS', 'TOLERANCE', 'SCRIPT',
-           'InspectableMaskedLM', 'TupleOutputs', 'check_exportable', 'load_exportable', 'check_extra',
-           'quiet_exporters', 'example_inputs', 'export_onnx', 'top_tokens', 'OnnxModel', 'quantize_int8',
-           'convert_float16', 'example_batches', 'compare_with_torch', 'check_output', 'describe_export',
-           'export_model']
+           'InspectableMaskedLM', 'TupleOutputs', 'check_exportable', 'load_exportable', 'check_backend',
+           'quiet_exporters', 'example_inputs', 'export_onnx', 'export_openvino', 'ExportedFile', 'RuntimeModel',
+           'top_tokens', 'OnnxModel', 'quantize_int8', 'quantize_openvino', 'convert_float16', 'example_batches',
+           'compare_with_torch', 'check_output', 'check_language', 'describe_export', 'export_model']
 
 # %% ../../nbs/train/25_export.ipynb #e247f9f5
 import contextlib
@@ -16,13 +16,18 @@ import io
 import logging
 import math
 import os
+import queue
 import sys
+import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib.metadata import version
 from importlib.util import find_spec
 from inspect import signature
+from itertools import islice
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -30,6 +35,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.utils import ModelOutput
 
+from ..core.devices import default_precision
 from ..core.files import atomic_directory, find_model_directory, write_json
 from ..core.names import install_command, check_choice, look_up
 from ..core.serialization import load_json, one_line
@@ -203,20 +209,27 @@ def load_exportable(
 OPSET = 20  # of ONNX's operators: the first with Gelu
 
 
-def check_extra() -> None:
-    "Raise `ImportError` without the packages of the extra `export`."
-    missing = [name for name in ("onnx", "onnxruntime", "onnxscript") if find_spec(name) is None]
-    if missing:
-        raise ImportError(f"ONNX files need {', '.join(missing)}: {install_command('export')}")
+_PACKAGES = {"openvino": ("openvino",), "onnx": ("onnx", "onnxruntime", "onnxscript")}
+
+
+def check_backend(
+    backend: str,  # onnx or openvino, extras of these names
+    *more: str,  # packages of the extra that only this use needs
+) -> None:
+    "Raise `ImportError` without the packages of a backend."
+    needed = (*_PACKAGES.get(backend, ()), *more)
+    if missing := [name for name in needed if find_spec(name) is None]:
+        raise ImportError(f"{backend} needs {', '.join(missing)}: {install_command(backend)}")
 
 
 @contextlib.contextmanager
 def quiet_exporters() -> Iterator[None]:
-    "Hide what exporters print and log: advice for their own developers."
+    "Hide what exporters print and log, and keep OpenVINO's tools from sending counts."
     level = logging.root.manager.disable
     logging.disable(logging.WARNING)
+    private = mock.patch.dict(os.environ, {"CI": "true"})
     try:
-        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+        with private, warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
             warnings.simplefilter("ignore")
             yield
     finally:
@@ -227,7 +240,9 @@ _PROTO_LIMIT = 2**31 - 2**20  # bytes: protobuf ends below 2 GiB
 
 
 def _weights_file(path: Path) -> Path:
-    "Return the file of a large model's weights, named as by optimum and transformers.js."
+    "Return the file of the weights: of OpenVINO, and of a large ONNX file as optimum names it."
+    if path.suffix == ".xml":
+        return path.with_suffix(".bin")
     return path.with_name(f"{path.name}_data")
 
 
@@ -266,7 +281,7 @@ def export_onnx(
 
     Raises `ValueError` for a model that ONNX cannot express.
     """
-    check_extra()
+    check_backend("onnx")
     example, axes = example_inputs(module)
     try:
         with quiet_exporters(), torch.no_grad():
@@ -290,6 +305,37 @@ def export_onnx(
             f"{one_line(error.__cause__ or error, 150)}"
         ) from error
 
+
+def export_openvino(
+    module: nn.Module,  # of `load_exportable`, or `InspectableMaskedLM`
+    path: str | os.PathLike,  # of the .xml; the weights are beside it
+) -> None:
+    """Write a model for OpenVINO in float32, for rows of any number and length.
+
+    Raises `ValueError` for a model that OpenVINO cannot translate.
+    """
+    check_backend("openvino")
+    import openvino
+
+    example, axes = example_inputs(module)
+    free = {name: dict.fromkeys(sizes, torch.export.Dim.DYNAMIC) for name, sizes in axes.items()}
+    try:
+        with quiet_exporters(), torch.no_grad():
+            program = torch.export.export(
+                module.float(), (), kwargs=example, dynamic_shapes=free, strict=False
+            )
+            model = openvino.convert_model(program)
+    except Exception as error:  # of the tracer or the translator, without a common base
+        reason = str(error).partition("rule found for")[2] or str(error)
+        raise ValueError(
+            f"a {module.model.config.model_type} model cannot be converted to OpenVINO: "
+            f"{one_line(ValueError(reason), 150)}; backend='torch' computes it"
+        ) from error
+    for ports, names in ((model.inputs, module.inputs), (model.outputs, module.outputs)):
+        for port, name in zip(ports, names, strict=True):
+            port.get_tensor().set_names({name})
+    openvino.save_model(model, path, compress_to_fp16=False)
+
 # %% ../../nbs/train/25_export.ipynb #08dc4d13
 def _tensors(message: Any) -> Iterator[Any]:
     "Every tensor in a message of ONNX: weights, attributes, functions, nested graphs."
@@ -308,7 +354,7 @@ def _read_onnx(
     path: str | os.PathLike,
 ) -> bytes | str:  # the content, or the path of a file whose weights are beside it
     "Read an ONNX file. Raises `ValueError` for a damaged one, and for one that names other files."
-    check_extra()
+    check_backend("onnx")
     import onnx
     from google.protobuf.message import DecodeError
 
@@ -329,11 +375,139 @@ def _read_onnx(
     return os.fspath(path) if locations else content
 
 # %% ../../nbs/train/25_export.ipynb #ec0c6ec1
-FILES = {  # by precision, where optimum and transformers.js look
-    "fp32": "onnx/model.onnx",
-    "int8": "onnx/model_quantized.onnx",
-    "fp16": "onnx/model_fp16.onnx",
+FILES = {  # by format and precision, where optimum, sentence-transformers and transformers.js look
+    "onnx": {
+        "float32": "onnx/model.onnx",
+        "int8": "onnx/model_quantized.onnx",
+        "float16": "onnx/model_fp16.onnx",
+    },
+    "openvino": {
+        "float32": "openvino/openvino_model.xml",
+        "int8": "openvino/openvino_model_qint8_quantized.xml",
+    },
 }
+_Compute = Callable[[dict[str, np.ndarray]], dict[str, np.ndarray]]
+
+
+def _open_onnx(path: Path, num_threads: int, on_gpu: bool) -> tuple[_Compute, list, list]:
+    content = _read_onnx(path)
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads, options.log_severity_level = num_threads, 4
+    providers = ["CUDAExecutionProvider"] * on_gpu + ["CPUExecutionProvider"]
+    available = onnxruntime.get_available_providers()
+    providers = [name for name in providers if name in available]
+    session = onnxruntime.InferenceSession(content, options, providers=providers)
+    inputs, outputs = (
+        [value.name for value in values] for values in (session.get_inputs(), session.get_outputs())
+    )
+    return lambda feeds: dict(zip(outputs, session.run(None, feeds))), inputs, outputs
+
+
+def _open_openvino(
+    path: Path, num_threads: int, num_requests: int, precision: str
+) -> tuple[_Compute, list, list]:
+    check_backend("openvino")
+    import openvino
+
+    is_float32 = precision == "float32" or default_precision("cpu")[0] != "bf16-mixed"
+    settings = {
+        "INFERENCE_PRECISION_HINT": "f32" if is_float32 else "bf16",
+        "NUM_STREAMS": num_requests,
+        "INFERENCE_NUM_THREADS": num_threads * num_requests,
+    }
+    core = openvino.Core()
+    compiled = core.compile_model(core.read_model(path), "CPU", settings)
+    requests: queue.SimpleQueue = queue.SimpleQueue()
+    for _ in range(num_requests):
+        requests.put(compiled.create_infer_request())
+    inputs, outputs = (
+        [value.any_name for value in values] for values in (compiled.inputs, compiled.outputs)
+    )
+
+    def compute(feeds: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        request = requests.get()
+        try:
+            request.infer(feeds, share_inputs=True)
+            return {name: request.get_tensor(name).data.copy() for name in outputs}
+        finally:
+            requests.put(request)
+
+    return compute, inputs, outputs
+
+
+class ExportedFile:
+    "A model's file, opened by the runtime that its ending asks for. Raises `ValueError`."
+
+    def __init__(
+        self,
+        path: str | os.PathLike,  # .onnx or .xml
+        num_threads: int = 1,  # cores that compute a call
+        num_requests: int = 1,  # calls that threads may make at once
+        precision: str = "float32",  # bfloat16: for OpenVINO; int8: as the file says
+        on_gpu: bool = False,  # of onnxruntime, where it is installed for GPUs
+    ):
+        self.path, self.num_requests = Path(path), num_requests
+        try:
+            if self.path.suffix == ".xml":
+                opened = _open_openvino(self.path, num_threads, num_requests, precision)
+            else:
+                opened = _open_onnx(self.path, num_threads, on_gpu)
+        except (ValueError, ImportError):
+            raise
+        except Exception as error:  # of the runtime, without a common base
+            raise ValueError(f"{path} cannot be computed: {one_line(error, 150)}") from None
+        self.compute, self.inputs, self.outputs = opened
+
+    def run(
+        self,
+        **inputs: np.ndarray,  # input_ids (B, L), attention_mask (B, L), positions of the lens (B, M)
+    ) -> dict[str, np.ndarray]:  # by output
+        """Compute all outputs. Inputs that the file lacks are ignored, and a missing one is 0.
+
+        Raises `ValueError` where the runtime cannot.
+        """
+        shape = np.shape(inputs["input_ids"])
+        zeros = {"token_type_ids": np.zeros(shape), "positions": np.zeros((shape[0], 1))}
+        values = {**zeros, **inputs}
+        feeds = {name: np.ascontiguousarray(values[name], np.int64) for name in self.inputs}
+        try:
+            return self.compute(feeds)
+        except Exception as error:  # of the runtime, without a common base
+            raise ValueError(
+                f"{self.path} cannot compute rows of shape {shape}: {one_line(error)}"
+            ) from None
+
+
+class RuntimeModel(nn.Module):
+    "An exported file, called as the model in torch."
+
+    device, dtype = torch.device("cpu"), torch.float32  # of what goes in and comes out
+
+    def __init__(
+        self,
+        exported: ExportedFile,
+        config: Any,  # of the model
+        precision: str = "float32",  # for people and records
+    ):
+        super().__init__()
+        self.exported, self.config, self.precision = exported, config, precision
+        self.num_threads = exported.num_requests  # batches that are computed at once
+        self.placeholder = nn.Parameter(torch.zeros(()), requires_grad=False)  # says: on the CPU
+
+    def forward(
+        self,
+        input_ids: Tensor,  # (B, L)
+        attention_mask: Tensor,  # (B, L)
+        token_type_ids: Tensor | None = None,  # (B, L); None: zeros
+    ) -> ModelOutput:
+        values = dict(zip(INPUTS, (input_ids, attention_mask > 0, token_type_ids)))
+        arrays = {name: value.cpu().numpy() for name, value in values.items() if value is not None}
+        results = self.exported.run(**arrays)
+        return ModelOutput({name: torch.from_numpy(value) for name, value in results.items()})
+
+# %% ../../nbs/train/25_export.ipynb #c6c49499
 REPORT = "export.json"
 MAX_LOSS = 0.02  # of a score from 0 to 1: a smaller file that loses more is not the default
 
@@ -349,7 +523,7 @@ def top_tokens(
     return [(i, float(probabilities_V[i])) for i in ids]
 
 
-class OnnxModel:
+class OnnxModel(ExportedFile):
     "An exported model that onnxruntime computes."
 
     def __init__(
@@ -359,54 +533,24 @@ class OnnxModel:
         max_length: int | None = None,  # tokens of the longest row; None: no limit
         num_threads: int = 1,
     ):
-        content = _read_onnx(path)
-        import onnxruntime
-
-        options = onnxruntime.SessionOptions()
-        options.intra_op_num_threads, options.log_severity_level = num_threads, 4
-        try:
-            self.session = onnxruntime.InferenceSession(
-                content, options, providers=["CPUExecutionProvider"]
-            )
-        except Exception as error:  # onnxruntime's own classes, which have no common base
-            raise ValueError(f"{path} cannot be computed: {one_line(error)}") from None
-        self.path, self.tokenizer, self.max_length = Path(path), tokenizer, max_length
-        self.inputs = [value.name for value in self.session.get_inputs()]
-        self.outputs = [value.name for value in self.session.get_outputs()]
+        super().__init__(path, num_threads)
+        self.tokenizer, self.max_length = tokenizer, max_length
 
     @classmethod
     def load(
         cls,
         directory: str | os.PathLike,  # of `export_model`
-        precision: str | None = None,  # of FILES; None: int8 where it loses at most MAX_LOSS
+        precision: str
+        | None = None,  # float32, float16, int8; None: int8 where it loses at most MAX_LOSS
         num_threads: int = 1,
     ) -> "OnnxModel":
         "Open an exported directory. Raises `ValueError`."
         report = load_json(Path(directory) / REPORT)
         if precision is None:
-            small = report["files"].get(FILES["int8"])
-            precision = "int8" if small and small["lost"] <= MAX_LOSS else "fp32"
-        path = Path(directory) / look_up(precision, FILES, "precision")
+            small = report["files"].get(FILES["onnx"]["int8"])
+            precision = "int8" if small and small["lost"] <= MAX_LOSS else "float32"
+        path = Path(directory) / look_up(precision, FILES["onnx"], "precision")
         return cls(path, load_tokenizer(directory), report.get("max_length"), num_threads)
-
-    def run(
-        self,
-        **inputs: np.ndarray,  # input_ids (B, L), attention_mask (B, L), positions of the lens (B, M)
-    ) -> dict[str, np.ndarray]:  # by output
-        """Compute all outputs. Inputs that the file lacks are ignored, and a missing one is 0.
-
-        Raises `ValueError` where onnxruntime cannot.
-        """
-        shape = np.shape(inputs["input_ids"])
-        zeros = {"token_type_ids": np.zeros(shape), "positions": np.zeros((shape[0], 1))}
-        values = {**zeros, **inputs}
-        feeds = {name: np.asarray(values[name], np.int64) for name in self.inputs}
-        try:
-            return dict(zip(self.outputs, self.session.run(None, feeds)))
-        except Exception as error:  # onnxruntime's own classes
-            raise ValueError(
-                f"{self.path} cannot compute rows of shape {shape}: {one_line(error)}"
-            ) from None
 
     def __call__(
         self,
@@ -450,7 +594,7 @@ def quantize_int8(
     target: str | os.PathLike,  # of the small file
 ) -> None:
     "Write the weights of products and of the embedding as bytes (Jacob et al. 2018, eq. 1)."
-    check_extra()
+    check_backend("onnx")
     from onnxruntime.quantization import QuantType, quantize_dynamic
 
     with quiet_exporters():
@@ -462,12 +606,35 @@ def quantize_int8(
         )
 
 
+def quantize_openvino(
+    source: str | os.PathLike,  # of `export_openvino`
+    target: str | os.PathLike,  # of the small .xml
+    rows: Sequence[Mapping[str, np.ndarray]],  # of `example_batches`: text to calibrate with
+) -> None:
+    "Write weights and activations of products as bytes, in the ranges that text has."
+    check_backend("openvino", "nncf")
+    with quiet_exporters():
+        import nncf
+        import openvino
+
+        model = openvino.Core().read_model(source)
+        names = [value.any_name for value in model.inputs]
+        feeds = [{name: np.asarray(row[name], np.int64) for name in names} for row in rows]
+        model = nncf.quantize(
+            model,
+            nncf.Dataset(feeds),
+            subset_size=len(feeds),
+            model_type=nncf.ModelType.TRANSFORMER,
+        )
+        openvino.save_model(model, target, compress_to_fp16=False)
+
+
 def convert_float16(
     source: str | os.PathLike,  # of `export_onnx`
     target: str | os.PathLike,  # of the file of half the size
 ) -> None:
     "Write weights and activations in float16, for GPUs and browsers; outputs stay in float32."
-    check_extra()
+    check_backend("onnx")
     import onnx
 
     path = sys.path.copy()
@@ -550,17 +717,29 @@ def _agreement(
     return first.argmax(-1) == second.argmax(-1)
 
 
+def _neighbor_overlap(first_ND: np.ndarray, second_ND: np.ndarray, count: int = 10) -> float:
+    "Share of the nearest neighbors that are the same among two sides' vectors."
+    nearest = []
+    for vectors_ND in (first_ND, second_ND):
+        unit_ND = vectors_ND / np.linalg.norm(vectors_ND, axis=1, keepdims=True)
+        scores_NN = unit_ND @ unit_ND.T - 9 * np.eye(len(unit_ND))
+        nearest.append(np.argsort(-scores_NN, axis=1, kind="stable")[:, :count])
+    return float(np.mean([len({*a} & {*b}) / count for a, b in zip(*nearest)]))
+
+
 @torch.no_grad()
 def compare_with_torch(
-    exported: OnnxModel,
+    exported: ExportedFile,
     module: nn.Module,  # of `load_exportable`, in float32
     batches: Sequence[Mapping[str, np.ndarray]],  # of `example_batches`
 ) -> dict[str, Any]:  # difference (relative) by output, agreement from 0 to 1, predictions
     """Compute the same rows with both, and compare outputs and predictions.
 
-    If tokens were masked, `scores` has the accuracy of the file and of torch.
+    If tokens were masked, `scores` has the accuracy of the file and of torch; of more than 20
+    vectors, `overlap` is the share of the ten nearest neighbors that stay.
     """
     differences, agreement, is_right = dict.fromkeys(exported.outputs, 0.0), [], []
+    vectors: list[tuple[np.ndarray, np.ndarray]] = []
     decisive = [name for name in exported.outputs if name in _DECISIVE]
     is_multi_label = module.model.config.problem_type == "multi_label_classification"
     for batch in batches:
@@ -573,6 +752,8 @@ def compare_with_torch(
             first, second = (_compared(name, side[name], real_BL) for side in (results, expected))
             difference = np.abs(first - second).max() / max(1.0, np.abs(second).max())
             differences[name] = float(np.maximum(differences[name], difference))  # keeps NaN
+        if "sentence_embedding" in results:
+            vectors.append((results["sentence_embedding"], expected["sentence_embedding"]))
         has_labels = masked_BL.any()
         options = (masked_BL if has_labels else real_BL), is_multi_label
         agreements = [_agreement(n, results[n], expected[n], *options) for n in decisive]
@@ -586,6 +767,8 @@ def compare_with_torch(
         "agreement": float(agreements.mean()) if len(agreements) else 1.0,
         "predictions": len(agreements),
     }
+    if len(agreements) > 20 and vectors:
+        row["overlap"] = _neighbor_overlap(*map(np.concatenate, zip(*vectors)))
     if is_right:
         row["scores"] = np.concatenate(is_right, axis=1).mean(1).tolist()
     return row
@@ -602,21 +785,66 @@ def check_output(
         raise ValueError(f"output {output} exists; choose another directory")
 
 
-def _held_out_texts(
-    texts: Sequence[str | tuple[str, str]] | str | None,  # of `export_model`
-    are_pairs: bool,  # of the embedded corpus: whether neighbours become a pair
-    count: int = 64,
-) -> list:
-    "Choose text to check with: held out of the embedded corpus, or the first of your own."
-    if texts is None:
-        texts = load_corpus().validation_texts[: 2 * count]
+_Rows = Sequence[str | tuple[str, str]]
+_MAX_CALIBRATION = 300  # rows
+
+
+def _read_texts(
+    texts: _Rows | str | None,  # rows, a file, or None: the embedded corpus
+    are_pairs: bool,  # whether neighbours of a file become a pair
+    count: int,  # of rows
+) -> list[str | tuple[str, str]]:
+    "Read the first rows that have text."
+    if texts is None or isinstance(texts, str):
+        documents = (document.text for document in iter_documents(texts)) if texts else ()
+        documents = documents if texts else load_corpus().validation_texts
+        texts = [*islice(documents, count * (1 + are_pairs))]
         texts = [*zip(texts[::2], texts[1::2])] if are_pairs else texts
-    if isinstance(texts, str):
-        texts = [document.text for document, _ in zip(iter_documents(texts), range(count))]
-    texts = [text for text in texts[:count] if not isinstance(text, str) or text.strip()]
-    if not texts:
+    return [text for text in texts[:count] if not isinstance(text, str) or text.strip()]
+
+
+def _choose_rows(
+    texts: _Rows | str | None,  # of `export_model`
+    calibration: _Rows | str | None,
+    are_pairs: bool,
+    count: int = 64,  # rows to check with
+) -> tuple[list, list]:  # to check with, and to calibrate with
+    "Read rows; without text to check with, the last of the calibration are held out."
+    rows = []
+    if calibration is not None:
+        rows = _read_texts(calibration, are_pairs, _MAX_CALIBRATION + count)
+        if len(rows) < 10:
+            raise ValueError(
+                f"calibration has {len(rows)} texts: give at least 10, of the kind that the model "
+                "will read"
+            )
+        if texts is None:
+            held_out = min(count, len(rows) // 5)
+            return rows[-held_out:], rows[:-held_out][:_MAX_CALIBRATION]
+    rows_to_check = _read_texts(texts, are_pairs, count)
+    if not rows_to_check:
         raise ValueError("the texts to check with are empty")
-    return texts
+    return rows_to_check, rows[:_MAX_CALIBRATION]
+
+
+def check_language(
+    tokenizer: Any,  # of transformers
+    texts: _Rows,
+) -> None:
+    "Raise `ValueError` for text whose pieces are unknown or single letters, as of another language."
+    texts = [text[:1000] for row in texts for text in ([row] if isinstance(row, str) else row)]
+    ids = tokenizer(texts, add_special_tokens=False)["input_ids"]
+    num_pieces, num_letters = sum(map(len, ids)), sum(len("".join(t.split())) for t in texts)
+    num_unknown = sum(row.count(tokenizer.unk_token_id) for row in ids)
+    # A vocabulary of letters cuts its own language into letters.
+    has_words = np.median([len(piece) for piece in tokenizer.get_vocab()]) >= 3
+    is_spelled = has_words and num_pieces > 0.8 * num_letters
+    if num_unknown > 0.1 * num_pieces or is_spelled:
+        raise ValueError(
+            f"calibration: the tokenizer does not know {num_unknown / num_pieces:.0%} of the pieces, "
+            f"and a piece has {num_letters / num_pieces:.1f} letters: give text in the language of "
+            "the model"
+        )
 
 
 def _max_length(directory: Path, module: nn.Module, tokenizer: Any) -> int:
@@ -703,7 +931,7 @@ def _write_script(target: Path, head: str, module: nn.Module, tokenizer: Any, le
         "arguments": f"'{example.format(**mask)}'",
         "labels": labels,
         "max_length": length,
-        "file": FILES["fp32"],
+        "file": FILES["onnx"]["float32"],
         "outputs": ", ".join(outputs) + "," * (len(outputs) == 1),
         "names": list(outputs),
         "answer": "\n    ".join(answer).replace("{mask_id}", str(tokenizer.mask_token_id)),
@@ -711,29 +939,11 @@ def _write_script(target: Path, head: str, module: nn.Module, tokenizer: Any, le
     (target / SCRIPT).write_text(_SCRIPT.format(**fields), encoding="utf-8")
 
 # %% ../../nbs/train/25_export.ipynb #999b816a
-class _InPlaceOfTorch(nn.Module):
-    "An exported model that is called as the one that it was made of."
-
-    def __init__(self, exported: OnnxModel, config: Any):
-        super().__init__()
-        self.exported, self.config = exported, config
-        self.device = torch.device("cpu")
-        self.placeholder = nn.Parameter(torch.zeros(()))  # which says where it computes
-
-    def forward(
-        self, input_ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor | None = None
-    ) -> ModelOutput:
-        values = dict(zip(INPUTS, (input_ids, attention_mask > 0, token_type_ids)))
-        arrays = {name: value.numpy() for name, value in values.items() if value is not None}
-        results = self.exported.run(**arrays)
-        return ModelOutput({name: torch.from_numpy(value) for name, value in results.items()})
-
-
 _CARD = """{card}
 
-## ONNX
+## {title}
 
-Written by bertlab export (opset {opset}) with the outputs {outputs}, and compared with torch in {predictions} predictions on {text}:
+Written by bertlab export ({versions}) with the outputs {outputs}, and compared with torch in {predictions} predictions on {text}:
 
 ```
 {rows}
@@ -748,20 +958,23 @@ def describe_export(
     report: Mapping[str, Any],  # of `export_model`
 ) -> str:
     "Describe the measurements for people."
-    lines = []
+    lines, names = [], [*report["files"]]
+    width = max(map(len, names))
     for name, row in report["files"].items():
         line = (
-            f"{name:<26} {row['bytes'] / 1e6:8.2f} MB   largest difference "
+            f"{name:<{width}} {row['bytes'] / 1e6:8.2f} MB   largest difference "
             f"{max(row['difference'].values()):.2g}   agreement {row['agreement']:.1%}"
         )
+        if "overlap" in row:
+            line += f"   nearest neighbors kept {row['overlap']:.1%}"
         if "scores" in row:
             line += "   score {:.4f} (torch: {:.4f})".format(*row["scores"])
-        lines.append(line)
+        lines.append(f"{line}   {row['texts_per_second']:,.0f} texts/s")
     for name, row in report["files"].items():
         if row["lost"] > MAX_LOSS:
             lines.append(
                 f"{name} loses {100 * row['lost']:.1f} points{'' if 'scores' in row else ' at most'}, "
-                f"more than {100 * MAX_LOSS:.0f}: use {FILES['fp32']}"
+                f"more than {100 * MAX_LOSS:.0f}: use {names[0]}"
             )
     return "\n".join(lines)
 
@@ -771,6 +984,8 @@ def _write_card(target: Path, source: Path, report: Mapping[str, Any]) -> None:
     readme, outputs = source / "README.md", ", ".join(report["outputs"])
     text = readme.read_text(encoding="utf-8") if readme.is_file() else make_card(source)
     fields = {**report, "card": text.rstrip(), "outputs": outputs, "rows": describe_export(report)}
+    fields["title"] = "ONNX" if "opset" in report else "OpenVINO"
+    fields["versions"] = " ".join(f"{k} {report[k]}" for k in ("opset", "openvino") if k in report)
     text = _CARD.format(**fields)
     if (target / SCRIPT).is_file():
         text += _USE.format(script=SCRIPT)
@@ -778,11 +993,15 @@ def _write_card(target: Path, source: Path, report: Mapping[str, Any]) -> None:
 
 
 def _measure(
-    path: Path, exported: OnnxModel, module: nn.Module, batches: list, scores: Sequence[float]
+    precision: str,  # of FILES
+    exported: ExportedFile,
+    module: nn.Module,
+    batches: Sequence[Mapping[str, np.ndarray]],
+    scores: Sequence[float],  # of the file and of torch, or none
 ) -> dict[str, Any]:
     "Compare one file with torch. Raises `ValueError` where it is wrong."
-    row = compare_with_torch(exported, module, batches)
-    tolerance = TOLERANCE if path.name == Path(FILES["fp32"]).name else math.inf
+    row, path = compare_with_torch(exported, module, batches), exported.path
+    tolerance = TOLERANCE if precision == "float32" else math.inf
     for output, difference in row["difference"].items():
         if not (math.isfinite(difference) and difference <= tolerance):
             raise ValueError(
@@ -792,38 +1011,73 @@ def _measure(
     if scores:
         row["scores"] = [*scores]
     lost = row["scores"][1] - row["scores"][0] if "scores" in row else 1 - row["agreement"]
-    files, digest = (
-        [file for file in (path, _weights_file(path)) if file.is_file()],
-        hashlib.sha256(),
+    start = time.perf_counter()
+    for batch in batches:
+        exported.run(**batch)
+    row["texts_per_second"] = sum(len(batch["labels"]) for batch in batches) / (
+        time.perf_counter() - start
     )
+    files = [file for file in (path, _weights_file(path)) if file.is_file()]
+    digest = hashlib.sha256()
     for file in files:
         digest.update(file.read_bytes())
     size = sum(file.stat().st_size for file in files)
     return {"bytes": size, "sha256": digest.hexdigest(), "lost": max(0.0, lost), **row}
 
 
+def _copy_configuration(source: Path, target: Path, tokenizer: Any) -> None:
+    save_tokenizer(tokenizer, target)
+    for file in ("config.json", *SENTENCE_TRANSFORMERS_FILES):
+        if (source / file).is_file():
+            (target / file).parent.mkdir(exist_ok=True)
+            (target / file).write_bytes((source / file).read_bytes())
+
+
+def _check_loss(row: Mapping[str, Any] | None, max_loss: float) -> None:
+    if row is not None and row["lost"] > max_loss:
+        how = "score" if "scores" in row else "agreement with torch, without labels"
+        raise ValueError(
+            f"int8 loses {100 * row['lost']:.1f} points of {how}, more than max_loss={max_loss}, and "
+            "nothing was written: calibrate with text of your task, measure with labelled data, or "
+            "give a larger max_loss"
+        )
+
+
+def _write_file(
+    target: Path,  # directory
+    to: str,  # of FILES
+    precision: str,  # of FILES[to]; float32 is there already
+    module: nn.Module,  # of `load_exportable`
+    calibration: Sequence[Mapping[str, np.ndarray]],  # of `example_batches`
+) -> Path:
+    source, path = (target / FILES[to][name] for name in ("float32", precision))
+    if precision == "float32":
+        path.parent.mkdir()
+        {"onnx": export_onnx, "openvino": export_openvino}[to](module, path)
+    elif to == "openvino":
+        quantize_openvino(source, path, calibration)
+    else:
+        {"int8": quantize_int8, "float16": convert_float16}[precision](source, path)
+    return path
+
+
 def _write_files(
     target: Path,
-    precisions: Sequence[str],  # of FILES, fp32 first
+    to: str,  # of FILES
+    precisions: Sequence[str],  # of FILES[to], float32 first
     module: nn.Module,  # of `load_exportable`
-    tokenizer: Any,
+    calibration: Sequence[Mapping[str, np.ndarray]],
     batches: Sequence[Mapping[str, np.ndarray]],
     score: Callable[[nn.Module | None], float] | None,  # of `export_model`
 ) -> dict[str, dict[str, Any]]:  # measurements by file
     torch_score = score and score(None)
-    (target / "onnx").mkdir()
     rows = {}
     for precision in precisions:
-        path = target / FILES[precision]
-        if precision == "fp32":
-            export_onnx(module, path)
-        else:
-            write = {"int8": quantize_int8, "fp16": convert_float16}[precision]
-            write(target / FILES["fp32"], path)
-        exported = OnnxModel(path, tokenizer, tokenizer.model_max_length)
-        model = _InPlaceOfTorch(exported, module.model.config)
+        path = _write_file(target, to, precision, module, calibration)
+        exported = ExportedFile(path, precision=precision)
+        model = RuntimeModel(exported, module.model.config)
         scores = [score(model), torch_score] if score else []
-        rows[FILES[precision]] = _measure(path, exported, module, batches, scores)
+        rows[FILES[to][precision]] = _measure(precision, exported, module, batches, scores)
     return rows
 
 
@@ -832,22 +1086,25 @@ def export_model(
     output: str | os.PathLike,  # directory to write; it must not exist
     outputs: Sequence[str] | None = None,  # of OUTPUTS; None: those of the model's task
     int8: bool = True,  # write the quantized file as well
-    texts: Sequence[str | tuple[str, str]]
-    | str
-    | None = None,  # to check with: texts, pairs, or a file; None: held-out embedded corpus
+    texts: _Rows | str | None = None,  # to check with: texts, pairs, or a file; None: held-out text
     name: str | None = None,  # of the model, for the report; None: that of the directory
-    float16: bool = False,  # write the file for GPUs and browsers as well
+    float16: bool = False,  # write the ONNX file for GPUs and browsers as well
     # From 0 to 1 on labelled rows, of a model in the place of the one in torch; None: of torch's.
     score: Callable[[nn.Module | None], float] | None = None,
+    to: str = "onnx",  # of FILES
+    calibration: _Rows | str | None = None,  # of OpenVINO's int8: texts, pairs, or a file
+    max_loss: float = 1.0,  # of int8, from 0 to 1; nothing is written if it loses more
 ) -> dict[str, Any]:  # the content of export.json
-    """Write a model as ONNX, checked against torch, with tokenizer, card and a script that runs it.
+    """Write a model for ONNX or OpenVINO, checked against torch, with tokenizer and card.
 
     It takes masked language models, classifiers of texts, tokens and spans, extractive question
-    answering, bi-encoders and rerankers, of any family. Raises `ValueError` before work starts for
-    a model that cannot be exported, and `ImportError` without the extra. A failed step leaves
-    nothing behind.
+    answering, bi-encoders and rerankers, of any family; an ONNX directory has a script that runs
+    it. Raises `ValueError` before work starts for a model that cannot be exported, and
+    `ImportError` without the extra. A failed step leaves nothing behind.
     """
-    check_extra()
+    look_up(to, FILES, "to")
+    int8 = int8 and (to == "onnx" or calibration is not None)
+    check_backend(to, *["nncf"] * (int8 and to == "openvino"))
     check_output(output)
     source, head = Path(find_model_directory(directory)), check_exportable(directory)
     columns = (read_model_json(source, "task.json") or {}).get("columns", ())
@@ -855,31 +1112,35 @@ def export_model(
     module = load_exportable(source, outputs, tokenizer.model_input_names)
     max_length, is_masked_lm = _max_length(source, module, tokenizer), head.startswith("ForMasked")
     check_tokenizer(tokenizer, module.model.config.vocab_size, needs_mask=is_masked_lm)
-    texts_to_check = _held_out_texts(texts, len(columns) > 1 or head == "ForQuestionAnswering")
-    probability = 0.15 if is_masked_lm else 0.0
-    batches = example_batches(
-        tokenizer, texts_to_check, min(64, max_length), mlm_probability=probability
+    rows_to_check, rows_to_calibrate = _choose_rows(
+        texts, calibration, len(columns) > 1 or head == "ForQuestionAnswering"
     )
-    precisions = ["fp32", *["int8"] * int8, *["fp16"] * float16]
+    if rows_to_calibrate:
+        check_language(tokenizer, rows_to_calibrate)
+    batches = example_batches(
+        tokenizer, rows_to_check, min(64, max_length), mlm_probability=0.15 * is_masked_lm
+    )
+    examples = example_batches(tokenizer, rows_to_calibrate, min(256, max_length), 1, 0)
+    precisions = ["float32", *["int8"] * int8, *["float16"] * float16]
     with atomic_directory(output, new=True) as target:
         tokenizer.model_max_length = max_length
-        save_tokenizer(tokenizer, target)
-        for file in ("config.json", *SENTENCE_TRANSFORMERS_FILES):
-            if (source / file).is_file():
-                (target / file).parent.mkdir(exist_ok=True)
-                (target / file).write_bytes((source / file).read_bytes())
-        rows = _write_files(target, precisions, module, tokenizer, batches, score)
+        _copy_configuration(source, target, tokenizer)
+        rows = _write_files(target, to, precisions, module, examples, batches, score)
+        _check_loss(rows.get(FILES[to]["int8"]), max_loss)
         report = {
             "model": name or Path(os.path.abspath(source)).name,
             "outputs": list(module.outputs),
-            "opset": OPSET,
+            **({"opset": OPSET} if to == "onnx" else {"openvino": version("openvino")}),
             "max_length": max_length,
-            "text": "held-out text of the embedded corpus" if texts is None else "given text",
+            "text": "held-out text of the embedded corpus",
             "predictions": [row.pop("predictions") for row in rows.values()][0],
             "files": rows,
         }
+        if texts is not None or calibration is not None:
+            report["text"] = "given text"
         write_json(target / REPORT, report)
-        if (target / "tokenizer.json").is_file() and "lens" not in module.outputs:
+        can_run = to == "onnx" and "lens" not in module.outputs
+        if can_run and (target / "tokenizer.json").is_file():
             _write_script(target, head, module, tokenizer, max_length)
         _write_card(target, source, report)
     return report

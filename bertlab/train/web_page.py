@@ -24,7 +24,7 @@ import numpy as np
 
 from ..core.files import atomic_directory
 from ..core.serialization import load_json
-from .export import FILES, OUTPUTS, REPORT, OnnxModel, check_exportable, check_extra
+from .export import FILES, OUTPUTS, REPORT, OnnxModel, check_backend, check_exportable
 from .export import check_output, export_model, top_tokens
 
 # %% ../../nbs/train/26_web_page.ipynb #be478833
@@ -179,7 +179,7 @@ def export_web_page(
     Raises `ValueError` before work starts for a model that cannot be exported, `ImportError`
     without the extra. A failed step leaves nothing behind.
     """
-    check_extra()
+    check_backend("onnx")
     check_output(output)
     check_exportable(directory)
     _check_examples(examples)
@@ -202,7 +202,7 @@ def _write_page(
     target: Path, source: Path, title: str, examples: list[str], has_packages: bool
 ) -> None:
     "Combine the files of an export with those of the page."
-    exported, model_file = OnnxModel.load(source, "int8"), Path(FILES["int8"])
+    exported, model_file = OnnxModel.load(source, "int8"), Path(FILES["onnx"]["int8"])
     shutil.copyfile(source / model_file, target / model_file.name)
     for name in ("tokenizer.json", "tokenizer_config.json", "README.md", REPORT):
         shutil.copyfile(source / name, target / name)

@@ -196,4 +196,4 @@ def test_an_onnx_file_does_not_read_files_elsewhere(folder):
     weight.external_data.add(key="location", value="../secret")
     path.write_bytes(graph.SerializeToString())
     with pytest.raises((ValueError, OSError)):
-        OnnxModel.load(folder / "onnx", "fp32")
+        OnnxModel.load(folder / "onnx", "float32")

@@ -1,6 +1,8 @@
 "Converted models give torch's answers, and what a backend lacks is named."
 
 import os
+import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,7 +22,9 @@ from bertlab.model.heads import BertLabForMaskedLM
 from bertlab.model.huggingface import save_model
 from bertlab.model.task_heads import BertLabForSequenceClassification
 from bertlab.train import backends
+from bertlab.train import export as exporting
 from bertlab.train.backends import choose_precision, open_model, padded_batches, run_batches
+from bertlab.train.export import FILES, export_model
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -86,8 +90,8 @@ def test_labels_and_words_are_those_of_torch(tokenizer, tmp_path):
             assert np.allclose([p for _, p in guesses], [p for _, p in others], atol=1e-5)
 
 
-def open_bi_encoder(directory, load=None):
-    return open_model(directory, load, ["last_hidden_state"], "openvino")
+def open_bi_encoder(directory, load=None, precision="float32"):
+    return open_model(directory, load, ["last_hidden_state"], "openvino", precision)
 
 
 def test_a_conversion_is_kept_until_the_weights_change(directory, tokenizer, monkeypatch, tmp_path):
@@ -96,6 +100,9 @@ def test_a_conversion_is_kept_until_the_weights_change(directory, tokenizer, mon
     open_bi_encoder(directory)  # load is not called
     os.utime(directory / "model.safetensors", ns=(1, 1))
     with pytest.raises(ZeroDivisionError):
+        open_bi_encoder(directory, lambda: 1 / 0)
+    with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):  # of another version
+        patch.setattr(backends, "version", lambda name: "0.1")
         open_bi_encoder(directory, lambda: 1 / 0)
     (inside,) = (directory / ".bertlab").glob("openvino-*")
     (inside / "key.json").write_text("{")  # damaged: as if there were none
@@ -123,17 +130,25 @@ def test_a_conversion_is_kept_until_the_weights_change(directory, tokenizer, mon
 def test_auto_is_the_fastest_in_hardware(
     monkeypatch, capsys, bfloat16, int8, exported, backend, expected
 ):
-    answer = ("bf16-mixed" if bfloat16 else "32-true", "")
-    monkeypatch.setattr(backends, "default_precision", lambda device: answer)
+    monkeypatch.setattr(backends, "cpu_gains_from_bfloat16", lambda: bfloat16)
+    monkeypatch.setattr(backends, "num_devices", lambda device: 0)
     monkeypatch.setattr(backends, "cpu_multiplies_int8", lambda: int8)
     assert choose_precision(backend, "auto", exported) == expected
     assert expected in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("rates, expected", [((2.0, 1.0), True), ((1.1, 1.0), False)])
+def test_bfloat16_must_be_faster_and_not_only_supported(monkeypatch, rates, expected):
+    monkeypatch.setattr(backends, "default_precision", lambda device: ("bf16-mixed", ""))
+    measured = dict(zip(("bfloat16", "float32"), rates))
+    monkeypatch.setattr(backends, "benchmark_matmul", lambda p, *_, **options: measured[p])
+    assert backends.cpu_gains_from_bfloat16.__wrapped__() == expected
+
+
 @pytest.mark.parametrize("backend, precision, named", [
     ("tensorflow", "float32", "tensorflow"), ("torch", "int8", "int8"), ("onnx", "bfloat16", "onnx"),
     ("openvino", "float64", "float64"), ("openvino", "bfloat16", "AVX512"),
-    ("openvino", "int8", "exporter"), ("onnx", "int8", "bertlab export"),
+    ("openvino", "int8", "--calibration"), ("onnx", "int8", "bertlab export"),
 ])  # fmt: skip
 def test_what_a_backend_lacks_is_named(directory, monkeypatch, backend, precision, named):
     monkeypatch.setattr(backends, "default_precision", lambda device: ("32-true", ""))
@@ -154,18 +169,103 @@ def test_a_missing_extra_and_an_operator_without_a_rule_are_named(directory, mon
     monkeypatch.setattr(openvino, "convert_model", fail)
     with pytest.raises(ValueError, match="aten::mT"):
         backends.export_openvino(module, tmp_path / "model.xml")
-    monkeypatch.setattr(backends, "find_spec", lambda name: None)
+    monkeypatch.setattr(exporting, "find_spec", lambda name: None)
     with pytest.raises(ImportError, match=r"\[openvino\]"):
         BiEncoder.load(directory, "openvino")
 
 
-def test_an_exported_file_older_than_its_weights_is_named(directory, monkeypatch):
-    path = directory / backends.EXPORTED["openvino"]["int8"]
+@pytest.fixture(scope="module")
+def exported(directory, tmp_path_factory):
+    "Directories of an export by backend, and their reports."
+    pytest.importorskip("nncf")
+    folder, reports = tmp_path_factory.mktemp("exported"), {}
+    for to in ("openvino", "onnx"):
+        options = {"to": to, "calibration": TEXTS * 2 if to == "openvino" else None}
+        reports[to] = export_model(directory, folder / to, texts=TEXTS, **options)
+    return folder, reports
+
+
+@pytest.mark.parametrize("backend", ["openvino", "onnx"])
+def test_int8_files_give_vectors_close_to_those_of_torch(directory, exported, backend):
+    folder, reports = exported
+    expected = BiEncoder.load(directory).encode(TEXTS)
+    small = FILES[backend]["int8"]
+    row = reports[backend]["files"][small]
+    nearest = []
+    for precision in ("float32", "int8"):
+        vectors = BiEncoder.load(folder / backend, backend, precision).encode(
+            TEXTS, batch_tokens=64
+        )
+        scores = vectors @ vectors.T - 9 * np.eye(len(TEXTS))
+        nearest.append(np.argsort(-scores, axis=1)[:, :10])
+        assert (vectors * expected).sum(1).min() > (1 - 1e-5 if precision == "float32" else 0.98)
+    kept = np.mean([len({*a} & {*b}) / 10 for a, b in zip(*nearest)])
+    assert row["overlap"] == pytest.approx(kept, abs=0.1) and 0.5 < kept
+    assert row["lost"] == pytest.approx(1 - row["agreement"], abs=1e-6) and row["lost"] < 0.02
+    assert row["texts_per_second"] > 0
+    assert row["bytes"] >= (folder / backend / small).stat().st_size
+
+
+def test_sentence_transformers_opens_the_exported_directory(directory, exported):
+    pytest.importorskip("optimum.intel")
+    from sentence_transformers import SentenceTransformer
+
+    expected = BiEncoder.load(directory).encode(TEXTS)
+    for precision, tolerance in (("float32", 1e-5), ("int8", 0.2)):
+        name = FILES["openvino"][precision].rpartition("/")[2]
+        settings = {"file_name": name, "ov_config": {"INFERENCE_PRECISION_HINT": "f32"}}
+        model = SentenceTransformer(
+            str(exported[0] / "openvino"), backend="openvino", model_kwargs=settings
+        )
+        assert np.abs(model.encode(TEXTS) - expected).max() < tolerance
+
+
+def test_an_export_that_loses_too_much_is_not_written(directory, exported, monkeypatch, tmp_path):
+    def copy(precision):  # which saves seconds
+        source = exported[0] / "openvino" / FILES["openvino"][precision]
+
+        def write(_, path, *rows):
+            for ending in (".xml", ".bin"):
+                shutil.copy(source.with_suffix(ending), Path(path).with_suffix(ending))
+
+        return write
+
+    monkeypatch.setattr(exporting, "export_openvino", copy("float32"))
+    monkeypatch.setattr(exporting, "quantize_openvino", copy("int8"))
+    scores = iter([0.9, 0.9, 0.87, 0.9, 0.9, 0.87])
+    options = {"to": "openvino", "calibration": TEXTS, "score": lambda model: next(scores)}
+    with pytest.raises(ValueError, match=r"3\.0 points of score.*max_loss=0\.02"):
+        export_model(directory, tmp_path / "out", max_loss=0.02, **options)
+    assert not (tmp_path / "out").exists()
+    report = export_model(directory, tmp_path / "out", max_loss=0.05, **options)
+    row = report["files"][FILES["openvino"]["int8"]]
+    assert row["scores"] == [0.87, 0.9] and row["lost"] == pytest.approx(0.03)
+    assert report["predictions"] == 8  # a fifth of the calibration is held out
+
+
+@pytest.mark.parametrize("texts, named", [
+    ([], "0 texts"), (TEXTS[:9], "9 texts"), (["правительство приняло закон"] * 12, "language"),
+    (["zzz qqq"] * 12, "language"),
+])  # fmt: skip
+def test_text_that_cannot_calibrate_is_refused(directory, tmp_path, texts, named):
+    with pytest.raises(ValueError, match=f"calibration.*{named}"):
+        export_model(directory, tmp_path / "out", to="openvino", calibration=texts)
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_int8_file_older_than_its_weights_is_left_out(directory, capsys):
+    path = directory / FILES["openvino"]["int8"]
     path.parent.mkdir(exist_ok=True)
     path.touch()
     os.utime(path, ns=(0, 0))
-    with pytest.raises(ValueError, match="older"):
-        open_bi_encoder(directory)
+    with pytest.raises(ValueError, match=f"{path.name} is older"):
+        open_bi_encoder(directory, precision="int8")
+    expected = BiEncoder.load(directory).encode(TEXTS)
+    for precision in ("float32", "auto"):
+        model = BiEncoder.load(directory, "openvino", precision)
+        assert "int8" not in model.encoder.precision
+        assert np.abs(model.encode(TEXTS) - expected).max() < 0.05
+        assert ("is older" in capsys.readouterr().err) == (precision == "auto")
     path.unlink()
 
 

@@ -90,7 +90,7 @@ def theirs_of(export_dir):
 def test_float_files_equal_transformers_for_any_shape(export_dir, tokenizer, texts):
     ids, mask = rows(tokenizer, texts)
     positions = torch.tensor([[1, 3]] * len(texts))
-    exported = OnnxModel.load(export_dir / "exported", "fp32")
+    exported = OnnxModel.load(export_dir / "exported", "float32")
     results = run(exported, ids, mask, positions=positions)
     model = theirs_of(export_dir)
     with torch.no_grad():
@@ -105,14 +105,14 @@ def test_float_files_equal_transformers_for_any_shape(export_dir, tokenizer, tex
     )
 
 
-@pytest.mark.parametrize("precision", FILES)
+@pytest.mark.parametrize("precision", FILES["onnx"])
 def test_attention_ignores_padding_and_the_last_lens_is_the_answer(
     export_dir, tokenizer, precision
 ):
     ids, mask = (t.numpy() for t in rows(tokenizer, [TEXTS[0], TEXTS[8]]))
     exported = OnnxModel.load(export_dir / "exported", precision)
     results = run(exported, ids, mask, positions=[[2], [4]])
-    atol = 1e-5 if precision != "fp16" else 5e-3
+    atol = 1e-5 if precision != "float16" else 5e-3
     np.testing.assert_allclose(results["attentions"].sum(-1), 1, atol=atol)
     length = int(mask[0].sum())
     assert length < mask.shape[1] and results["attentions"][0, :, :, :length, length:].max() == 0
@@ -122,7 +122,7 @@ def test_attention_ignores_padding_and_the_last_lens_is_the_answer(
 
 def test_masks_are_filled_as_torch_fills_them(export_dir, tokenizer):
     texts = ["the red [MASK] sees the dog.", "the [MASK] likes the [MASK]."]
-    answers = OnnxModel.load(export_dir / "exported", "fp32").fill_mask(texts, 4)
+    answers = OnnxModel.load(export_dir / "exported", "float32").fill_mask(texts, 4)
     reference = fill_masks(theirs_of(export_dir), tokenizer, texts, 4)
     assert [len(masks) for masks in answers] == [1, 2]
     for guesses, expected in zip(sum(answers, []), sum(reference, [])):
@@ -145,23 +145,23 @@ def test_weights_over_the_limit_of_protobuf_are_beside_their_file(
     }
     assert {path.name for path in (output / "onnx").iterdir()} == names
     ids, mask = rows(tokenizer, TEXTS[:3])
-    for precision in ("fp32", "fp16"):
-        path = output / FILES[precision]
+    for precision in ("float32", "float16"):
+        path = output / FILES["onnx"][precision]
         size = path.stat().st_size + path.with_name(f"{path.name}_data").stat().st_size
-        assert report["files"][FILES[precision]]["bytes"] == size
+        assert report["files"][FILES["onnx"][precision]]["bytes"] == size
         usual, large = (
             run(OnnxModel.load(folder, precision), ids, mask)["logits"]
             for folder in (export_dir / "exported", output)
         )
-        np.testing.assert_allclose(large, usual, atol=1e-5 if precision == "fp32" else 5e-3)
+        np.testing.assert_allclose(large, usual, atol=1e-5 if precision == "float32" else 5e-3)
     path.with_name(f"{path.name}_data").unlink()
     with pytest.raises(ValueError, match=r"model_fp16\.onnx_data"):
-        OnnxModel.load(output, "fp16")
+        OnnxModel.load(output, "float16")
 
 
 def test_the_report_states_what_an_independent_count_finds(export_dir, tokenizer):
     report = json.loads((export_dir / "exported/export.json").read_text())
-    assert list(report["files"]) == list(FILES.values())
+    assert list(report["files"]) == list(FILES["onnx"].values())
     for name, row in report["files"].items():
         content = (export_dir / "exported" / name).read_bytes()
         assert row["bytes"] == len(content) and row["sha256"] == hashlib.sha256(content).hexdigest()
@@ -175,13 +175,13 @@ def test_the_report_states_what_an_independent_count_finds(export_dir, tokenizer
         guesses.append([logits[masked].argmax(-1) for logits in sides])
         labels.append(batch["labels"][masked])
     (ours, theirs), labels = np.concatenate(guesses, axis=1), np.concatenate(labels)
-    row = report["files"][FILES["int8"]]
+    row = report["files"][FILES["onnx"]["int8"]]
     assert report["predictions"] == len(labels)
     assert row["agreement"] == pytest.approx((ours == theirs).mean()) and row["agreement"] > 0.7
     assert row["scores"] == pytest.approx([(ours == labels).mean(), (theirs == labels).mean()])
     assert row["lost"] == pytest.approx(max(0, row["scores"][1] - row["scores"][0]))
     assert row["difference"]["logits"] > 0
-    assert report["files"][FILES["fp32"]]["difference"]["logits"] < 1e-4
+    assert report["files"][FILES["onnx"]["float32"]]["difference"]["logits"] < 1e-4
 
 
 def test_masked_examples_spare_special_tokens_and_padding(tokenizer):
@@ -197,13 +197,18 @@ def test_masked_examples_spare_special_tokens_and_padding(tokenizer):
 def test_a_file_that_loses_points_is_named_and_not_the_default(export_dir, tmp_path):
     shutil.copytree(export_dir / "exported", tmp_path / "out")
     report = json.loads((tmp_path / "out" / REPORT).read_text())
-    row = report["files"][FILES["int8"]]
-    for lost, precision in ((MAX_LOSS - 0.001, "int8"), (MAX_LOSS + 0.001, "fp32")):
+    row = report["files"][FILES["onnx"]["int8"]]
+    for lost, precision in ((MAX_LOSS - 0.001, "int8"), (MAX_LOSS + 0.001, "float32")):
         row["lost"] = lost
         (tmp_path / "out" / REPORT).write_text(json.dumps(report))
-        assert OnnxModel.load(tmp_path / "out").path.name == FILES[precision].rpartition("/")[2]
+        assert (
+            OnnxModel.load(tmp_path / "out").path.name
+            == FILES["onnx"][precision].rpartition("/")[2]
+        )
         lines = [line for line in describe_export(report).splitlines() if "more than 2" in line]
-        assert [FILES["int8"] in line for line in lines] == [True] * (precision == "fp32")
+        assert [FILES["onnx"]["int8"] in line for line in lines] == [True] * (
+            precision == "float32"
+        )
 
 
 # ---- other tasks and families ---------------------------------------------------------------------
@@ -308,12 +313,12 @@ def test_scripts_answer_as_transformers_does_without_torch(kind, tokenizer, tmp_
     model = load_model(save_model(model, tokenizer, tmp_path / "model")).model
     texts = [*zip(TEXTS, TEXTS[1:])] if len(words) == 2 else TEXTS
     report = export_model(tmp_path / "model", tmp_path / "out", texts=texts, int8=False)
-    assert max(report["files"][FILES["fp32"]]["difference"].values()) < 1e-4
+    assert max(report["files"][FILES["onnx"]["float32"]]["difference"].values()) < 1e-4
     assert run_script(tmp_path / "out", *words) == expected_answer(task, model, tokenizer, words)
     results = OnnxModel.load(tmp_path / "out")(words[:1], words[1:] or None)
     assert [*results] == report["outputs"]
     card = (tmp_path / "out/README.md").read_text()
-    assert check_card(card) and FILES["fp32"] in card and SCRIPT in card
+    assert check_card(card) and FILES["onnx"]["float32"] in card and SCRIPT in card
 
 
 def test_bi_encoders_give_vectors_and_rerankers_scores(tokenizer, tmp_path):
@@ -419,7 +424,7 @@ def test_a_model_that_onnx_cannot_express_is_named(export_dir, tmp_path, monkeyp
 
 def test_a_missing_extra_is_named(export_dir, monkeypatch):
     monkeypatch.setattr(exporting, "find_spec", lambda name: None)
-    with pytest.raises(ImportError, match="export"):
+    with pytest.raises(ImportError, match=r"onnxruntime.*\[onnx\]"):
         export_model(export_dir / "model", export_dir / "new")
 
 
@@ -428,8 +433,8 @@ def exported_before(export_dir, monkeypatch):
     "Take the file that was exported already, which saves seconds."
 
     def use(directory):
-        for name, file in (("export_onnx", "fp32"), ("quantize_int8", "int8")):
-            path = directory / "exported" / FILES[file]
+        for name, file in (("export_onnx", "float32"), ("quantize_int8", "int8")):
+            path = directory / "exported" / FILES["onnx"][file]
             monkeypatch.setattr(exporting, name, lambda _, to, path=path: shutil.copy(path, to))
 
     use(export_dir)
@@ -505,7 +510,7 @@ def test_a_quantized_file_that_returns_nan_is_not_written(
 
 
 def test_nan_counts_as_a_difference(export_dir, tokenizer, monkeypatch):
-    exported = OnnxModel.load(export_dir / "exported", "fp32")
+    exported = OnnxModel.load(export_dir / "exported", "float32")
     compute = exported.run
 
     def spoil(**arrays):
