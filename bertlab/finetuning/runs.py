@@ -295,8 +295,9 @@ def fit_probe(
     module.eval().to("cuda" if find_accelerator("auto") == "cuda" else "cpu")
     layers = [layer for layer in module.model.modules() if isinstance(layer, torch.nn.Linear)]
     layer = next(la for la in reversed(layers) if la.out_features == task.num_labels)
-    if getattr(module.config, "classifier_head", None) == "tanh":  # let vectors pass unchanged
-        torch.nn.init.zeros_(module.model.task_head.dense.bias)
+    head = getattr(module.config, "classifier_head", "prediction")
+    if head != "prediction":  # let vectors pass unchanged: relu and gelu where they are straight
+        torch.nn.init.constant_(module.model.task_head.dense.bias, 0 if head == "tanh" else 4)
         with torch.no_grad():
             module.model.task_head.dense.weight.copy_(0.05 * torch.eye(layer.in_features))
     train_ND, labels = _inputs_of(layer, module, data, "train")

@@ -41,7 +41,7 @@ CHOICES = {  # settings by name, and the names that each knows
     "output_gate": ("none", "head", "element"),
     "initialization": ("megatron", "truncated_normal", "kaiming", "xavier"),
     "classifier_pooling": ("cls", "mean"),
-    "classifier_head": ("prediction", "tanh"),
+    "classifier_head": ("prediction", "tanh", "relu", "gelu"),
     "mlm_head": ("prediction", "linear"),
 }
 
@@ -274,7 +274,8 @@ class BertLabConfig(PretrainedConfig):
     head_bias: bool = False  # of the head's dense layer
     decoder_bias: bool = True  # a number for each token's score
     classifier_pooling: str = "mean"  # one vector per document from its tokens: cls, mean
-    classifier_head: str = "prediction"  # before the classifier: as in masked lm, or tanh (BERT)
+    # Before the classifier: as in masked lm; or a dense layer with tanh (BERT), relu or gelu.
+    classifier_head: str = "prediction"
     classifier_dropout: float = 0.0  # share of numbers before a task's scores
     pad_token_id: int | None = None  # of the tokenizer, as the next three
     cls_token_id: int | None = None  # begins a document

@@ -113,6 +113,8 @@ _ELECTRA_HEADS = {
     "Model": {},
     "ForMaskedLM": _mlm_head("generator_predictions.dense", "generator_predictions.LayerNorm",
                              "generator_lm_head"),
+    "ForSequenceClassification": {
+        "task_head.dense": "classifier.dense", "task_head.classifier": "classifier.out_proj"},
     "ForTokenClassification": _TOKENS,
     "ForQuestionAnswering": _ANSWERS,
 }  # fmt: skip
@@ -123,9 +125,9 @@ _DISTILBERT = _bert(
     settings=(
         *((name, name) for name in _SAME if name != "intermediate_size"), *_IDS,
         ("intermediate_size", "hidden_dim"), ("hidden_activation", "activation"),
-        ("embedding_dropout", "dropout"), ("hidden_dropout", "dropout"),
-        ("classifier_dropout", "dropout"), ("attention_dropout", "attention_dropout")),
-    fixed={**_BERT_FIXED, "norm_eps": 1e-12, "type_vocab_size": 0},
+        ("classifier_dropout", "dropout"), ("embedding_dropout", "dropout"),
+        ("hidden_dropout", "dropout"), ("attention_dropout", "attention_dropout")),
+    fixed={**_BERT_FIXED, "norm_eps": 1e-12, "type_vocab_size": 0, "classifier_head": "relu"},
     keys={
         "embeddings.tokens": "embeddings.word_embeddings",
         "embeddings.positions": "embeddings.position_embeddings",
@@ -140,6 +142,8 @@ _DISTILBERT = _bert(
     heads={
         "Model": {},
         "ForMaskedLM": _mlm_head("vocab_transform", "vocab_layer_norm", "vocab_projector"),
+        "ForSequenceClassification": {
+            "task_head.dense": "pre_classifier", "task_head.classifier": "classifier"},
         "ForTokenClassification": _TOKENS,
         "ForQuestionAnswering": _ANSWERS,
     },
@@ -244,7 +248,7 @@ FAMILIES: dict[str, Family] = {  # by model_type
     "electra": _bert("electra", prefix="Electra", heads=_ELECTRA_HEADS, second_names={},
                      keys={k: v for k, v in _BERT_KEYS.items() if k != "pooler"},
                      settings=(("hidden_size", "embedding_size"), *_BERT_SETTINGS),
-                     fixed={**_BERT_FIXED, "head_activation": "gelu"},
+                     fixed={**_BERT_FIXED, "head_activation": "gelu", "classifier_head": "gelu"},
                      ignored=("use_cache", "summary_type", "summary_use_proj",
                               "summary_activation", "summary_last_dropout")),
     "distilbert": _DISTILBERT,
@@ -398,7 +402,10 @@ def to_bertlab_config(
         raise ValueError(f"model_type {source.model_type!r} has no place in bertlab's encoder")
     if head not in family.heads:
         raise ValueError(f"{family.prefix}{head} has a head that bertlab's classes do not have")
-    config = BertLabConfig(**_read_settings(source), family=source.model_type)
+    settings = _read_settings(source)
+    if head == "ForSequenceClassification" and hasattr(source, "seq_classif_dropout"):
+        settings["classifier_dropout"] = source.seq_classif_dropout
+    config = BertLabConfig(**settings, family=source.model_type)
     written = _write_config(config, source.model_type)
     for name in type(source).__annotations__:
         if name in family.ignored or name.endswith("token_id"):  # no score depends on them
@@ -442,7 +449,7 @@ def unused_settings(
     if head != "ForMaskedLM":
         unused |= {"decoder_bias", "mlm_head", "tie_word_embeddings"}
     no_dense = {"Model": True, "ForMaskedLM": config.mlm_head == "linear"}
-    if no_dense.get(head, config.classifier_head == "tanh"):
+    if no_dense.get(head, config.classifier_head != "prediction"):
         unused |= {"head_bias", "head_activation"}
     return unused
 

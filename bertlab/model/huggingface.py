@@ -301,7 +301,7 @@ def load_model(
         stored = head if family_head == head else "Model"
         state_dict = _load_padded(source, stored, config, state_dict)[0].state_dict()
     cls = _find_class(config, head, state_dict)
-    if not is_converted and hasattr(cls, "per_token") and config.classifier_head != "tanh":
+    if not is_converted and hasattr(cls, "per_token") and config.classifier_head == "prediction":
         # A task head begins with what the head over the vocabulary has learned.
         state_dict = {
             re.sub(r"^head\.(dense|norm)\.", r"task_head.\1.", name): weight

@@ -54,9 +54,9 @@ class TaskHead(nn.Module):
         per_token: bool,  # whether tokens are scored: BERT's head is then the classifier alone
     ):
         super().__init__()
-        c, D, is_bert = config, config.hidden_size, config.classifier_head == "tanh"
+        c, D, is_bert = config, config.hidden_size, config.classifier_head != "prediction"
         self.dense = None if is_bert and per_token else nn.Linear(D, D, bias=is_bert or c.head_bias)
-        name = "tanh" if is_bert else c.head_activation or c.hidden_activation
+        name = c.classifier_head if is_bert else c.head_activation or c.hidden_activation
         self.activation = make_activation(name)
         self.norm = make_norm(c, not is_bert)
         self.dropout = Dropout(c.classifier_dropout)

@@ -122,10 +122,17 @@ def test_a_new_head_is_the_only_new_part(name, tmp_path):
 
 
 def test_a_head_without_a_place_is_padded(tmp_path):
-    theirs("distilbert", "ForMaskedLM").save_pretrained(tmp_path)
+    theirs("eurobert", "ForMaskedLM").save_pretrained(tmp_path)
     loaded = load_model(tmp_path, "ForSequenceClassification", {"num_labels": 2})
-    assert type(loaded.model) is transformers.DistilBertForSequenceClassification
+    assert type(loaded.model) is transformers.EuroBertForSequenceClassification
     assert "ForSequenceClassification" in loaded.padded_because
+
+
+def test_each_of_distilberts_dropouts_is_read():
+    model = theirs("distilbert", "ForSequenceClassification", seq_classif_dropout=0.3)
+    config = from_huggingface(model).config
+    assert (config.classifier_dropout, config.hidden_dropout) == (0.3, 0.1)
+    assert to_huggingface(from_huggingface(model)).config.dropout == 0.1
 
 
 def test_missing_weights_of_an_encoder_are_an_error(tmp_path):
