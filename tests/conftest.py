@@ -31,6 +31,7 @@ os.environ.update(
     BERTLAB_CLAIMS="strict",  # a page's sentence about a run that does not hold is an error here
     GOMP_SPINCOUNT="1000",  # OpenMP threads that spin while they wait slow each other on a busy machine
 )
+os.fsync = lambda descriptor: None  # kills are tested, power cuts are not
 # A collection of garbage looks at every object that an import has left, and imports make many: half of the time to
 # find the tests. Afterwards, what is there then is not looked at again.
 gc.disable()

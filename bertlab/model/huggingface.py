@@ -27,6 +27,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.initialization import no_init_weights
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
@@ -354,7 +355,7 @@ def merged_copy(
     new = state_dict is None or bool(adapters)  # merging writes into the weights
     state_dict = model.state_dict() if state_dict is None else state_dict
     state_dict = {name: w.detach().to("cpu", copy=new) for name, w in state_dict.items()}
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), no_init_weights():
         plain = type(model)(copy.deepcopy(model.config))
         for name, adapter in adapters.items():
             from peft import inject_adapter_in_model
@@ -448,9 +449,10 @@ def to_huggingface(
     options = {}
     if head == "Model" and "pooler" in FAMILIES[family].keys:
         options["add_pooling_layer"] = isinstance(model, BertLabModelWithPooler)
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), no_init_weights():
         converted = FAMILIES[family].get_class(head)(config, **options).to(model.dtype)
     converted.load_state_dict(_rename(state_dict, converted.state_dict(), family, head))
+    converted.tie_weights()
     return converted.eval()
 
 # %% ../../nbs/model/10_huggingface.ipynb #eb54b11f

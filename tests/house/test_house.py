@@ -1,6 +1,7 @@
 "Layers of the package, generated files, light imports, one public address, style of notebooks."
 
 import ast
+import importlib
 import json
 import re
 import subprocess
@@ -164,22 +165,18 @@ def in_new_python(code: str, *arguments: str) -> str:
 
 
 def test_every_public_name_loads_and_has_a_docstring():
-    code = """
-import importlib, json, bertlab
-paths = bertlab._PLACES
-wrong = [n for n, m in paths.items() if getattr(bertlab, n) is not getattr(importlib.import_module(f"bertlab.{m}"), n)]
-undocumented = [n for n in paths if not (getattr(bertlab, n).__doc__ or "").strip()]
-listed = sum(len(names.split()) for names in bertlab._FACE.values())
-chapters = [getattr(bertlab, name).__name__ for name in bertlab._CHAPTERS]
-print(json.dumps([listed, len(paths), wrong, undocumented, chapters, dir(bertlab)]))
-"""
-    listed, count, wrong, undocumented, chapters, names = json.loads(
-        in_new_python(code).splitlines()[-1]
-    )
-    assert listed == count, "a name is listed twice"
-    assert 100 <= count <= 140 and (wrong, undocumented) == ([], [])
-    assert chapters == [f"bertlab.{name}" for name in sync.CHAPTERS]
-    assert names == sorted(names) and len(names) == count + len(chapters) + 1
+    import bertlab
+
+    for name, module in bertlab._PLACES.items():
+        loaded = getattr(bertlab, name)
+        assert loaded is getattr(importlib.import_module(f"bertlab.{module}"), name)
+        assert (loaded.__doc__ or "").strip(), name
+    count, chapters = len(bertlab._PLACES), [getattr(bertlab, name) for name in bertlab._CHAPTERS]
+    assert 100 <= count == sum(len(names.split()) for names in bertlab._FACE.values()) <= 140
+    assert [chapter.__name__ for chapter in chapters] == [
+        f"bertlab.{name}" for name in sync.CHAPTERS
+    ]
+    assert dir(bertlab) == sorted(dir(bertlab)) and len(dir(bertlab)) == count + len(chapters) + 1
 
 
 def test_an_unknown_name_suggests_a_public_one():

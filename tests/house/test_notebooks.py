@@ -12,6 +12,7 @@ import os
 import re
 import signal
 import sys
+from multiprocessing import forkserver
 from pathlib import Path
 
 import hidden
@@ -81,9 +82,13 @@ def run_here(path: str, flags: str, output: str) -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     os.chdir(ROOT)
     sys.path.append(str(ROOT / "benchmarks"))  # two pages of the course race
-    multiprocessing.set_start_method(
-        None, force=True
-    )  # the usual one for what the notebook itself starts
+    # What the notebook itself starts is started in the usual way, or by the server that this process comes from.
+    multiprocessing.set_start_method(None, force=True)
+    if forkserver._forkserver._forkserver_address and sys.version_info < (
+        3,
+        14,
+    ):  # then only the first may ask it
+        forkserver._forkserver.ensure_running = lambda: None
     with open(output, "wb", buffering=0) as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
@@ -91,10 +96,14 @@ def run_here(path: str, flags: str, output: str) -> None:
     from IPython.core import pylabtools
     from nbdev.test import nbdev_test
 
-    # A result is formatted once, not for the screen and again for the notebook, and a figure is laid out
-    # and drawn once, without its pixels: nobody looks at them.
+    # A result is formatted once, not for the screen and again for the notebook, and a figure is drawn once, without
+    # its margins and pixels: nobody looks at them.
+    def draw(figure, *_, **__):
+        figure.set_layout_engine("none")
+        figure.draw_without_rendering()
+
     shell._CustDisplayHook.compute_format_data = lambda hook, result: ({}, {})
-    pylabtools.print_figure = lambda figure, *_, **__: figure.draw_without_rendering()
+    pylabtools.print_figure = draw
     nbdev_test.__wrapped__(path, flags, n_workers=0)
 
 
