@@ -305,8 +305,8 @@ _COMMANDS = (
     Command("devices", "cli/commands.py:devices"),
     Command("embed finetune", "cli/embed.py:finetune_embeddings", "*data.dataset_name_or_path", **_EMBED),
     Command("embed encode", "cli/embed.py:embed_encode", "model *source", models="model", sources="source"),
-    Command("embed mine", "cli/embed.py:embed_mine", "pairs model", models="model", sources="pairs", new="output"),
+    Command("embed mine", "cli/embed.py:embed_mine", "pairs model", models="model cross_encoder", sources="pairs", new="output"),
     Command("embed search", "cli/embed.py:embed_search", "model place *queries", models="model reranker", local="place"),
-    Command("embed evaluate", "cli/embed.py:embed_evaluate", "model", models="model", sources="data", new="output"),
+    Command("embed evaluate", "cli/embed.py:embed_evaluate", "model", models="model other reranker", sources="data", new="output"),
 )  # fmt: skip
 COMMANDS = {command.name: command for command in _COMMANDS}

@@ -26,14 +26,11 @@ from ..embeddings.module import build_embedding
 from ..embeddings.pairs import read_pairs
 from ..embeddings.search import SIDES, SearchHit, TextIndex, check_output, encode_corpus
 from ..embeddings.search import find_prompt, mine_negatives, rerank, source_documents
-from ..embeddings.retrieval import RETRIEVAL_TASKS, RetrievalTask, WordVectors
+from ..embeddings.retrieval import BM25, RETRIEVAL_TASKS, RetrievalTask, WordVectors
 from ..embeddings.retrieval import bm25_scores, bootstrap_ci, evaluate_retrieval
-from bertlab.embeddings.retrieval import (
-    load_retrieval_task,
-    mteb_scores,
-    pair_baselines,
-    retrieval_table,
-)
+from ..embeddings.retrieval import load_retrieval_task, mteb_scores, pair_baselines
+from ..embeddings.retrieval import paired_differences, reciprocal_rank_fusion
+from ..embeddings.retrieval import reranked_scores, retrieval_table
 from ..embeddings.retrieval import similarity_scorer, tfidf_scores
 from ..model.config import BertLabConfig
 from ..finetuning.runs import compare_with_baselines
@@ -183,6 +180,7 @@ def embed_search(
     place: str,  # an index of bertlab embed encode, or a file or folder of texts
     queries: list[str],  # what is looked for; - reads lines of standard input
     top_k: int = 5,  # texts to show for each query
+    hybrid: bool = False,  # rank by words (BM25), too
     reranker: str | None = None,  # model that reads query and text together, to reorder the best
     rerank_k: int = 50,  # texts that the reranker reads for each query
     width_of_text: int = 160,  # letters of each text to show; 0: all
@@ -197,6 +195,7 @@ def embed_search(
     """Find the texts that are most like a query.
 
     Scores are cosines, or products if the model says so; its prompts are put before the texts.
+    With `hybrid` they are sums of reciprocal ranks, and with `reranker` they are its own.
     """
     if queries == ["-"]:
         queries = [line.strip() for line in sys.stdin if line.strip()]
@@ -222,7 +221,9 @@ def embed_search(
             index = TextIndex.open(Path(temporary) / "index")
             if notes:  # apart from the results, which a program may read
                 print("\n".join(_count_lines(notes)), file=sys.stderr)
-        results = index.search(loaded, queries, max(top_k, rerank_k) if judge else top_k)
+        words = BM25(index.texts()) if hybrid else None
+        num_hits = top_k if judge is None else max(top_k, rerank_k)
+        results = index.search(loaded, queries, num_hits, words)
     if judge is not None:
         results = [rerank(judge.score, query, hits, top_k) for query, hits in zip(queries, results)]
     lines = []
@@ -241,22 +242,43 @@ def embed_mine(
     num_negatives: int = 4,  # of each pair
     range_min: int = 0,  # nearest texts to skip: they may be right answers
     range_max: int | None = None,  # texts to choose from; null: all
-    relative_margin: float | None = None,  # by which a negative must score below the positive
+    relative_margin: float | None = None,  # share of the positive's score that a negative is below
+    absolute_margin: float | None = None,  # by which a negative must score below the positive
+    max_score: float | None = None,  # of a negative
+    cross_encoder: str | None = None,  # a reranker, whose scores count in place of similarities
+    labeled: bool = False,  # write a row for each text, with a label of 1 or 0, for bertlab finetune
     query_column: str | None = None,  # null: by its usual name
     positive_column: str | None = None,  # null: by its usual name
     reader_kwargs: dict[str, Any]
     | None = None,  # how files are read: encoding, delimiter, header, on_error, ...; each is a flag, too
 ) -> str:
-    "Find hard negatives for pairs, with sentence-transformers."
+    """Find hard negatives for pairs, with sentence-transformers.
+
+    Copies of a query's answers are no negatives. Pairs without a negative stay in the table. The
+    table is for bertlab embed finetune; with `labeled`, bertlab finetune makes a reranker of it.
+    """
+    output = str(Path(output).expanduser())
     check_output_file(output)
     dataset = read_pairs(pairs, query_column, positive_column, **(reader_kwargs or {}))
-    options = {"range_min": range_min, "range_max": range_max, "relative_margin": relative_margin}
-    mined = mine_negatives(dataset, load_bi_encoder(model), num_negatives, **options)
-    rows = zip(mined.queries, mined.positives, mined.negatives)
-    keys = "query", "positive", "negative"
-    lines = [json.dumps(dict(zip(keys, row)), ensure_ascii=False) for row in rows]
-    write_text(output, "\n".join(lines) + "\n")
-    return f"{len(mined):,} pairs with {num_negatives} negatives at most, written to {output}"
+    options = {"range_min": range_min, "range_max": range_max, "relative_margin": relative_margin,
+               "absolute_margin": absolute_margin, "max_score": max_score}  # fmt: skip
+    judge = load_reranker(cross_encoder)
+    mined = mine_negatives(
+        dataset, load_bi_encoder(model), num_negatives, judge, verbose=False, **options
+    )
+    rows = []
+    for query, positive, negatives, *_ in mined.rows():
+        if labeled:
+            texts = {positive: 1.0, **dict.fromkeys(negatives, 0.0)}
+            rows += [{"query": query, "document": t, "label": label} for t, label in texts.items()]
+        else:
+            fields = {f"negative_{n}": text for n, text in enumerate(negatives, 1)}
+            rows.append({"query": query, "positive": positive, **fields})
+    write_text(output, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    total, without = sum(map(len, mined.negatives)), mined.negatives.count([])
+    return (
+        f"{len(mined):,} pairs, {total:,} negatives, {without:,} pairs without, written to {output}"
+    )
 
 
 def _evaluated_tasks(
@@ -270,6 +292,36 @@ def _evaluated_tasks(
     return [load_retrieval_task(n) for n in (RETRIEVAL_TASKS if name == "all" else [name])]
 
 
+def _evaluate_task(
+    task: RetrievalTask,
+    loaded: BiEncoder,
+    baselines: bool,
+    other: BiEncoder | None,
+    judge: Reranker | None,
+    rerank_k: int,
+) -> dict[str, dict]:  # of `evaluate_retrieval`, with differences
+    "Measure a model by itself, with BM25 and with a reranker, and compare with others."
+    sides, texts = (task.queries, task.documents), task.train.texts() or task.documents
+    scores, words = similarity_scorer(loaded)(*sides), bm25_scores(*sides)
+    systems: dict[str, Any] = {"model": scores, "hybrid": reciprocal_rank_fusion(scores, words)}
+    if judge is not None:
+        systems["reranked"] = reranked_scores(judge.score, *sides, systems["hybrid"], rerank_k)
+    ours = [*systems]
+    if other is not None:
+        systems["other"] = similarity_scorer(other)
+    if baselines:
+        systems |= {
+            "BM25": words,
+            "TF-IDF": tfidf_scores,
+            "mean of word vectors": WordVectors(texts),
+        }
+    results = evaluate_retrieval(task, systems)
+    for base in ("other", "BM25"):
+        if base in systems:
+            results |= paired_differences(results, base, ours)
+    return results
+
+
 def embed_evaluate(
     model: str,  # directory or hub name of the model
     task: str = "docstring",  # docstring, signature; all
@@ -277,6 +329,9 @@ def embed_evaluate(
     query_column: str | None = None,  # of data; null: by its usual name
     positive_column: str | None = None,  # of data; null: by its usual name
     baselines: bool = True,  # BM25, TF-IDF and word vectors in the same table
+    other: str | None = None,  # a second model, to compare with
+    reranker: str | None = None,  # model that reads query and text together, for the hybrid's best
+    rerank_k: int = 100,  # texts that the reranker reads for each query
     mteb: list[str] | None = None,  # names of mteb's tasks, run by mteb itself
     output: str | None = None,  # file for the numbers, .json
     reader_kwargs: dict[str, Any]
@@ -284,23 +339,22 @@ def embed_evaluate(
 ) -> str:  # the table
     """Measure retrieval beside BM25 and TF-IDF.
 
-    A query that is a document, too, is left out of its own ranking; see `evaluate_retrieval`.
+    `hybrid` combines the ranks of model and BM25. The last lines are differences of two systems
+    on the same queries. A query that is a document, too, is left out of its own ranking.
     """
     if output is not None:
         output = str(Path(output).expanduser())
         check_output_file(output)
     tasks = _evaluated_tasks(task, data, (query_column, positive_column), reader_kwargs or {})
-    loaded = load_bi_encoder(model)
+    check_range("rerank_k", rerank_k, 1)
+    judge, loaded = load_reranker(reranker), load_bi_encoder(model)
+    second = None if other is None else load_bi_encoder(other)
     by_mteb = mteb_scores(model, mteb) if mteb else {}  # first, for it may be missing
     lines, numbers = [], {}
     for retrieval in tasks:
-        scorers = {"model": similarity_scorer(loaded)}
-        if baselines:
-            scorers |= {"BM25": bm25_scores, "TF-IDF": tfidf_scores}
-            texts = retrieval.train.texts() or retrieval.documents
-            scorers["mean of word vectors"] = WordVectors(texts)
-        results = evaluate_retrieval(retrieval, scorers)
-        lines += [retrieval.describe(), retrieval_table(results), ""]
+        results = _evaluate_task(retrieval, loaded, baselines, second, judge, rerank_k)
+        measures = "recall_1", "recall_10", "mrr_10", "ndcg_10"
+        lines += [retrieval.describe(), retrieval_table(results, measures), ""]
         numbers[retrieval.name] = {
             name: {measure: bootstrap_ci(v) for measure, v in values.items()}
             for name, values in results.items()

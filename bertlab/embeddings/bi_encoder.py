@@ -476,15 +476,15 @@ class Reranker(nn.Module):
         reads_pairs = not columns or "text_pair" in columns
         if stored_head(config) != "ForSequenceClassification" or not reads_pairs:
             raise ValueError(
-                f"reranker={str(source)!r} must be a classifier or regressor of two texts: name a "
-                "directory of bertlab finetune on pairs, or a CrossEncoder"
+                f"the reranker {str(source)!r} must be a classifier or regressor of two texts: name "
+                "a directory of bertlab finetune on pairs, or a CrossEncoder"
             )
 
         def load() -> nn.Module:
             loaded = load_model(source, "ForSequenceClassification")
             if loaded.new_weights:
                 raise ValueError(
-                    f"reranker={str(source)!r} lacks the weight {loaded.new_weights[0]!r}"
+                    f"the reranker {str(source)!r} lacks the weight {loaded.new_weights[0]!r}"
                 )
             return loaded.model
 

@@ -57,10 +57,10 @@ from ..train.steps import TrainingModule, fill_defaults
 def retrieval_scores(
     scores_QN: np.ndarray,
     relevant: Sequence[Sequence[int]],  # document numbers for each query
-    ks: Sequence[int] = (1, 10),  # of recall
+    ks: Sequence[int] = (1, 10, 100),  # of recall
     left_out: Sequence[Sequence[int]] | None = None,  # documents without a rank, for each query
 ) -> dict[str, np.ndarray]:  # measure: its value for each query
-    """Compute recall at k, reciprocal rank and nDCG at 10; ties count against the answer.
+    """Compute recall at k, reciprocal rank, and nDCG at 10; ties count against the answer.
 
     Recall at k is divided by at most k (R_cap@k of BEIR; Thakur et al. 2021).
     """
@@ -78,6 +78,7 @@ def retrieval_scores(
         for k in ks:
             values[f"recall_{k}"].append((ranks <= k).sum() / min(k, len(answers)))
         values["mrr"].append(1 / ranks[0])
+        values["mrr_10"].append((ranks[0] <= 10) / ranks[0])
         ideal = (1 / np.log2(1 + np.arange(1, 1 + min(10, len(answers))))).sum()
         values["ndcg_10"].append((1 / np.log2(1 + ranks[ranks <= 10])).sum() / ideal)
     return {name: np.array(numbers) for name, numbers in values.items()}
@@ -573,6 +574,11 @@ def build_embedding(
     with reporting_unknown_options():
         module = EmbeddingModule(**model)
         data = EmbeddingDataModule(**config["data"], seed=config["seed_everything"])
+    if data.teacher is not None and module.hparams.distillation is None:
+        raise ValueError(
+            f"data.teacher={data.teacher!r} has nothing to teach while model.distillation is null; "
+            "set it to kl or margin_mse"
+        )
     data.tokenizer = module.tokenizer if data.tokenizer is None else data.tokenizer
     names = [name for name in (data.source, data.val_source) if name is not None]
     check_not_inside(run.output, expand_sources(names) if names else (), "run.output")

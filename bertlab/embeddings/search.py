@@ -10,27 +10,29 @@ __all__ = ['SIDES', 'exact_search', 'check_output', 'find_prompt', 'encode_corpu
 import os
 import re
 import shutil
-import tempfile
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby, islice
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow
+import torch
 
 from ..core.files import atomic_directory, atomic_write, lock_directory, write_json
 from ..core.names import check_range, look_up
 from ..core.serialization import load_json
-from ..data.documents import Document
+from ..data.documents import Document, split_words
 from ..data.readers import ReadOptions, suffix_of
 from ..data.sources import iter_documents, source_parts
-from .bi_encoder import DOCUMENT_PROMPTS, BiEncoder
-from .bi_encoder import find_similarity, normalize_rows
-from .pairs import PairDataset, read_pairs
+from .bi_encoder import DOCUMENT_PROMPTS, BiEncoder, Reranker
+from .bi_encoder import find_similarity, normalize_rows, similarity
+from .pairs import Pair, PairDataset, group_texts
 from .pooling import POOLINGS
+from .retrieval import BM25, reciprocal_rank_fusion
 
 # %% ../../nbs/embeddings/08_search.ipynb #80bb682f
 def exact_search(
@@ -327,6 +329,10 @@ class TextIndex:
         "All vectors, copied into memory."
         return np.concatenate([*map(_vectors, self.parts)])
 
+    def texts(self) -> list[str]:
+        "Return all texts, such as for `BM25`."
+        return [text for part in self.parts for text in part["text"].to_pylist()]
+
     def read(self, position: int) -> tuple[str, str]:
         "Return one text and its source."
         ends = np.cumsum([*map(len, self.parts)])
@@ -359,15 +365,22 @@ class TextIndex:
         model: BiEncoder,
         queries: Sequence[str],
         top_k: int = 10,
+        words: BM25 | None = None,  # of `texts`: its ranks and those of vectors are combined
     ) -> list[list[SearchHit]]:  # for each query, best first
         "Find the texts most similar to each query; the model's query prompt is put before it."
         vectors = [*map(_vectors, self.parts)]
         width, cosine = vectors[0].shape[1], find_similarity(model) == "cosine"
         truncate_dim = None if width == model.embedding_dim else width
         queries_QD = model.encode(list(queries), truncate_dim, prompt=model.query_prompt)
-        scores_QK, numbers_QK = exact_search(
-            queries_QD, vectors, top_k, cosine=cosine and not model.normalize
-        )
+        if words is None:
+            scores_QK, numbers_QK = exact_search(
+                queries_QD, vectors, top_k, cosine=cosine and not model.normalize
+            )
+        else:
+            parts_QN = [similarity(model, queries_QD, part) for part in vectors]
+            scores_QN = reciprocal_rank_fusion(np.concatenate(parts_QN, 1), words(queries))
+            numbers_QK = np.argsort(-scores_QN, axis=1, kind="stable")[:, :top_k]
+            scores_QK = np.take_along_axis(scores_QN, numbers_QK, 1)
         return [
             [SearchHit(float(score), *self.read(n), int(n)) for score, n in zip(scores, numbers)]
             for scores, numbers in zip(scores_QK, numbers_QK)
@@ -429,22 +442,69 @@ def rerank(
     return sorted(rescored, key=lambda hit: -hit.score)[:top_k]
 
 # %% ../../nbs/embeddings/08_search.ipynb #5ea4c009
+def _as_sentence_transformer(model: Any) -> Any:
+    "Give a `BiEncoder` the methods that `mine_hard_negatives` calls."
+    from sentence_transformers import util
+
+    if not isinstance(model, BiEncoder):
+        return model
+    return SimpleNamespace(
+        device=torch.device("cpu"),
+        encode_query=lambda texts, **options: normalize_rows(model.encode_query(texts)),
+        encode_document=lambda texts, **options: normalize_rows(model.encode_document(texts)),
+        similarity=util.dot_score,
+        similarity_pairwise=util.pairwise_dot_score,
+    )
+
+
+def _as_cross_encoder(reranker: Any) -> Any:
+    "Give a `Reranker` the method that `mine_hard_negatives` calls."
+    if not isinstance(reranker, Reranker):
+        return reranker
+    return SimpleNamespace(predict=lambda pairs, **options: torch.from_numpy(reranker.score(pairs)))
+
+
 def mine_negatives(
     pairs: PairDataset,
     model: Any,  # a `BiEncoder` or a SentenceTransformer
-    num_negatives: int = 4,  # for each pair
-    **options: Any,  # of `mine_hard_negatives`: cross_encoder, relative_margin, range_max, ...
-) -> PairDataset:
+    num_negatives: int = 4,  # for each pair, at most
+    cross_encoder: Any = None,  # a `Reranker` or CrossEncoder: its scores choose the negatives
+    **options: Any,  # of `mine_hard_negatives`: relative_margin, range_min, range_max, ...
+) -> PairDataset:  # of all pairs, without teacher scores
     "Find hard negatives with sentence-transformers. Needs the embeddings extra."
     from datasets import Dataset
-    from sentence_transformers import SentenceTransformer
     from sentence_transformers.util import mine_hard_negatives
 
-    dataset = Dataset.from_dict({"query": pairs.queries, "positive": pairs.positives})
-    with tempfile.TemporaryDirectory() as directory:
-        if isinstance(model, BiEncoder):
-            model = SentenceTransformer(str(model.save(directory)))
-        mined = mine_hard_negatives(
-            dataset, model, num_negatives=num_negatives, output_format="n-tuple", **options
+    if pairs.vectors is not None or pairs.has_similarities:
+        raise ValueError(
+            "pairs have similarities or vectors in place of answers: keep the rows whose texts "
+            "belong together, in two columns"
         )
-    return read_pairs([*mined])
+    limits = "absolute_margin", "relative_margin", "max_score", "min_score"
+    if cross_encoder is not None and all(options.get(name) is None for name in limits):
+        options["absolute_margin"] = 0.0  # without a limit, the library leaves its scores out
+    first: dict[tuple[str, ...], str] = {}  # the first text of each sequence of words
+    copies = {text: first.setdefault((*split_words(text.lower()),), text) for text in pairs.texts()}
+    distinct = PairDataset(
+        [copies[text] for text in pairs.queries],
+        [copies[text] for text in pairs.positives],
+        [[] for _ in pairs.queries],
+    )
+    mined = mine_hard_negatives(
+        Dataset.from_dict({"query": distinct.queries, "positive": distinct.positives}),
+        _as_sentence_transformer(model),
+        num_negatives=num_negatives,
+        cross_encoder=_as_cross_encoder(cross_encoder),
+        **options,
+    )
+    groups, negatives = group_texts(distinct), defaultdict(list)
+    for row in mined:
+        if groups[row["negative"]] != groups[row["query"]]:
+            negatives[row["query"]].append(row["negative"])
+    rows = [
+        Pair(
+            row.query, row.positive, [*dict.fromkeys(row.negatives + negatives[copies[row.query]])]
+        )
+        for row in pairs.rows()
+    ]
+    return PairDataset.from_rows(rows, pairs.notes)

@@ -42,6 +42,14 @@ def folder(tmp_path_factory):
     return folder
 
 
+@pytest.fixture(scope="module")
+def reranker(folder):
+    torch.manual_seed(0)
+    config = BertLabConfig(**small_config(), num_labels=1, problem_type="regression")
+    model = BertLabForSequenceClassification(config)
+    return save_predictor(model, folder / "reranker", small_tokenizer())
+
+
 def run(capsys, *words):
     "The exit status, standard output and standard error of `bertlab embed`."
     status = main(["embed", *map(str, words)])
@@ -283,16 +291,22 @@ def test_an_index_is_searched_as_it_was_encoded(folder, capsys, tmp_path):
     assert query in [hit["text"] for hit in hits if hit["score"] > 1 - 1e-4]
 
 
-BASELINES = ["model", "BM25", "TF-IDF", "mean of word vectors"]
+BASELINES = ["model", "hybrid", "BM25", "TF-IDF", "mean of word vectors"]
+DIFFERENCES = ["model - BM25", "hybrid - BM25"]
 
 
-def test_an_evaluation_writes_intervals(folder, capsys, tmp_path):
+def test_an_evaluation_writes_intervals(folder, capsys, reranker, tmp_path):
     words = ["--data", folder / "pairs.jsonl", "--output", tmp_path / "numbers.json"]
-    succeed(capsys, "evaluate", folder / "run", *words)
+    words += ["--reranker", reranker, "--rerank_k", "7", "--other", folder / "run"]
+    printed = succeed(capsys, "evaluate", folder / "run", *words)
     numbers = json.loads((tmp_path / "numbers.json").read_text())["data"]
-    assert list(numbers) == BASELINES
+    assert numbers.keys() >= {*BASELINES, *DIFFERENCES, "reranked", "reranked - other"}
     intervals = [interval for values in numbers.values() for interval in values.values()]
     assert all(low <= mean <= high for mean, low, high in intervals)
+    assert {*numbers["model - other"]["mrr_10"]} == {0.0}
+    means = [numbers[name]["recall_10"][0] for name in ("model", "BM25", "model - BM25")]
+    assert means[0] - means[1] == pytest.approx(means[2])
+    assert all(re.search(f"^{name} ", printed, re.MULTILINE) for name in numbers)
 
 
 @pytest.mark.parametrize("pairs", [
@@ -302,13 +316,18 @@ def test_an_evaluation_writes_intervals(folder, capsys, tmp_path):
 def test_an_evaluation_on_few_pairs_has_its_baselines(folder, capsys, tmp_path, pairs):
     path = write_pairs(tmp_path / "few.jsonl", pairs)
     printed = succeed(capsys, "evaluate", folder / "run", "--data", path).splitlines()
-    assert [re.split("  |:", line)[0] for line in printed[2:] if line] == BASELINES
+    names = [re.split("  |:", line)[0] for line in printed[2:] if line]
+    assert names == BASELINES + DIFFERENCES
 
 
 MISTAKES = [
     ("search ./no/model {texts} x", "./no/model"), ("search {run} no/folder x", "no/folder"),
     ("search {run} {texts} ''", "queries"), ("search {run} {texts} x --top_k 0", "top_k"),
     ("encode {run} {texts} --widht 3", "width"), ("encode {run} {texts} --output {texts}/v.npy", "inside of"),
+    ("search {run} {texts} x --reranker {run}", "reranker"), ("evaluate {run} --other ./no/model", "./no/model"),
+    ("mine {pairs} {run} --num_negatives 0", "num_negatives=0"), ("mine {pairs} {run} --range_min 3 --range_max 2", "range_max=2"),
+    ("mine {pairs} {run} --cross_encoder {run}", "reranker"), ("mine {pairs} {run} --output {pairs}", "already exists"),
+    ("{new} --data.teacher {run} --model.distillation kl", "two texts"),
     ("evaluate {run} --task docstrings", "docstring"), ("evaluate {run} --data {pairs} --output {pairs}", "already exists"),
     ("finetune --data.dataset_name_or_path {pairs}", "model_config_kwargs"),
     ("{new} --data.dataset_name_or_path no.jsonl", "no.jsonl"), ("{new} --trainer.devices 2", "trainer.devices"),
@@ -345,24 +364,38 @@ def test_the_family_lists_its_commands(capsys):
     assert "embed search" in capsys.readouterr().err
 
 
-def test_a_reranker_orders_the_hits_of_a_search(folder, capsys, tmp_path):
-    torch.manual_seed(0)
-    config = BertLabConfig(**small_config(), num_labels=1, problem_type="regression")
-    save_predictor(BertLabForSequenceClassification(config), tmp_path / "pairs", small_tokenizer())
-    words = ["--as_json", "--reranker", tmp_path / "pairs", "--top_k", "4", "--rerank_k", "9"]
-    hits = hits_of(
-        succeed(capsys, "search", folder / "run", folder / "texts", "alpha beta", *words)
-    )
+@pytest.mark.parametrize("hybrid", [False, True])
+def test_a_reranker_orders_the_hits_of_a_search(folder, capsys, reranker, hybrid):
+    words = ["--as_json", "--reranker", reranker, "--top_k", "4", "--rerank_k", "9"]
+    words += ["--hybrid"] * hybrid
+    printed = succeed(capsys, "search", folder / "run", folder / "texts", "alpha beta", *words)
+    hits = hits_of(printed)
     rows = [{"text": "alpha beta", "text_pair": hit["text"]} for hit in hits]
-    scores = load_predictor(tmp_path / "pairs").scores(rows, text_column=["text", "text_pair"])
+    scores = load_predictor(reranker).scores(rows, text_column=["text", "text_pair"])
     assert len(hits) == 4 and [hit["score"] for hit in hits] == pytest.approx(scores, abs=1e-5)
     assert scores == sorted(scores, reverse=True)
 
 
-def test_mined_negatives_are_written_as_a_table(folder, capsys, tmp_path):
+def test_mined_negatives_are_trained_on_with_a_teacher(folder, capsys, reranker, tmp_path):
     pytest.importorskip("sentence_transformers")
     words = ["--output", tmp_path / "mined.jsonl", "--num_negatives", "2"]
-    succeed(capsys, "mine", folder / "pairs.jsonl", folder / "run", *words)
+    words += ["--cross_encoder", reranker, "--max_score", "9"]
+    printed = succeed(capsys, "mine", folder / "pairs.jsonl", folder / "run", *words)
     rows = hits_of((tmp_path / "mined.jsonl").read_text())
-    assert rows and all(1 <= len(row["negative"]) <= 2 for row in rows)
-    assert all(row["positive"] not in row["negative"] for row in rows)
+    assert len(rows) == 120 and "120 pairs, 240 negatives" in printed
+    assert all(row["positive"] not in (row["negative_1"], row["negative_2"]) for row in rows)
+    assert "already exists" in refuse(
+        capsys, "mine", folder / "pairs.jsonl", folder / "run", *words
+    )
+    labeled = [*words, "--labeled", "--output", tmp_path / "labeled.jsonl"]
+    succeed(capsys, "mine", folder / "pairs.jsonl", folder / "run", *labeled)
+    labels = [row["label"] for row in hits_of((tmp_path / "labeled.jsonl").read_text())]
+    assert labels == [1.0, 0.0, 0.0] * 120
+    words = ["--trainer.max_steps", "1", "--data.dataset_name_or_path", tmp_path / "mined.jsonl"]
+    words += ["--data.teacher", reranker]
+    assert "model.distillation" in refuse(capsys, *finetune_words(folder, tmp_path / "new", *words))
+    words += ["--model.distillation", "margin_mse"]
+    assert "2 negatives a pair" in succeed(
+        capsys, *finetune_words(folder, tmp_path / "new", *words)
+    )
+    assert "val_distillation" in json.loads((tmp_path / "new/metrics.json").read_text())

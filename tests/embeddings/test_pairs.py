@@ -17,6 +17,7 @@ from bertlab.embeddings.pairs import (
     group_texts,
     hold_out_pairs,
     read_pairs,
+    score_pairs,
 )
 
 ROWS = [{"query": "how far", "positive": "two miles", "negative": ["red", "blue"]},
@@ -312,3 +313,11 @@ def test_texts_are_cut_and_counted():
     data.setup()
     assert data.num_cut == 1 and max(map(len, data.datasets["train"].ids)) == 5
     assert "cut" in data.describe()
+
+
+def test_a_teacher_scores_each_positive_and_its_negatives():
+    pairs = read_pairs(ROWS)
+    scored = score_pairs(pairs, lambda texts: np.array([len(a) + 100 * len(b) for a, b in texts]))
+    assert scored.scores == [[907, 307, 407], [708, 508]]
+    with pytest.raises(ValueError, match="negatives"):
+        score_pairs(draw_pairs(3), len)

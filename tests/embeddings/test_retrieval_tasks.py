@@ -11,8 +11,8 @@ from bertlab.data.corpus import make_corpus
 from bertlab.data.documents import Document
 from bertlab.embeddings.module import retrieval_scores
 from bertlab.embeddings.retrieval import (RETRIEVAL_TASKS, RetrievalTask, WordVectors, alignment, bm25_scores, bootstrap_ci, evaluate_retrieval,
-                                      _first_sentence, load_retrieval_task, mteb_scores, retrieval_table,
-                                      signatures, similarity_scorer, tfidf_scores, uniformity)  # fmt: skip
+                                      _first_sentence, load_retrieval_task, mteb_scores, paired_differences, reciprocal_rank_fusion,
+                                      reranked_scores, retrieval_table, signatures, similarity_scorer, tfidf_scores, uniformity)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -110,6 +110,8 @@ def test_measures_of_two_answers_worked_out_by_hand():
     assert outcomes["ndcg_10"] == pytest.approx((1 / math.log2(3) + 1 / math.log2(6)) / ideal)
     late = retrieval_scores(scores, [[0, 11]])  # ranks 1 and 12
     assert late["recall_10"][0] == 0.5 and late["recall_1"][0] == 1 and late["mrr"][0] == 1
+    last = retrieval_scores(scores, [[10]])  # rank 11
+    assert last["mrr"][0] == 1 / 11 and last["mrr_10"][0] == 0 and last["recall_100"][0] == 1
 
 
 @pytest.mark.parametrize("width", [64, 384, 768])
@@ -161,9 +163,29 @@ def test_baselines_find_a_text_by_its_words(corpus):
         assert scores[:5].argmax(1).tolist() == [0, 1, 2, 3, 4]
 
 
-def test_an_interval_contains_its_mean():
-    mean, low, high = bootstrap_ci(np.random.default_rng(0).random(50))
+def test_ranks_of_systems_are_fused_and_a_reranker_moves_the_best():
+    scores = np.array([[3.0, 2, 1, 0]]), np.array([[0.0, 0, 5, 0]])  # ranks 1 2 3 4 and 4 4 1 4
+    fused = reciprocal_rank_fusion(*scores, k=1)[0]
+    assert fused == pytest.approx([1 / 2 + 1 / 5, 1 / 3 + 1 / 5, 1 / 4 + 1 / 2, 1 / 5 + 1 / 5])
+    asked = []
+
+    def score(pairs):
+        asked.extend(pairs)
+        return [{"a": 0, "b": 7, "c": 9, "d": 9}[text] for _, text in pairs]
+
+    assert reranked_scores(score, ["q"], [*"abcd"], scores[0], 2).tolist() == [[-2, -1, -3, -4]]
+    assert asked == [("q", "a"), ("q", "b")]
+    assert reranked_scores(score, ["q"], [*"abcd"], scores[0]).tolist() == [[-4, -3, -2, -2]]
+
+
+def test_an_interval_contains_its_mean_and_that_of_a_difference_is_narrow():
+    hard = np.random.default_rng(0).random(50)
+    results = {"a": {"mrr": hard + 0.01 * (np.arange(50) % 3)}, "b": {"mrr": hard}}
+    mean, low, high = bootstrap_ci(hard)
     assert low < mean < high
+    [(name, values)] = paired_differences(results, "b").items()
+    assert name == "a - b" and bootstrap_ci(values["mrr"])[1] > 0 > low - mean
+    assert "0.010 (0.0" in retrieval_table({name: values}, ["mrr"])
 
 
 def test_alignment_and_uniformity_tell_a_collapse_from_a_sphere():

@@ -3,10 +3,12 @@
 import fcntl
 import json
 from collections import Counter
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow.parquet
 import pytest
+import torch
 from embedding_cases import draw_pairs
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -23,7 +25,8 @@ from bertlab.embeddings.search import (
     exact_search,
     source_documents,
 )
-from bertlab.embeddings.retrieval import similarity_scorer
+from bertlab.embeddings.pairs import PairDataset
+from bertlab.embeddings.retrieval import BM25, bm25_scores, similarity_scorer
 from bertlab.model.config import BertLabConfig
 from bertlab.model.encoder import BertLabModel
 
@@ -96,15 +99,66 @@ def test_reranking_sorts_hits_by_the_scores_of_pairs():
     assert [(hit.number, hit.score) for hit in best] == [(1, 2.0), (0, 1.0)]
 
 
-def test_mined_negatives_are_texts_of_other_pairs():
+def test_mined_negatives_are_the_nearest_other_texts():
     pytest.importorskip("sentence_transformers", reason="needs the embeddings extra")
-    pairs = draw_pairs(24)
-    mined = mine_negatives(pairs, make_model(), num_negatives=2, verbose=False)
-    answers = dict(zip(pairs.queries, pairs.positives))
-    assert set(mined.queries) <= set(pairs.queries)
+    pairs, model = draw_pairs(24, negatives=1), make_model(st_config={"prompts": PROMPTS})
+    mined = mine_negatives(pairs, model, num_negatives=2, verbose=False)
+    assert (mined.queries, mined.positives) == (pairs.queries, pairs.positives)
+    scores = similarity_scorer(model)(pairs.queries, pairs.positives)
+    np.fill_diagonal(scores, -2)
+    for number, negatives in enumerate(mined.negatives):
+        nearest = [pairs.positives[n] for n in np.argsort(-scores[number])[:2]]
+        assert negatives == pairs.negatives[number] + nearest
+
+
+def test_copies_of_an_answer_are_no_negatives():
+    pytest.importorskip("sentence_transformers", reason="needs the embeddings extra")
+    rows = [
+        ("red house", "the red house"),
+        ("Red house?", "north"),
+        ("blue", "The red, house!"),
+        ("green", "south"),
+    ]
+    pairs = PairDataset(*map(list, zip(*rows)), [[] for _ in rows])
+    mined = mine_negatives(pairs, make_model(), num_negatives=3, verbose=False)
+    assert mined.queries == pairs.queries
+    assert mined.negatives[:3] == [["south"]] * 3 and set(mined.negatives[3]) == {
+        "the red house",
+        "north",
+    }
+
+
+def test_a_cross_encoder_chooses_negatives():
+    pytest.importorskip("sentence_transformers", reason="needs the embeddings extra")
+    pairs = draw_pairs(12)
+    right = {*zip(pairs.queries, pairs.positives)}
+    scores = {
+        (q, p): (len(p) % 7) / 8 + ((q, p) in right) for q in pairs.queries for p in pairs.positives
+    }
+    judge = SimpleNamespace(
+        predict=lambda texts, **options: torch.tensor([scores[pair] for pair in texts])
+    )
+    mined = mine_negatives(pairs, make_model(), 2, judge, verbose=False)
     for query, positive, negatives in zip(mined.queries, mined.positives, mined.negatives):
-        assert answers[query] == positive and positive not in negatives
-        assert 1 <= len(negatives) <= 2 and set(negatives) <= set(pairs.positives)
+        others = sorted((scores[query, p] for p in pairs.positives if p != positive), reverse=True)
+        assert [scores[query, negative] for negative in negatives] == others[:2]
+    with pytest.raises(ValueError, match="similarities"):
+        mine_negatives(draw_pairs(4, scores=True), make_model())
+
+
+@pytest.mark.parametrize("name", ["cosine", "dot"])
+def test_a_hybrid_search_adds_reciprocal_ranks(tmp_path, name):
+    model = make_model(normalize=False, st_config={"similarity_fn_name": name})
+    encode_corpus(model, documents, tmp_path / "index", part_size=20)
+    index, queries = TextIndex.open(tmp_path / "index"), ["alpha beta", "unknown"]
+    texts = [document.text for document in documents()]
+    assert index.texts() == texts
+    rankings = similarity_scorer(model)(queries, texts), bm25_scores(queries, texts)
+    ranks = [[[(row >= value).sum() for value in row] for row in ranking] for ranking in rankings]
+    expected = sum(1 / (60 + np.array(values)) for values in ranks)
+    for hits, scores in zip(index.search(model, queries, 5, BM25(texts)), expected):
+        assert [hit.score for hit in hits] == pytest.approx(np.sort(scores)[::-1][:5])
+        assert [scores[hit.number] for hit in hits] == pytest.approx([hit.score for hit in hits])
 
 
 BLANKS = [Document("", "a:1"), *documents(22), Document("  ", "a:8"), Document("three", "a:9")]
