@@ -40,13 +40,22 @@ website:
   repo-url: "{repo}"
   repo-branch: "{branch}"
   repo-subdir: nbs
+  navbar:
+    right:
+      - text: "{number}"
+        menu:
+          - text: Changelog
+            href: changelog.qmd
+          - text: Other versions
+            href: {repo}/releases
+      - icon: github
+        href: {repo}
+        aria-label: GitHub
   page-footer:
     left: "{version}, Apache-2.0"
     right:
-      - text: Other versions
-        href: {repo}/releases
-      - text: Changelog
-        href: changelog.qmd
+      - text: Cite
+        href: cite.qmd
       - text: llms.txt
         href: llms.txt
 """
@@ -159,9 +168,9 @@ def part_headings(text: str, explained: set[str]) -> str:
     )
 
 
-def stage_notebook(source: Path, name: str) -> tuple[object, set[str]]:
-    "Return a notebook as a page, and the anchors of the names it explains."
-    from execnb.nbio import mk_cell, read_nb
+def stage_notebook(source: Path, name: str):
+    "Return a notebook as nbdev processes it, with a `show_doc` cell for each exported name."
+    from execnb.nbio import read_nb
 
     notebook = read_nb(source)
     notebook.cells = split_title(notebook.cells)
@@ -171,10 +180,35 @@ def stage_notebook(source: Path, name: str) -> tuple[object, set[str]]:
         sys.exit(f"{name} cannot be staged: {error}\n{error.__cause__ or ''}")
     fold_imports(notebook)
     give_sizes(notebook)
-    code_at = f"{Address.read(ROOT).git_url}/blob/{Address.read(ROOT).branch}"
-    cells, explained = [], set()
     for cell in notebook.cells:
         cell.metadata.pop("quick", None)  # how the tests run it
+    return notebook
+
+
+def terminal(cell) -> str | None:
+    "Return a cell that runs a command of the shell, with its output, as Markdown; None for another cell."
+    if cell.cell_type != "code" or not cell.source.startswith("!"):
+        return None
+    printed = "".join("".join(output.get("text", "")) for output in cell.get("outputs", []))
+    blocks = [f"```{{.sh .terminal}}\n{cell.source[1:].strip()}\n```"]
+    if printed.strip():
+        blocks.append(f"```{{.text .printed}}\n{printed.rstrip()}\n```")
+    return "\n\n".join(blocks)
+
+
+def shown_names(notebook) -> list[str]:
+    "Return the names that a staged notebook documents."
+    symbols = (shown_name(cell.source) for cell in notebook.cells if cell.cell_type == "code")
+    return [symbol for symbol in symbols if symbol]
+
+
+def document_names(notebook, name: str, explained: dict[str, set[str]]) -> None:
+    "Put documentation in place of the `show_doc` cells of a staged notebook, and links into its text."
+    from execnb.nbio import mk_cell
+
+    address = Address.read(ROOT)
+    code_at = f"{address.git_url}/blob/{address.branch}"
+    for index, cell in enumerate(notebook.cells):
         symbol = shown_name(cell.source) if cell.cell_type == "code" else None
         if symbol is not None:
             definition = reference.find(symbol, name)
@@ -182,16 +216,15 @@ def stage_notebook(source: Path, name: str) -> tuple[object, set[str]]:
                 sys.exit(
                     f"{name} cannot be staged: show_doc({symbol}) names nothing in bertlab; run `make sync`"
                 )
-            explained.add(reference.anchor(symbol))
-            cell = mk_cell(reference.document(definition, code_at), "markdown")
+            text = reference.document(definition, code_at, name, explained)
+            cell = notebook.cells[index] = mk_cell(text, "markdown")
+        elif text := terminal(cell):
+            notebook.cells[index] = mk_cell(text, "markdown")
         elif cell.cell_type == "markdown":
             cell.source = reference.separate_lists(cell.source)
-        cells.append(cell)
-    for cell in cells:
         if cell.cell_type == "markdown":
-            cell.source = part_headings(cell.source, explained)
-    notebook.cells = cells
-    return notebook, explained
+            cell.source = part_headings(cell.source, explained[name])
+            cell.source = reference.add_links(cell.source, name, explained)
 
 
 # The site has its own first page; the README's notebook is the overview.
@@ -211,24 +244,25 @@ def stage(model: Path | None = None) -> Path:
         "repo": address.git_url,
         "branch": address.branch,
         "version": version,
+        "number": config.version,
     }
     (ROOT / "nbs/nbdev.yml").write_text(
         NBDEV_YML.format(title=config.title, description=config.description, **values)
     )
     staged = ROOT / "_proc"
     shutil.rmtree(staged, ignore_errors=True)
-    pages, explained = {}, {}
+    pages = {}
     for path in notebooks(ROOT):
         name = path.relative_to(ROOT / "nbs").as_posix()
-        pages[name], explained[name] = stage_notebook(path, name)
+        pages[name] = stage_notebook(path, name)
+    explained = {
+        name: set(map(reference.anchor, shown_names(page))) for name, page in pages.items()
+    }
     for name, notebook in pages.items():
-        for cell in notebook.cells:
-            if cell.cell_type == "markdown":
-                cell.source = reference.add_links(cell.source, name, explained)
+        document_names(notebook, name, explained)
         if name in RENAMED:  # with another address, too
-            notebook.cells[0].source = re.sub(
-                r"^output-file: .*\n", "", notebook.cells[0].source, flags=re.MULTILINE
-            )
+            head = re.sub(r"^output-file: .*\n", "", notebook.cells[0].source, flags=re.MULTILINE)
+            notebook.cells[0].source = re.sub("^title: .*", "title: Overview", head, flags=re.M)
         target = staged / RENAMED.get(name, name)
         target.parent.mkdir(parents=True, exist_ok=True)
         write_nb(notebook, target)
@@ -390,6 +424,11 @@ def check(staged: Path) -> list[str]:
             problems.append(
                 f"{name}: no link to Colab; write [Open in Colab](colab) and run `make sync`"
             )
+    named = {}
+    for name, page in pages.items():
+        other = named.setdefault(page.front.get("title"), name)
+        if other != name:
+            problems.append(f"{name} and {other} have the same title, {page.front.get('title')!r}")
     site = Address.read(ROOT).site_url
     for name, page in pages.items():
         problems += check_links(name, page, pages, outputs, staged, site)

@@ -16,10 +16,28 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
-from reference import front  # noqa: E402
-from sync import Address  # noqa: E402
+from reference import front, search_entries  # noqa: E402
+from sync import Address, fenced, output_markdown, source_of  # noqa: E402
 
 # --- the live model -------------------------------------------------------------------------------
+
+
+# Sentences about what the model has read, which is Python's documentation.
+EXAMPLES = (
+    "Return [MASK] if the object is a string, and False otherwise.",
+    "Return the number of [MASK] in the list.",
+    "If the file does not [MASK], an error is [MASK].",
+    "Changed in [MASK] 3.9: the parameter was added.",
+    "The first argument is the [MASK] of the file to open.",
+)
+
+
+def training_time(live: Path) -> str:
+    "Return how long the live model was trained, in words."
+    path = live / "metrics.json"
+    seconds = json.loads(path.read_text(encoding="utf-8"))["train_seconds"] if path.is_file() else 0
+    minutes = max(1, round(seconds / 60))
+    return f", for {minutes} minute{'s' * (minutes > 1)} on a CPU" if seconds else ""
 
 
 def install_packages(folder: Path) -> Path | None:
@@ -47,7 +65,7 @@ def export_live(model: Path, target: Path) -> Path:
 
     with tempfile.TemporaryDirectory() as folder:
         packages = install_packages(Path(folder))
-        export_web_page(model, target, packages, name="The model of this site")
+        export_web_page(model, target, packages, EXAMPLES, name="The model of this site")
     for name in ("history.csv", "metrics.json"):
         if (model / name).is_file():
             shutil.copyfile(model / name, target / name)
@@ -116,7 +134,7 @@ def curve(history: Path, unigram: float) -> str:
             for row in csv.DictReader(lines)
             if row["train_loss"]
         ]
-    width, height, margin, bottom = 640, 300, 44, 34
+    width, height, margin, bottom = 640, 310, 48, 40
     steps = points[-1][0]
     low, high = min(loss for _, loss in points), max(loss for _, loss in points)
     low, high = min(low, unigram) - 0.2, high + 0.1
@@ -137,8 +155,10 @@ def curve(history: Path, unigram: float) -> str:
     return (
         f'<svg class="curve" role="img" aria-label="{label}" viewBox="0 0 {width} {height}">'
         f'<path class="axis" fill="none" d="M{margin} 8V{height - bottom}H{width - 8}"/>{ticks}'
-        f'<text x="{margin}" y="{height - 10}">0</text>'
-        f'<text x="{width - 8}" y="{height - 10}" text-anchor="end">{steps:.0f} steps</text>'
+        f'<text x="{margin}" y="{height - 18}">0</text>'
+        f'<text x="{(width + margin) / 2:.0f}" y="{height - 4}" text-anchor="middle">optimizer step</text>'
+        f'<text x="{width - 8}" y="{height - 18}" text-anchor="end">{steps:.0f}</text>'
+        f'<text transform="translate(12 {height / 2:.0f}) rotate(-90)" text-anchor="middle">loss (nats)</text>'
         f'<path class="unigram" d="M{margin} {y(unigram):.1f}H{width - 8}"/>'
         f'<text x="{width - 12}" y="{y(unigram) - 7:.1f}" text-anchor="end">word frequencies alone:'
         f' {unigram:.2f} nats</text><polyline class="loss" points="{path}"/></svg>'
@@ -209,15 +229,18 @@ CARDS = (
     ),
     ("api.qmd", "Reference", "Every command, every setting, every name."),
 )
-EXAMPLES_FORM = """\
+FORM = """\
+<p>This small model has read nothing but Python's own documentation{time}. Ask it about Python. Of
+everything else it knows nothing: <em>Paris is the capital of ___.</em> gets a word of the documentation, too.</p>
 <form hidden>
 <label for="{id}">Sentence, with a gap where you write <code>___</code></label>
 <textarea id="{id}" rows="2" maxlength="2000" spellcheck="false">{first}</textarea>
 <div class="row-of"><button type="submit" class="main">Fill the gaps</button>
-<span class="soft">The first question loads {megabytes:.1f} MB, from this site alone; what you type goes nowhere.</span></div>
+<span class="soft">Loads {megabytes:.1f} MB from this site, once; what you type stays in your browser.</span></div>
 </form>
 <p class="soft row-of">{examples}</p>
 <p role="status"></p>
+<p class="unsure" role="note" hidden></p>
 <p class="mistake" role="alert" hidden></p>
 """
 
@@ -226,18 +249,30 @@ def form(live: Path, identifier: str) -> str:
     page = json.loads((live / "page.json").read_text(encoding="utf-8"))
     buttons = "".join(
         f'<button type="button" class="example">{html.escape(text)}</button>'
-        for text in page["examples"][1:]
+        for text in page["examples"]
     )
-    text = EXAMPLES_FORM.format(id=identifier, first=html.escape(page["first"]["text"]), examples=buttons,
-                                megabytes=page["bytes"] / 1e6)  # fmt: skip
+    text = FORM.format(id=identifier, first=html.escape(page["first"]["text"]), examples=buttons,
+                       megabytes=page["bytes"] / 1e6, time=training_time(live))  # fmt: skip
     if any("://" in package["url"] for package in page["packages"].values()):
-        text = text.replace("from this site alone", "the runtime from its pinned address")
+        text = text.replace("from this site", "from pinned addresses")
     return text
 
 
 def install_tabs(address: Address) -> str:
     return f"""\
 ::: {{.panel-tabset}}
+
+## Colab
+
+[Open in Colab]({address.colab("nbs/course/04_three_minutes.ipynb")}) trains a model in your browser, with
+nothing to install: *Three minutes*, a page of the course.
+
+## pip
+
+```sh
+pip install "{address.requirement()}"
+bertlab demo
+```
 
 ## Clone
 
@@ -247,50 +282,44 @@ cd {address.repo}
 make demo
 ```
 
-## pip
-
-```sh
-pip install "{address.requirement()}"
-bertlab demo
-```
-
-## Colab
-
-[Open in Colab]({address.colab("nbs/course/04_three_minutes.ipynb")}): *Three minutes*, a page of the course, in a
-browser, with nothing to install.
-
 :::
 """
 
 
 def landing_page(live: Path | None, address: Address) -> str:
+    "Return the first page: the model, three ways to go, installation, and what was measured."
     tiles = "".join(
         f'<div><b class="figure">{figure}</b>{html.escape(meaning)}<br><span class="soft">{html.escape(where)}</span></div>'
         for figure, meaning, where in measured()
     )
-    cards = "\n".join(f"[**{title}** {text}]({target})" for target, title, text in CARDS)
-    parts = front("bertlab", "Train BERT-style encoders, from notebooks that teach how.", page_layout="full",
-                  toc="false", sidebar="false", pagetitle='"Train BERT-style encoders"', repo_actions="false")  # fmt: skip
-    parts += ["[One command trains a small BERT on a laptop, and every part of it is a notebook that you can read, "
-              "run and change.]{.lead}"]  # fmt: skip
-    parts += ["", install_tabs(address), "## It learns in minutes", ""]
-    if live and (live / "history.csv").is_file():
-        metrics = json.loads((live / "metrics.json").read_text(encoding="utf-8"))
-        parts += ["```{=html}", curve(live / "history.csv", metrics["unigram_entropy"]), "```", ""]
-        parts += ["The loss of the run that made the model on this page, and the unigram baseline, which uses no "
-                  "context.", ""]  # fmt: skip
-    else:
-        parts += ["```{=html}", lesson_picture(), "```", ""]
+    cards = "\n".join(f"- [**{title}** {text}]({target})" for target, title, text in CARDS)
+    parts = front("bertlab", "Train BERT-style encoders on your own text, from notebooks that teach how.",
+                  page_layout="full", toc="false", sidebar="false", pagetitle='"Train BERT-style encoders"',
+                  repo_actions="false", body_classes="first")  # fmt: skip
     if live:
-        parts += ["## Ask the model", "", "```{=html}", '<div class="live" data-live="live/">', form(live, "box-text"),
+        parts += ["```{=html}", '<div class="live" data-live="live/">', form(live, "box-text"),
                   f'<div class="guesses tables" aria-live="polite">{guess_tables(first_answer(live))}</div>', "</div>",
                   '<script type="module" src="site/live.js"></script>', "```", ""]  # fmt: skip
-        parts += ["[The glass encoder](glass.qmd) shows how it computes its answer.", ""]
+    parts += ["::: {.buttons}", "[Learn](course/index.ipynb) [Train on my text](guides/own_text.ipynb) "
+              "[Reference](api.qmd)", ":::", "", "## Start", "", install_tabs(address)]  # fmt: skip
+    parts += ["## It learns in minutes", "", "```{=html}"]
+    if live and (live / "history.csv").is_file():
+        metrics = json.loads((live / "metrics.json").read_text(encoding="utf-8"))
+        parts += [curve(live / "history.csv", metrics["unigram_entropy"]), "```", "",
+                  "The loss of the run that made the model above; the dashed line is the unigram baseline, which knows how "
+                  "frequent each word is, and no context."]  # fmt: skip
+    else:
+        parts += [lesson_picture(), "```", ""]
+    parts += ["The loss is in nats. [What is a nat?](course/glossary.ipynb#nat)", ""]
+    if live:
+        parts += ["[The glass encoder](glass.qmd) shows how the model computes its answer.", ""]
     parts += ["## Measured", "", "```{=html}", f'<div class="tiles">{tiles}</div>', "```", ""]
     parts += ["[All measurements](benchmarks.ipynb), with failures and how to repeat them.", ""]
-    parts += ["## Where to go", "", "::: {.cards}", ""]
-    parts += [f"- {card}" for card in cards.splitlines()]
-    parts += ["", ":::", "", "[The overview](overview.ipynb) has everything on one page.", ""]
+    parts += ["## Where to go", "", "::: {.cards}", "", cards, "", ":::", ""]
+    parts += [
+        "[The overview](overview.ipynb) has everything on one page; [cite](cite.qmd) gives BibTeX.",
+        "",
+    ]
     return "\n".join(parts)
 
 
@@ -373,6 +402,22 @@ def changelog_page() -> str:
     )
 
 
+def cite_page() -> str:
+    "Return the page with BibTeX, from CITATION.cff."
+    import yaml
+
+    cff = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    authors = " and ".join("{" + author["name"] + "}" for author in cff["authors"])
+    fields = {"title": "{" + cff["title"] + "}", "author": authors, "year": str(cff["date-released"])[:4],
+              "version": cff["version"], "url": Address.read(ROOT).git_url, "note": cff["license"]}  # fmt: skip
+    lines = "\n".join(f"  {name:8}= {{{value}}}," for name, value in fields.items())
+    parts = front("Cite bertlab", "How to cite bertlab in a paper, with BibTeX.")
+    parts += ["```bibtex", f"@software{{bertlab,\n{lines}\n}}", "```", "",
+              "The same is in `CITATION.cff` of the repository. The methods that bertlab implements have authors of their "
+              "own: the reference of each name cites the paper that it follows.", ""]  # fmt: skip
+    return "\n".join(parts)
+
+
 def missing_page() -> str:
     parts = front("There is no such page", "A missing page, and where to continue.", toc="false", sidebar="false",
                   search="false", repo_actions="false")  # fmt: skip
@@ -387,7 +432,7 @@ def missing_page() -> str:
 def pages(live: Path | None, root: Path) -> dict[str, str]:
     "Return the generated pages by file."
     address = Address.read(root)
-    return {"index.qmd": landing_page(live, address), "glass.qmd": glass_page(live), "changelog.qmd": changelog_page(),
+    return {"index.qmd": landing_page(live, address), "glass.qmd": glass_page(live), "changelog.qmd": changelog_page(), "cite.qmd": cite_page(),
             "404.qmd": missing_page()}  # fmt: skip
 
 
@@ -427,7 +472,7 @@ def llms(staged: Path, sidebars: list[dict]) -> str:
             if (staged / name).is_file():
                 head = head_of_page(staged / name)
                 lines.append(
-                    f"- [{head['title']}]({address.site_url}/{output_of(name, head)}): {head['description']}"
+                    f"- [{head['title']}]({address.site_url}/{Path(output_of(name, head)).with_suffix('.md')}): {head['description']}"
                 )
 
     for bar in sidebars:
@@ -447,8 +492,17 @@ ELSEWHERE = re.compile(
 SAME_SITE = "new URL(href).host === window.location.host"
 
 
-def mend(text: str) -> str:
-    "Remove scripts from other hosts, and let code and tables scroll by keyboard."
+# The contents list in the body of a page is for phones, and closed.
+CONTENTS = re.compile(r'<nav id="TOC-body".*?</nav>', re.DOTALL)
+# Quarto's bar for a phone names its search button with a title alone.
+SEARCH_BUTTON = re.compile(r'<button type="button" class="btn quarto-search-button"')
+
+
+def mend(text: str, root: str = "") -> str:
+    """Remove scripts from other hosts, let code and tables scroll by keyboard, and add the script of the site.
+
+    `root` leads from the page to the root of the site.
+    """
     text = ELSEWHERE.sub("", text)
     text = text.replace(
         "return filterRegex.test(href)", f"return {SAME_SITE} || filterRegex.test(href)"
@@ -457,18 +511,110 @@ def mend(text: str) -> str:
         r'<pre(?=(?: class="[^"]*")?><code| class="sourceCode)', '<pre tabindex="0"', text
     )
     text = text.replace('<math display="block"', '<math tabindex="0" display="block"')
+    text = re.sub(r"<code>(--[\w.+-]+)", r'<code><span class="flag">\1</span>', text)
+    text = SEARCH_BUTTON.sub(r'\g<0> aria-label="Search"', text)
+    text = CONTENTS.sub(
+        lambda match: (
+            f'<details class="contents"><summary>On this page</summary>{match[0]}</details>'
+        ),
+        text,
+    )
+    text = text.replace(
+        "</body>", f'<script type="module" src="{root}site/page.js"></script>\n</body>'
+    )
     table = re.compile(r'<table(?![^>]*class="plain")[^>]*>.*?</table>', re.DOTALL)
     box = '<div class="scrolls" tabindex="0" role="region" aria-label="Table">{}</div>'
     head, tag, body = text.partition("<main")
     return head + tag + table.sub(lambda match: box.format(match[0]), body)
 
 
+def mend_search(docs: Path) -> None:
+    "Put the search of the site in place of Quarto's, and an entry for each option into its index."
+    index = docs / "search.json"
+    entries = json.loads(index.read_text(encoding="utf-8")) + search_entries()
+    for entry in entries:
+        if (
+            entry["href"].startswith("reference/commands/")
+            and "#" in entry["href"]
+            and entry.get("section")
+            and not entry["title"].startswith("--")
+        ):
+            entry["text"] = ""  # its options have entries of their own
+    index.write_text(json.dumps(entries, ensure_ascii=False), encoding="utf-8")
+    (script,) = docs.glob("site_libs/quarto-search/quarto-search.js")
+    text = script.read_text(encoding="utf-8")
+    old = "const resultsRaw = await index.search(query, fuseOptions);"
+    new = "const found = siteSearch(query, fuse.getIndex().docs, fuseOptions.limit);\n  const resultsRaw = found.length ? found : await index.search(query, fuseOptions);"
+    if old not in text:
+        sys.exit(
+            "this version of Quarto searches in another way: adapt mend_search in scripts/landing.py"
+        )
+    own = (ROOT / "nbs/site/search.js").read_text(encoding="utf-8")
+    script.write_text(text.replace(old, new) + own, encoding="utf-8")
+
+
+def keep_used_icons(docs: Path) -> None:
+    "Drop the icons that no page uses from the icon font, the largest file of a page."
+    from fontTools import subset
+    from fontTools.ttLib import TTFont
+
+    (style,) = docs.glob("site_libs/bootstrap/bootstrap-icons.css")
+    texts = [path.read_text(encoding="utf-8") for pattern in ("*.html", "*.css", "*.js")
+             for path in docs.rglob(pattern) if path != style]  # fmt: skip
+    text, codes = "".join(texts), []
+
+    def kept(rule: re.Match) -> str:
+        if rule[1] not in text and f"\\{rule[2]}" not in text:
+            return ""
+        codes.append(int(rule[2], 16))
+        return rule[0]
+
+    rule = re.compile(r'\.(bi-[\w-]+)::before \{ content: "\\(\w+)"; \}\n?')
+    style.write_text(rule.sub(kept, style.read_text(encoding="utf-8")), encoding="utf-8")
+    font = style.with_suffix(".woff")
+    loaded, subsetter = TTFont(font), subset.Subsetter()
+    subsetter.populate(unicodes=codes)
+    subsetter.subset(loaded)
+    loaded.save(font)
+
+
+def as_markdown(path: Path) -> str:
+    "Return a staged page as Markdown, for programs that read."
+    if path.suffix == ".qmd":
+        _, front_matter, text = path.read_text(encoding="utf-8").split("---\n", 2)
+        return text
+    parts = []
+    for cell in json.loads(path.read_text(encoding="utf-8"))["cells"][1:]:
+        source = source_of(cell)
+        if cell["cell_type"] == "code":
+            source = fenced(re.sub(r"^#\|.*\n", "", source, flags=re.MULTILINE), "python")
+        parts.append(source)
+        for output in cell.get("outputs", []):
+            output.get("data", {}).pop("image/png", None)
+            parts.append(output_markdown(output, "", "")[0])
+    return "\n\n".join(filter(None, parts)) + "\n"
+
+
+def write_markdown(docs: Path, staged: Path) -> None:
+    "Write each page as Markdown beside its HTML."
+    for path in [*staged.rglob("*.ipynb"), *staged.rglob("*.qmd")]:
+        head = head_of_page(path)
+        target = docs / output_of(path.relative_to(staged).as_posix(), head)
+        title = f"# {head['title']}\n\n> {head['description']}\n\n"
+        if target.is_file():
+            target.with_suffix(".md").write_text(title + as_markdown(path), encoding="utf-8")
+
+
 def finish(docs: Path, staged: Path) -> None:
     "Post-process the rendered pages."
     for path in docs.rglob("*.html"):
-        if "live" in path.relative_to(docs).parts[:1]:
+        relative = path.relative_to(docs)
+        if "live" in relative.parts[:1]:
             continue
         text = path.read_text(encoding="utf-8")
-        changed = mend(text)
+        changed = mend(text, "../" * (len(relative.parts) - 1))
         if changed != text:
             path.write_text(changed, encoding="utf-8")
+    mend_search(docs)
+    write_markdown(docs, staged)
+    keep_used_icons(docs)

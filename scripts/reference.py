@@ -5,6 +5,9 @@ written, with the comments of its parameters, and its code is folded below it.
 """
 
 import ast
+import html
+import json
+import posixpath
 import re
 import sys
 import textwrap
@@ -19,12 +22,24 @@ from sync import CHAPTERS, PACKAGES  # noqa: E402
 
 
 @dataclass
+class Parameter:
+    "A parameter or field, or what is returned."
+
+    name: str
+    type: str
+    default: str
+    meaning: str  # its comment
+
+
+@dataclass
 class Definition:
     "A function, class or method and its source."
 
     module: str
     name: str  # Class.method for a method
-    head: str  # as it is written, comments included
+    parameters: list[Parameter]
+    returns: Parameter | None
+    bases: list[str]  # of a class
     doc: str
     source: str
     line: int
@@ -44,32 +59,51 @@ class Module:
         return [name for name in self.found if "." not in name and not name.startswith("_")]
 
 
-def head_of(node: ast.AST, lines: list[str]) -> str:
-    "Return the signature as written; for a class with its fields or `__init__`."
-    if not isinstance(node, ast.ClassDef):
-        begin = min([node.lineno, *(part.lineno for part in node.decorator_list)])
-        head = "\n".join(lines[begin - 1 : body_begin(node) - 1]).rstrip()
-        return textwrap.dedent(head)
-    bases = ", ".join(map(ast.unparse, [*node.bases, *(key.value for key in node.keywords)]))
-    text = [f"@{ast.unparse(part)}" for part in node.decorator_list]
-    text.append(f"class {node.name}({bases}):" if bases else f"class {node.name}:")
-    makes = next(
-        (n for n in node.body if isinstance(n, ast.FunctionDef) and n.name == "__init__"), None
-    )
-    if makes:
-        text.append(textwrap.indent(head_of(makes, lines), "    "))
+def comment_of(lines: list[str], node: ast.AST, begin: int) -> str:
+    "Return the comment at the end of a node's line, or else the one above its first line."
+    rest = lines[node.end_lineno - 1].encode()[node.end_col_offset :].decode()
+    if match := re.fullmatch(r"[\s,:)]*#\s*(.*)", rest):
+        return match[1].strip()
+    above = []
+    for line in reversed(lines[: begin - 1]):
+        if not line.strip().startswith("#"):
+            break
+        above.insert(0, line.strip().lstrip("# "))
+    return " ".join(above)
+
+
+def parameters_of(node: ast.AST, lines: list[str]) -> list[Parameter]:
+    "Return the parameters of a function, or the fields or `__init__` parameters of a class."
+    if isinstance(node, ast.ClassDef):
+        makes = [n for n in node.body if isinstance(n, ast.FunctionDef) and n.name == "__init__"]
+        fields = [n for n in node.body if isinstance(n, ast.AnnAssign)]
+        if makes:
+            return parameters_of(makes[0], lines)
+        rows = [(n.target, n.annotation, n.value) for n in fields]
     else:
-        for part in node.body:
-            if isinstance(part, ast.AnnAssign):
-                text.append(textwrap.dedent("\n".join(lines[part.lineno - 1 : part.end_lineno])))
-                text[-1] = textwrap.indent(text[-1], "    ")
-    return "\n".join(text)
+        names = node.args
+        positional = [*names.posonlyargs, *names.args]
+        missing = [None] * (len(positional) - len(names.defaults))
+        pairs = list(zip(positional, [*missing, *names.defaults], strict=True))
+        pairs += [(names.vararg, None)] if names.vararg else []
+        pairs += zip(names.kwonlyargs, names.kw_defaults, strict=True)
+        pairs += [(names.kwarg, None)] if names.kwarg else []
+        rows = [
+            (arg, arg.annotation, value) for arg, value in pairs if arg.arg not in ("self", "cls")
+        ]
+    stars = {} if isinstance(node, ast.ClassDef) else {node.args.vararg: "*", node.args.kwarg: "**"}
+    text = lambda part: "" if part is None else ast.unparse(part)
+    return [Parameter(stars.get(target, "") + (target.id if isinstance(target, ast.Name) else target.arg),
+                      text(annotation), text(value), comment_of(lines, value or annotation or target, target.lineno))
+            for target, annotation, value in rows]  # fmt: skip
 
 
-def body_begin(node: ast.FunctionDef) -> int:
-    "Return the first line of the body of a function."
-    first = node.body[0]
-    return first.lineno if first.lineno > node.lineno else first.lineno + 1
+def returned(node: ast.AST, lines: list[str]) -> Parameter | None:
+    "Return the type of what a function returns, with its comment; None for nothing."
+    annotation = getattr(node, "returns", None)
+    if annotation is None or ast.unparse(annotation) == "None":
+        return None
+    return Parameter("", ast.unparse(annotation), "", comment_of(lines, annotation, 1))
 
 
 def read_module(path: Path) -> Module | None:
@@ -92,7 +126,9 @@ def read_module(path: Path) -> Module | None:
             Definition(
                 name,
                 full_name,
-                head_of(node, lines),
+                parameters_of(node, lines),
+                returned(node, lines),
+                [ast.unparse(base) for base in getattr(node, "bases", [])],
                 ast.get_docstring(node) or "",
                 source,
                 node.lineno,
@@ -131,20 +167,84 @@ def anchor(name: str) -> str:
     return re.sub(r"^[^a-z]+", "", name.lower())
 
 
-def document(definition: Definition, source_url: str) -> str:
-    "Return the documentation of a name as Markdown."
-    doc = definition.doc.strip()
-    url = f"{source_url}/{definition.module.replace('.', '/')}.py#L{definition.line}"
-    parts = [
-        f"### {definition.name} {{#{anchor(definition.name)} .name}}",
-        "",
-        "```python",
-        definition.head,
-        "```",
-        "",
+def all_parameters(definition: Definition, page: str) -> list[Parameter]:
+    "Return the parameters of a definition, with those that it takes from its bases or passes to its configuration."
+    passed = re.search(r"(\w+)\(\*args, \*\*options\)", definition.source)
+    if passed and (config := find(passed[1], page)) and config.name != definition.name:
+        return all_parameters(config, page)
+    rows = {}
+    if not re.search(r"^    def __init__\b", definition.source, flags=re.MULTILINE):
+        for base in filter(None, (find(base, page) for base in definition.bases)):
+            rows |= {row.name: row for row in all_parameters(base, page)}
+    return [*(rows | {row.name: row for row in definition.parameters}).values()]
+
+
+def linked_type(text: str, page: str, explained: dict[str, set[str]]) -> str:
+    "Return a type as code for a table, its names of bertlab as links."
+    if not text:
+        return ""
+    parts = re.split(r"([A-Za-z_][\w.]*)", text)
+    links = {name: target for name in parts[1::2] if (target := address_of(name, page, explained))}
+    if not links:
+        return code_in_table(text)
+    escaped = lambda part: html.escape(part).replace("|", "&#124;").replace("*", "&#42;")
+    shown = (
+        f'<a href="{links[part]}">{part}</a>' if part in links else escaped(part) for part in parts
+    )
+    return f"<code>{''.join(shown)}</code>"  # fmt: skip
+
+
+def method_lines(definition: Definition, page: str, explained: dict[str, set[str]]) -> list[str]:
+    "Return the table of a class's public methods, and the line of those that it inherits."
+    found = modules()[definition.module].found
+    prefix = f"{definition.name}."
+    own = [
+        name for name in found if name.startswith(prefix) and name.count(".") == prefix.count(".")
     ]
-    if doc:
-        parts += [separate_lists(doc), ""]
+    own = [
+        name for name in own if found[name].doc and not name.removeprefix(prefix).startswith("_")
+    ]
+    lines = []
+    if own:
+        lines += ["| method | what it does |", "|:--|:-----|"]
+        for name in own:
+            is_explained = anchor(name) in explained.get(page, ())
+            last = f"`{name.removeprefix(prefix)}`"
+            linked = f"[{last}](#{anchor(name)})" if is_explained else last
+            lines.append(f"| {linked} | {cell(first_line(found[name].doc))} |")
+        lines.append("")
+    for base in definition.bases:
+        target = address_of(base, page, explained)
+        parent = find(base, page) if target else None
+        inherited = [name.partition(".")[2] for name in modules()[parent.module].found
+                     if re.match(rf"{re.escape(base)}\.[a-z]", name)] if parent else []  # fmt: skip
+        inherited = [name for name in inherited if f"{prefix}{name}" not in own]
+        if target:
+            names = ", ".join(f"`{name}`" for name in inherited)
+            lines += [f"Inherits from [`{base}`]({target}){': ' + names if names else ''}.", ""]
+    return lines
+
+
+def document(
+    definition: Definition, source_url: str, page: str, explained: dict[str, set[str]]
+) -> str:
+    "Return the documentation of a name as Markdown: its docstring, parameters, methods, and folded code."
+    url = f"{source_url}/{definition.module.replace('.', '/')}.py#L{definition.line}"
+    parts = [f"### {definition.name} {{#{anchor(definition.name)} .name}}", ""]
+    if definition.doc.strip():
+        parts += [separate_lists(definition.doc.strip()), ""]
+    if parameters := all_parameters(definition, page):
+        parts += ["| parameter | type | default | meaning |", "|:--|:--|:--|:-----|"]
+        for row in parameters:
+            shown = code_in_table(row.default) if row.default else ""
+            parts.append(
+                f"| `{row.name}` | {linked_type(row.type, page, explained)} | {shown} | {cell(row.meaning)} |"
+            )
+        parts.append("")
+    if result := definition.returns:
+        meaning = f": {result.meaning}" if result.meaning else ""
+        parts += [f"Returns {linked_type(result.type, page, explained)}{meaning}.", ""]
+    parts += method_lines(definition, page, explained)
     parts += ["<details class=\"code\"><summary>Code</summary>", "", "```python", definition.source, "```", "",
               f"[In the repository]({url})", "", "</details>"]  # fmt: skip
     return "\n".join(parts)
@@ -200,23 +300,22 @@ LINK = re.compile(
 )
 
 
+def address_of(name: str, page: str, explained: dict[str, set[str]]) -> str | None:
+    "Return the address of a name's documentation relative to a page; None if no page explains it."
+    where = places().get(name)
+    if where is None or where[1] not in explained.get(where[0], ()):
+        return None
+    folder = posixpath.dirname(page) or "."
+    return ("" if where[0] == page else posixpath.relpath(where[0], folder)) + f"#{where[1]}"
+
+
 def add_links(text: str, page: str, explained: dict[str, set[str]]) -> str:
     "Link names in the prose of a page to their documentation, outside code, links and headings."
-    import posixpath
 
     def link(match: re.Match) -> str:
-        name = match[1]
-        where = places().get(name)
-        if (
-            where is None
-            or not (telling(name) or match[2])
-            or where[1] not in explained.get(where[0], ())
-        ):
-            return match[0]
-        target = (
-            "" if where[0] == page else posixpath.relpath(where[0], posixpath.dirname(page) or ".")
-        )
-        return f"[{match[0]}]({target}#{where[1]})"
+        is_name = telling(match[1]) or match[2]
+        target = address_of(match[1], page, explained) if is_name else None
+        return f"[{match[0]}]({target})" if target else match[0]
 
     def change(part: str) -> str:
         pieces = LINK.split(part)
@@ -277,34 +376,40 @@ addEventListener("DOMContentLoaded", () => {
 """
 
 
+def name_table(names: list[tuple[Module, str]], explained: dict[str, set[str]]) -> list[str]:
+    "Return a table of names, each with the first line of its docstring."
+    lines = ["| name | what it is |", "|:---|:-------|"]
+    for module, name in names:
+        is_explained = anchor(name) in explained.get(module.notebook, ())
+        target = f"../../{module.notebook}#{anchor(name)}"
+        linked = f"[`{name}`]({target})" if is_explained else f"`{name}`"
+        lines.append(f"| {linked} | {cell(first_line(module.found[name].doc))} |")
+    return [*lines, ""]
+
+
 def api_page(chapter: str, explained: dict[str, set[str]]) -> str:
-    "Return the page with the public names of a chapter."
+    "Return the page with the names of a chapter: first those of `bertlab` itself, then each module's others."
     import bertlab
 
     title, sentence = CHAPTERS[chapter]
-    parts = front(f"Names of bertlab.{chapter}", f"{title}: {sentence}.")
+    members = [m for m in modules().values() if m.notebook.startswith(f"{chapter}/") and m.public]
+    names = [(m, name) for m in members for name in sorted(m.public, key=str.lower)]
+    is_public = lambda m, name: bertlab._PLACES.get(name) == m.name.removeprefix("bertlab.")
+    parts = [*front(f"bertlab.{chapter}", f"{title}: {sentence}."), FILTER]
+    if public := sorted((n for n in names if is_public(*n)), key=lambda n: n[1].lower()):
+        parts += ["## Public names {#public}", "", "To import from `bertlab` itself, such as `from bertlab import "
+                  f"{public[0][1]}`.", "", *name_table(public, explained)]  # fmt: skip
     parts += [
-        "Names in bold can be had from `bertlab` itself, too: `bertlab.make_trainer`, for example.",
+        "# In its modules {#modules}",
         "",
-        FILTER,
+        "What these are made of; import it from the module.",
+        "",
     ]
-    for module in modules().values():
-        if not module.notebook.startswith(f"{chapter}/") or not module.public:
-            continue
-        page = f"../../{module.notebook}"
-        parts += [
-            f"## {module.name} {{#{module.name.replace('.', '-')}}}",
-            "",
-            f"{module.doc} [Explained]({page})",
-            "",
-        ]
-        parts += ["| name | what it is |", "|:---|:-------|"]
-        for name in sorted(module.public, key=str.lower):
-            mark = "**" if bertlab._PLACES.get(name) == module.name.removeprefix("bertlab.") else ""
-            is_explained = anchor(name) in explained.get(module.notebook, ())
-            linked = f"[`{name}`]({page}#{anchor(name)})" if is_explained else f"`{name}`"
-            parts.append(f"| {mark}{linked}{mark} | {cell(first_line(module.found[name].doc))} |")
-        parts.append("")
+    for module in members:
+        parts += [f"## {module.name} {{#{module.name.replace('.', '-')}}}", "",
+                  f"{module.doc} [Explained](../../{module.notebook})", ""]  # fmt: skip
+        if others := [n for n in names if n[0] is module and not is_public(*n)]:
+            parts += name_table(others, explained)
     return "\n".join(parts)
 
 
@@ -330,17 +435,57 @@ def command_file(name: str) -> str:
     return f"reference/commands/{name.replace(' ', '-')}.qmd"
 
 
+def code_in_table(text: str) -> str:
+    "Format code in a table cell."
+    if "|" not in text and "`" not in text:
+        return f"`{text}`"
+    return f"<code>{html.escape(text).replace('|', '&#124;')}</code>"
+
+
+# Commands whose options are those of another: listed once, on the page of that one.
+SAME_OPTIONS = {"validate": "pretrain", "distill": "pretrain"}
+
+
+def option_anchor(key: str) -> str:
+    return f"option-{key.replace('.', '-')}"
+
+
+def own_options(name: str) -> dict:
+    "Return the options of a command that its page lists."
+    shared = commands()[SAME_OPTIONS[name]].options if name in SAME_OPTIONS else {}
+    return {key: option for key, option in commands()[name].options.items() if key not in shared}
+
+
 def command_page(name: str) -> str:
-    "Return the page of a command, from its `--help`."
-    import os
-    from unittest.mock import patch
+    "Return the page of a command: its usage, and a table of its options by section."
+    from bertlab.cli.parser import type_name
 
     command = commands()[name]
-    with patch.dict(os.environ, {"COLUMNS": "88"}):
-        text = command.help()
+    usage = re.sub(r"\s+", " ", command.help().partition("usage: ")[2].partition("\n\n")[0])
     about = re.sub(r"\s+", " ", command.about)
     parts = front(f"bertlab {name}", f"{about[0].upper()}{about[1:]}.")
-    parts += ["```text", text.rstrip(), "```", ""]
+    parts += ["```sh", f"$ {usage}", "```", ""]
+    options, by_section = own_options(name), {}
+    if set(command.sections) - {""}:
+        parts += ["Each option is a key of a configuration file, too: `--data.seed 1` is `seed: 1` in the section "
+                  f"`data` of the file that `bertlab {name} --config FILE` reads.", ""]  # fmt: skip
+    if name in SAME_OPTIONS:
+        other = SAME_OPTIONS[name]
+        parts += [f"It takes the options of [`bertlab {other}`]({other}.qmd)"
+                  + (", and these:" if options else "."), ""]  # fmt: skip
+    for key, option in options.items():
+        by_section.setdefault(key.rpartition(".")[0], []).append((key, option))
+    parts += [FILTER] if len(options) > 20 else []
+    for section, rows in by_section.items():
+        parts += [f"## {section} {{#{section}}}", ""] if section else []
+        parts += ["| option | type | default | meaning |", "|:--|:--|:--|:-----|"]
+        for key, option in rows:
+            default = "required" if option.required else code_in_table(json.dumps(option.default))
+            kind = code_in_table(type_name(option.type))
+            parts.append(
+                f"| [`--{key}`]{{#{option_anchor(key)}}} | {kind} | {default} | {cell(option.help)} |"
+            )
+        parts.append("")
     return "\n".join(parts)
 
 
@@ -354,70 +499,31 @@ def commands_index() -> str:
     return "\n".join([*parts, ""])
 
 
-def code_in_table(text: str) -> str:
-    "Format code in a table cell."
-    import html
-
-    if "|" not in text:
-        return f"`{text}`"
-    return f"<code>{html.escape(text).replace('|', '&#124;')}</code>"
-
-
-def shown_default(value: object) -> str:
-    import json
-
-    return code_in_table(json.dumps(value))
-
-
-def settings_page(name: str) -> str:
-    "Return the page with every key of the configuration of a command."
-    from bertlab.cli.parser import type_name
-
-    command = commands()[name]
-    parts = front(f"Settings of bertlab {name}", f"Every key of a configuration file for bertlab {name}, "
-                  "with its default and what it means.")  # fmt: skip
-    parts += [f"A file for `bertlab {name} --config FILE` holds sections, and in each of them any of these keys. "
-              "On the command line a key is a flag: `--section.key value`.", "", FILTER]  # fmt: skip
-    section = None
-    for key, option in command.options.items():
-        here, _, last = key.rpartition(".")
-        if here != section:
-            section = here
-            parts += ["", f"## {section or 'Top of the file'} {{#{section or 'top'}}}", ""]
-            parts += ["| key | type | default | meaning |", "|:--|:--|:--|:-----|"]
-        default = "required" if option.required else shown_default(option.default)
-        meaning = cell(option.help)
-        parts.append(
-            f"| `{last}` | {code_in_table(type_name(option.type))} | {default} | {meaning} |"
-        )
-    return "\n".join([*parts, ""])
-
-
-def configured() -> list[str]:
-    "Return the commands that read configuration files."
-    return [name for name, command in commands().items() if set(command.sections) - {""}]
-
-
-def settings_file(name: str) -> str:
-    return f"reference/settings/{name.replace(' ', '-')}.qmd"
+def search_entries() -> list[dict]:
+    "Return an entry of the site's search for each option of each command."
+    entries = []
+    for name in commands():
+        page = Path(command_file(name)).with_suffix(".html").as_posix()
+        for key, option in own_options(name).items():
+            address = f"{page}#{option_anchor(key)}"
+            entries.append({"objectID": address, "href": address, "title": f"--{key}",
+                            "section": f"bertlab {name}", "text": option.help, "crumbs": ["Reference", "Commands"]})  # fmt: skip
+    return entries
 
 
 def pages(explained: dict[str, set[str]]) -> dict[str, str]:
     "Return all pages of the reference by file."
     texts = {"api.qmd": api_index(), "reference/commands/index.qmd": commands_index()}
     texts |= {command_file(name): command_page(name) for name in commands()}
-    texts |= {settings_file(name): settings_page(name) for name in configured()}
     texts |= {f"reference/api/{chapter}.qmd": api_page(chapter, explained) for chapter in CHAPTERS}
     return texts
 
 
 def sidebar() -> list[dict]:
-    "Return the sidebar entries of the reference."
-    titled = lambda file, text: {"href": file, "text": text}
+    "Return the sidebar entries of the reference; each has its page's title."
     return [
         {"section": "Commands", "href": "reference/commands/index.qmd",
-         "contents": [titled(command_file(name), name) for name in commands()]},
-        {"section": "Settings of a file", "contents": [titled(settings_file(name), name) for name in configured()]},
+         "contents": [command_file(name) for name in commands()]},
         {"section": "Names in Python", "href": "api.qmd",
-         "contents": [titled(f"reference/api/{chapter}.qmd", chapter) for chapter in CHAPTERS]},
+         "contents": [f"reference/api/{chapter}.qmd" for chapter in CHAPTERS]},
     ]  # fmt: skip

@@ -451,7 +451,7 @@ def sidebar(root: Path) -> str:
 
     def bar(identifier: str, title: str) -> None:
         lines.extend([f"    - id: {identifier}", f"      title: {title}"])
-        lines.extend(["      style: docked", "      contents:"])
+        lines.extend(["      style: docked", "      collapse-level: 1", "      contents:"])
 
     def entries(members: list[str], depth: int = 8) -> None:
         lines.extend(f"{' ' * depth}- {name}" for name in members)
@@ -473,10 +473,14 @@ def sidebar(root: Path) -> str:
     for chapter, (title, _) in CHAPTERS.items():
         if members := pages_of(chapter, names):
             section(title, members)
+    bar("benchmarks", "Benchmarks")
+    measured = ["benchmarks.ipynb", "experiments.ipynb", "encoders.ipynb"]
+    entries([name for name in measured if name in names])
     bar("reference", "Reference")
     # The page at nbs/index.ipynb is the README; the site begins with a page of its own.
-    pages = [name for name in names if name not in ("index.ipynb", *PAGES) and "/" not in name]
-    entries(["overview.ipynb", *pages, "changelog.qmd"])
+    others = ("index.ipynb", *PAGES, *measured)
+    pages = [name for name in names if name not in others and "/" not in name]
+    entries(["overview.ipynb", *pages, "changelog.qmd", "cite.qmd"])
     return "\n".join(lines) + "\n"
 
 

@@ -79,9 +79,19 @@ class Box {
       : `Read in ${answer.took} ms. The sentence has no gap: write ___ for a word to guess.`);
   }
 
+  // The model always answers; where it has no idea, the page says so.
+  doubt(answer) {
+    const unsure = answer.gaps.filter((place) => answer.guesses[place][0][1] < 0.1);
+    this.part(".unsure").hidden = !unsure.length;
+    this.part(".unsure").textContent = !unsure.length ? ""
+      : `No guess ${answer.gaps.length > 1 ? `for ${unsure.length} of the ${answer.gaps.length} gaps ` : ""}reaches 10 %: the model `
+      + "has not read enough about this. Its probability is spread over many words, and the first of them is hardly likelier than the next.";
+  }
+
   show(answer) {
     const { guessTable } = this.parts.draw;
     this.tell(answer);
+    this.doubt(answer);
     this.part(".guesses").replaceChildren(...answer.gaps.map((place, i) => guessTable(answer.guesses[place], i + 1, answer.gaps.length)));
   }
 }
