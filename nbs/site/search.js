@@ -63,7 +63,7 @@ function scoreOf(needed, fields) {
 
 // A page before its parts, and guides before the reference.
 function standing(doc) {
-  const place = /^(guides\/|index|cite)/.test(doc.href) ? 1.6 : /^(reference\/commands|walkthroughs|course)/.test(doc.href) ? 1.2
+  const place = /^(guides\/|index|cite)/.test(doc.href) ? 1.6 : /^(reference\/commands|course)/.test(doc.href) ? 1.2
     : /^(reference\/api|changelog)/.test(doc.href) ? 0.5 : 1;
   return place * (doc.section ? 1 : 1.3);
 }

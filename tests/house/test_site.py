@@ -25,7 +25,14 @@ NOTEBOOKS = [docs.RENAMED.get(name, name) for name in
 def site(tmp_path_factory) -> Path:
     "A copy of the project in which `make docs` ran once, without Quarto."
     copy = tmp_path_factory.mktemp("site") / "copy"
-    names = ["settings.ini", "pyproject.toml", "README.md", "_quarto.yml", "CHANGELOG.md", "CITATION.cff"]
+    names = [
+        "settings.ini",
+        "pyproject.toml",
+        "README.md",
+        "_quarto.yml",
+        "CHANGELOG.md",
+        "CITATION.cff",
+    ]
     names += ["nbs", "bertlab", "scripts", "benchmarks"]
     copy.mkdir()
     for name in names:
@@ -135,9 +142,12 @@ def test_the_reference_has_every_name_command_and_key(site):
 
 def test_a_name_is_documented_by_its_docstring_first(site):
     displayed = staged_text(site, "model/03_attention.ipynb")
-    _, _, entry = displayed.partition("### PackedLayout.from_documents ")
+    _, _, entry = displayed.partition("### document_mask ")
     entry = entry.partition("\n### ")[0]
-    order = [entry.index(part) for part in ("Describe", "| parameter |", '<details class="code">')]
+    order = [
+        entry.index(part)
+        for part in ("Let tokens attend", "| parameter |", '<details class="code">')
+    ]
     assert order == sorted(order)
     assert "| `documents_BL` | `Tensor` |  | 0 for padding, 1, 2, ... for the document" in entry
 
