@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['MaskedLMHead', 'head_and_loss', 'TokenPredictionOutput', 'TokenPredictionModel', 'full_mask', 'BertLabForMaskedLM',
            'BertLabForMaskedDiffusion', 'logical_shift_right', 'splitmix64', 'sample_half_of_pairs',
-           'EnhancedDecoderBlock', 'enhanced_decoding_context', 'BertLabForCausalLM', 'BertLabForEnhancedMaskedLM',
+           'EnhancedDecoderBlock', 'enhanced_decoding_context', 'BertLabForEnhancedMaskedLM', 'BertLabForCausalLM',
            'predict_tokens']
 
 # %% ../../nbs/model/06_heads.ipynb #bc6819fc
@@ -355,37 +355,6 @@ def enhanced_decoding_context(
     mask_B1LL = _enhanced_decoding_mask(context.prepared.mask_B1LL, row_keys)
     return replace(context, prepared=context.prepared._replace(mask_B1LL=mask_B1LL))
 
-# %% ../../nbs/model/06_heads.ipynb #c4a5e1d1
-class BertLabForCausalLM(TokenPredictionModel):
-    "The encoder of a configuration reading from left to right: a control of the same size."
-
-    required_input = "row_keys"  # of the collator that masks nothing
-    scores_encoder = False
-
-    def __init__(self, config: BertLabConfig):
-        config = copy.copy(config)
-        config.is_causal = True
-        super().__init__(config)
-        self.encoder = BertLabModel(config)
-        self.head = MaskedLMHead(config)
-        self.post_init()
-
-    def vectors_to_score(
-        self,
-        x_BLD: Tensor,  # of the encoder
-        documents_BL: Tensor,
-        position_ids: Tensor | None,
-        labels_BL: Tensor | None,  # the ids themselves at tokens that are predicted
-        row_keys: Tensor | None,
-    ) -> tuple[Tensor, Tensor | None]:  # (B, L, D): at i what comes before i; (B, L)
-        "Score each token by the vector before it; the first of a document has no label."
-        before_BLD = torch.cat([x_BLD[:, :1], x_BLD[:, :-1]], dim=1)
-        if labels_BL is not None:
-            first_BL = torch.ones_like(labels_BL, dtype=torch.bool)
-            first_BL[:, 1:] = documents_BL[:, 1:] != documents_BL[:, :-1]
-            labels_BL = labels_BL.masked_fill(first_BL, IGNORE_INDEX)
-        return before_BLD, labels_BL
-
 # %% ../../nbs/model/06_heads.ipynb #1542af12
 class BertLabForEnhancedMaskedLM(TokenPredictionModel):
     """Rebuild each token from a random half of the others; nothing is masked.
@@ -427,6 +396,37 @@ class BertLabForEnhancedMaskedLM(TokenPredictionModel):
 _CLASSES = BertLabForMaskedLM, BertLabForMaskedDiffusion, BertLabForEnhancedMaskedLM
 # Of several classes, transformers takes the one that a saved configuration names.
 AutoModelForMaskedLM.register(BertLabConfig, _CLASSES, exist_ok=True)
+
+# %% ../../nbs/model/06_heads.ipynb #c4a5e1d1
+class BertLabForCausalLM(TokenPredictionModel):
+    "The encoder of a configuration reading from left to right: a control of the same size."
+
+    required_input = "row_keys"  # of the collator that masks nothing
+    scores_encoder = False
+
+    def __init__(self, config: BertLabConfig):
+        config = copy.copy(config)
+        config.is_causal = True
+        super().__init__(config)
+        self.encoder = BertLabModel(config)
+        self.head = MaskedLMHead(config)
+        self.post_init()
+
+    def vectors_to_score(
+        self,
+        x_BLD: Tensor,  # of the encoder
+        documents_BL: Tensor,
+        position_ids: Tensor | None,
+        labels_BL: Tensor | None,  # the ids themselves at tokens that are predicted
+        row_keys: Tensor | None,
+    ) -> tuple[Tensor, Tensor | None]:  # (B, L, D): at i what comes before i; (B, L)
+        "Score each token by the vector before it; the first of a document has no label."
+        before_BLD = torch.cat([x_BLD[:, :1], x_BLD[:, :-1]], dim=1)
+        if labels_BL is not None:
+            first_BL = torch.ones_like(labels_BL, dtype=torch.bool)
+            first_BL[:, 1:] = documents_BL[:, 1:] != documents_BL[:, :-1]
+            labels_BL = labels_BL.masked_fill(first_BL, IGNORE_INDEX)
+        return before_BLD, labels_BL
 
 # %% ../../nbs/model/06_heads.ipynb #a7f0c102
 def predict_tokens(
