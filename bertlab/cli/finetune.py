@@ -116,7 +116,7 @@ def build_finetuning(
     run, model = FinetuneRunConfig(**config["run"]), dict(config["model"])
     trainer = trainer_options(config["trainer"])
     with reporting_unknown_options():
-        FinetuningModule(**model)  # checks the options before the rows are read
+        FinetuningModule(**model).check_model()  # before the rows are read
         data = data or _load_data(config, saved)
         if model["model_config_kwargs"] is not None:  # random weights fit the tokenizer
             ids = {name: getattr(data.tokenizer, name) for name in SPECIAL_TOKEN_IDS}

@@ -69,13 +69,14 @@ def worker_error(
 ) -> OSError | None:  # None: it is of another kind
     "Say what to do about a worker that was killed, or found no shared memory."
     message = str(error)
-    if not isinstance(error, RuntimeError):
+    is_full = isinstance(error, OSError) and error.errno == errno.ENOSPC and not error.filename
+    if not isinstance(error, RuntimeError) and not is_full:
         return None
-    if "shared memory" in message:  # also in what torch says of a bus error
+    if is_full or "shared memory" in message:  # also in what torch says of a bus error
         return OSError(
             errno.ENOSPC,
-            "no shared memory is left for the batches of workers; set num_workers to 0, or enlarge "
-            "it (in Docker: --shm-size=8g)",
+            "no shared memory is left for worker processes; set num_workers to 0 or num_proc to 1, "
+            "or enlarge it (in Docker: --shm-size=8g)",
             "/dev/shm",
         )
     if match := re.match(r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\) (.*?)\.?\s*$", message):
@@ -93,7 +94,13 @@ class _WorkerLoader(DataLoader):
         before = os.environ.get("TOKENIZERS_PARALLELISM")
         os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the workers inherit it
         try:
+            # As many as torch makes: where these fail, its own would also print a traceback.
+            num_queues = self.num_workers and self.num_workers + 3
+            queues = [multiprocessing.Queue() for _ in range(num_queues)]
+            del queues
             batches = super().__iter__()
+        except OSError as error:
+            raise (worker_error(error) or error) from None
         finally:
             os.environ.pop("TOKENIZERS_PARALLELISM")
             if before is not None:

@@ -352,7 +352,13 @@ def _run_locally(
             return
         context = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
         arguments = context, _begin_worker, (os.getpid(),)
-        with ProcessPoolExecutor(min(num_proc, len(numbers)), *arguments) as pool:
+        try:
+            pool = ProcessPoolExecutor(min(num_proc, len(numbers)), *arguments)
+        except OSError as error:
+            from bertlab.data.loaders import worker_error
+
+            raise (worker_error(error) or error) from None
+        with pool:
             futures = [pool.submit(tokenize_part, job, part) for part in numbers]
             try:
                 for future in as_completed(futures):

@@ -31,6 +31,7 @@ from .gradcache import all_gather, all_gather_with_grad, rank_and_world_size
 from .losses import DISTILLATIONS, ContrastiveLoss, EmbeddedTexts, distill_batch
 from .losses import similarity_loss, vector_loss
 from .pairs import EmbeddingDataModule
+from .pooling import POOLINGS
 from ..model.adapters import add_adapter, freeze_weights, layer_depths
 from ..model.adapters import save_adapter
 from ..model.config import BertLabConfig
@@ -128,9 +129,14 @@ _OBJECTS = "optimizer_class", "optimizer_kwargs", "schedule", "scheduler_kwargs"
 
 def _check_options(options: AttributeDict) -> None:
     "Raise `ValueError` for arguments of `EmbeddingModule` that do not fit."
+    if options["pretrained_model_name_or_path"] and options["model_config_kwargs"]:
+        raise ValueError(
+            f"model_config_kwargs={options['model_config_kwargs']} is for random weights: leave it, "
+            "or pretrained_model_name_or_path, out"
+        )
     low, high = (0.005, 1) if options["learn_temperature"] else (0.001, 10)
     check_range("temperature", options["temperature"], low, high)
-    check_range("layer_decay", options["layer_decay"], 0, 1, exclude_low=True)
+
     check_rates(options)
     is_distilled = options["distillation"] is not None
     check_range(
@@ -139,6 +145,8 @@ def _check_options(options: AttributeDict) -> None:
     check_range("distillation_weight", options["distillation_weight"], 0)
     if is_distilled:
         check_choice("distillation", options["distillation"], DISTILLATIONS)
+    check_choice("pooling", options["pooling"] or "mean", POOLINGS)
+    check_range("gradcache_rows", options["gradcache_rows"], 1)
     if options["gradcache_rows"]:
         check_recomputing(True, options["compile_model"], options["optimizer_class"])
     check_parts(options)

@@ -463,6 +463,7 @@ class EmbeddingDataModule(SplitDataModule):
         check_range("train_batch_size", train_batch_size, 2)
         check_range("val_batch_size", val_batch_size, 2)
         check_range("num_negatives", num_negatives, 0)
+        check_range("num_workers", num_workers, 0)
         check_range("row_length", row_length, max_sequence_length)
         check_range("validation_fraction", validation_fraction, 0, 1, exclude_high=True)
         self.tokenizer = pretrained_tokenizer_name_or_path

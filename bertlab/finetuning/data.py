@@ -213,7 +213,9 @@ class FinetuningDataModule(SplitDataModule):
         if self.file_format is not None:
             resolve(self.file_format, LABELLED, "file_format")
         check_range("validation_fraction", self.validation_fraction, 0, 1, exclude_high=True)
-        check_minimum(self, max_sequence_length=8)
+        check_minimum(self, max_sequence_length=8, num_workers=0)
+        for split, size in zip(("train", "val", "test"), self.batch_sizes.values()):
+            check_range(f"{split}_batch_size", size, 1)
         names = self.label_names or ()
         names = [*(names.values() if isinstance(names, Mapping) else names)]
         if len(set(names)) < len(names):

@@ -125,7 +125,6 @@ def layerwise_rates(
     num_layers: int,  # n
 ) -> list[float]:  # of the depths 0 ... n + 1
     "Return learning rates that fall towards the tokens (Clark et al. 2020, appendix B)."
-    check_range("layer_decay", layer_decay, 0, 1, exclude_low=True)
     return [learning_rate * layer_decay**below for below in range(num_layers + 1, -1, -1)]
 
 # %% ../../nbs/finetuning/09_models.ipynb #225e9fcc
@@ -169,7 +168,7 @@ def reinit_top_layers(
 # %% ../../nbs/finetuning/09_models.ipynb #1ab48316
 def settle_class_weights(
     weights: Sequence[float] | str | None,  # a weight for each label, "balanced", or None
-    task: Task,
+    task: Task,  # without a number of labels, any number of weights is accepted
     data: Any = None,  # a data module that was set up, for "balanced"
 ) -> Tensor | None:  # (C,)
     "Return the weights of classes. Raises `ValueError` if they do not fit the task."
@@ -181,9 +180,10 @@ def settle_class_weights(
         weights = balanced_class_weights(data.count_labels("train"), num_rows)
     is_list = task.has_classes and not isinstance(weights, str)
     weights_C = torch.tensor(weights if is_list else [], dtype=torch.float32)
-    if weights_C.shape != (task.num_labels,) or not (weights_C > 0).all():
+    count = task.num_labels or len(weights_C) or "some"  # the data may know their number later
+    if len(weights_C) != count or not (weights_C > 0).all():
         raise ValueError(
-            f"class_weights={weights!r}: give 'balanced', or {task.num_labels} numbers above 0, one "
+            f"class_weights={weights!r}: give 'balanced', or {count} numbers above 0, one "
             f"for each label; {task.name} {'has' if task.has_classes else 'has no'} classes"
         )
     return weights_C if several else weights_C / weights_C.min()

@@ -6,6 +6,7 @@
 __all__ = ['SCHEDULES', 'finetuning_schedule', 'on_host', 'FinetuningModule']
 
 # %% ../../nbs/finetuning/10_module.ipynb #3faac798
+import copy
 import math
 import os
 from collections.abc import Callable, Mapping
@@ -20,8 +21,8 @@ from lightning.fabric.utilities.data import AttributeDict
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
-from ..core.names import check_choice, check_range
-from .models import finetuning_groups, load_task_model
+from ..core.names import check_choice, check_options, check_range
+from .models import LoadedTaskModel, finetuning_groups, load_task_model
 from .models import reinit_top_layers, save_predictor, settle_class_weights
 from .task import LabelNames, Task, get_task, task_name
 from ..model.adapters import add_adapter, freeze_weights
@@ -68,6 +69,8 @@ def finetuning_schedule(
     # Theirs would save the peaks, too, and a resume with another rate would use the old one.
     placeholder = torch.optim.SGD([torch.zeros(1)], lr=optimizer.defaults["lr"])
     name = "constant_with_warmup" if is_constant else scheduler_type
+    function = transformers.optimization.TYPE_TO_SCHEDULER_FUNCTION[name]
+    check_options(function, options or {}, "scheduler_kwargs")
     schedule = transformers.get_scheduler(
         name, placeholder, warmup_steps, total, dict(options or {})
     )
@@ -78,6 +81,14 @@ def on_host(values: Any) -> Any:
     "Move tensors from XLA to the CPU: choosing rows has no fixed shape."
     move = lambda tensor: tensor.cpu() if tensor.device.type == "xla" else tensor
     return apply_to_collection(values, Tensor, move)
+
+
+def _build_schedule(
+    optimizer: torch.optim.Optimizer, options: Any, total_steps: int | float
+) -> torch.optim.lr_scheduler.LRScheduler:
+    "Build the schedule of `FinetuningModule` options."
+    lengths = options.warmup_steps, total_steps, options.scheduler_kwargs, options.warmup_ratio
+    return finetuning_schedule(optimizer, options.scheduler_type, *lengths)
 
 
 def _check_options(options: AttributeDict) -> None:
@@ -102,7 +113,7 @@ def _check_options(options: AttributeDict) -> None:
         check_choice("scheduler_type", schedule, SCHEDULES)
     if options["adapter"] is not None and options["reinit_layers"]:
         raise ValueError(f"reinit_layers={options['reinit_layers']} and adapter: leave one out")
-    check_parts(options)
+    check_parts(options, _build_schedule)
 
 
 def _describe_labels(task: Task) -> dict[str, Any]:
@@ -169,6 +180,8 @@ class FinetuningModule(TrainingModule):
         _check_options(self.hparams)
         self.requested_labels = LabelNames.from_ids(id2label) if id2label else None
         self.task: Task = get_task(task, problem_type)
+        if class_weights != "balanced" or not self.task.has_classes:
+            settle_class_weights(class_weights, self.task)
         self.task_is_settled = False
         self.register_buffer("class_weights_C", None, persistent=False)
         self.data: Any = None  # the trainer's data module, if it has one
@@ -239,6 +252,25 @@ class FinetuningModule(TrainingModule):
         # Batches are padded to a multiple of 8.
         data.collator.max_sequence_length = min(data.collator.max_sequence_length, most)
 
+    def _build(self, task: Task) -> LoadedTaskModel:
+        "Load or build the model of a task; reinitialize, adapt and freeze it."
+        h, options = self.hparams, (self.hparams.model_kwargs, self.hparams.model_config_kwargs)
+        loaded = load_task_model(task, h.pretrained_model_name_or_path, *options)
+        model, new = loaded.model, reinit_top_layers(loaded.model, h.reinit_layers)
+        if h.adapter is not None:  # the head for the task is new and learns as a whole
+            base = f"{model.base_model_prefix}."
+            head = {n.partition(".")[0] for n in model.state_dict() if not n.startswith(base)}
+            add_adapter(model, h.adapter, sorted(head))
+        freeze_weights(model, h.freeze_layers, "freeze_layers")
+        return loaded._replace(new_weights=sorted({*loaded.new_weights, *new}))
+
+    def check_model(self) -> None:
+        "Raise `ValueError` for a model, or options that do not fit it, before rows are read."
+        task, is_new = copy.copy(self.task), self.hparams.pretrained_model_name_or_path is None
+        task.num_labels = task.num_labels or self.hparams.num_labels or 2
+        with torch.random.fork_rng(devices=[]), torch.device("meta" if is_new else "cpu"):
+            self._build(task)
+
     def configure_model(self) -> None:
         "Load or build, reinitialize, freeze: once."
         if self.model is not None:
@@ -248,19 +280,11 @@ class FinetuningModule(TrainingModule):
         # Lightning takes out what cannot be pickled, such as a class made in a notebook.
         self.hparams.update({**self._objects, **self.hparams})
         h = self.hparams
-        source = h.pretrained_model_name_or_path
-        loaded = load_task_model(self.task, source, h.model_kwargs, h.model_config_kwargs)
-        self._check_rows(loaded.model.config)
-        self.model, self.padded_because = loaded.model, loaded.padded_because
+        model, self.new_weights, self.padded_because = self._build(self.task)
+        self._check_rows(model.config)
         if self.is_padded and getattr(self.data, "packing", False):
-            raise ValueError(f"packing=True needs bertlab's encoder: {loaded.padded_because}")
-        reinitialized = reinit_top_layers(self.model, h.reinit_layers)
-        self.new_weights = sorted({*loaded.new_weights, *reinitialized})
-        if h.adapter is not None:  # the head for the task is new and learns as a whole
-            base = f"{self.model.base_model_prefix}."
-            head = {n.partition(".")[0] for n in self.model.state_dict() if not n.startswith(base)}
-            add_adapter(self.model, h.adapter, sorted(head))
-        freeze_weights(self.model, h.freeze_layers, "freeze_layers")
+            raise ValueError(f"packing=True needs bertlab's encoder: {self.padded_because}")
+        self.model = model
         self.frozen = [n for n, p in self.model.named_parameters() if not p.requires_grad]
         device = self.trainer.strategy.root_device if self._trainer else torch.device("cpu")
         apply_activation_checkpointing(self.model, h.gradient_checkpointing, device)
@@ -319,8 +343,7 @@ class FinetuningModule(TrainingModule):
             phases = {"training_kind": "linear", "training_decay": 0.0, "total_steps": total_steps}
             schedule = get_scheduler(optimizer, warmup_steps=warmup_steps, **phases)
         else:
-            lengths = h.warmup_steps, total_steps, h.scheduler_kwargs, h.warmup_ratio
-            schedule = finetuning_schedule(optimizer, h.scheduler_type, *lengths)
+            schedule = _build_schedule(optimizer, h, total_steps)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     def save_directory(self, directory: Path, weights: dict[str, Tensor]) -> None:

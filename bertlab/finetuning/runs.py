@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader
 from ..core.devices import find_accelerator
 from ..core.names import check_choice
 from ..data.tokenizers import resolve_tokenizer
-from ..model.huggingface import check_source
+
 from ..train.initialization import check_tokenizer_matches
 from .evaluation import format_table
 from .models import save_predictor
@@ -148,7 +148,6 @@ def prepare(
     "Set the data up and let module and data agree. Raises `ValueError`."
     source = module.hparams.pretrained_model_name_or_path
     if source is not None:
-        check_source(source)
         data.tokenizer = resolve_tokenizer([data.tokenizer], source)
         check_tokenizer_matches(source, data.tokenizer)
     data.prepare_data()
@@ -352,6 +351,7 @@ def finetune(
     without labels to learn by, and for a checkpoint of another run.
     """
     check_choice("method", method, ("finetune", "probe"))
+    module.check_model()
     monitor, data.seed = prepare(module, data, monitor), seed
     if method == "probe":
         seed_everything(seed)

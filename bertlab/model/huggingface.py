@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['ARCHITECTURES', 'SENTENCE_TRANSFORMERS_FILES', 'BertLabModelWithPooler', 'read_config', 'find_auto_class',
-           'stored_head', 'LoadedModel', 'check_source', 'describe_rows', 'why_padded', 'load_model',
-           'from_huggingface', 'has_adapter', 'check_no_adapter', 'merged_copy', 'positions_differ',
-           'drop_position_offset', 'to_huggingface', 'check_tokenizer', 'max_input_length', 'saved_as', 'save_model',
-           'read_model_json', 'read_sentence_transformers_files']
+           'stored_head', 'LoadedModel', 'describe_rows', 'why_padded', 'load_model', 'from_huggingface', 'has_adapter',
+           'check_no_adapter', 'merged_copy', 'positions_differ', 'drop_position_offset', 'to_huggingface',
+           'check_tokenizer', 'max_input_length', 'saved_as', 'save_model', 'read_model_json',
+           'read_sentence_transformers_files']
 
 # %% ../../nbs/model/10_huggingface.ipynb #bb5daf10
 import copy
@@ -241,13 +241,6 @@ def _load_padded(
     if lost := [key for key in new if key.startswith(prefix) and "pooler." not in key]:
         raise ValueError(f"{str(source)!r} lacks weights, such as {lost[0]!r} ({len(lost)} in all)")
     return model.eval(), new
-
-
-def check_source(
-    source: str | os.PathLike,  # a directory, or a name on the hub
-) -> None:
-    "Raise `ValueError` for what is no encoder with weights that fit, before anything else is read."
-    load_model(source, "Model")
 
 
 def describe_rows(

@@ -16,9 +16,10 @@ from ..core.names import check_choice, check_range
 
 # %% ../../nbs/train/01_config.ipynb #cbf775e3
 def check_rates(options: Mapping[str, Any]) -> None:  # of any training module
-    "Raise `ValueError` for a learning rate or a weight decay that is negative or not finite."
+    "Raise `ValueError` for a learning rate, a weight decay or a decay by layer out of its range."
     for name in ("learning_rate", "weight_decay"):
         check_range(name, options[name], 0, math.inf, exclude_high=True)
+    check_range("layer_decay", options.get("layer_decay"), 0, 1, exclude_low=True)
 
 
 @dataclass(frozen=True)

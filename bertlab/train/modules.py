@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['DEFAULT_LEARNING_RATES', 'RATES_BY_STEPS', 'WARMUP_SHARE', 'OPEN_WARMUP_STEPS', 'MUON_RECIPE', 'COOLDOWN_SHARE',
            'CLOCK_RECIPE', 'STATE_FILE', 'default_learning_rate', 'optimizer_options', 'clock_budget',
-           'build_param_groups', 'pretraining_recipe', 'describe_recipe', 'build_optimizer', 'compile_model',
-           'resolve_compile', 'check_recomputing', 'apply_activation_checkpointing', 'check_parts',
+           'build_param_groups', 'pretraining_recipe', 'describe_recipe', 'build_schedule', 'build_optimizer',
+           'compile_model', 'resolve_compile', 'check_recomputing', 'apply_activation_checkpointing', 'check_parts',
            'HuggingFaceCheckpointIO', 'make_loadable', 'PretrainingModule']
 
 # %% ../../nbs/train/05_modules.ipynb #4f3f6a4e
@@ -30,7 +30,6 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from ..core.durations import parse_amount, parse_duration
 from ..core.files import write_json
-from ..core.names import resolve
 from ..data.rows import IGNORE_INDEX, NON_MODEL_KEYS
 from ..data.tokenizers import check_same_vocabulary, load_tokenizer
 from ..model.activation_checkpointing import checkpoint_activations, parse_checkpointing
@@ -50,7 +49,7 @@ from ..model.layers import resolve_layers
 from ..model.losses import LossConfig, LossSums, token_bytes
 from ..optim.budgets import TimeBudgetLR
 from ..optim.groups import parameter_groups
-from ..optim.optimizers import OPTIMIZERS, get_optimizer, optimizer_spec
+from ..optim.optimizers import get_optimizer, optimizer_spec
 from ..optim.schedulers import CUSTOM_SCHEDULES, SCHEDULE_KINDS, custom_scheduler
 from ..optim.schedulers import get_scheduler
 from .config import PretrainingConfig
@@ -190,32 +189,43 @@ def describe_recipe(
     return f"{name}, rate {options.learning_rate:.3g} at its peak, {schedule}"
 
 
+def build_schedule(
+    optimizer: torch.optim.Optimizer,  # each group's own rate is its peak
+    options: Any,  # attributes named as in `PretrainingConfig`
+    total_steps: int | float,  # optimizer steps of the whole run; infinite or -1: no end
+) -> LRScheduler:
+    "Build the schedule that the options name. Raises `ValueError` for an option out of its range."
+    total = total_steps if 0 <= total_steps < math.inf else None
+    kwargs = options.scheduler_kwargs or {}
+    if options.schedule is not None:
+        return custom_scheduler(optimizer, options.schedule, total, kwargs)
+    phases = {
+        f"{phase}_{part}": getattr(options, f"scheduler_{phase}_{part}")
+        for phase in SCHEDULE_KINDS
+        for part in ("kind", "steps", "decay")
+    }
+    if phases["warmup_steps"] is None:
+        phases["warmup_steps"] = WARMUP_SHARE if total else OPEN_WARMUP_STEPS
+    for name in (phases.keys() | {"total_steps"}) & kwargs.keys():
+        instead = "max_steps" if name == "total_steps" else f"scheduler_{name}"
+        raise ValueError(f"scheduler_kwargs has {name}={kwargs[name]!r}: set {instead}")
+    try:
+        return get_scheduler(optimizer, total_steps=total, **phases, **kwargs)
+    except ValueError as error:
+        prefix = "scheduler_" * str(error).startswith(tuple(SCHEDULE_KINDS))
+        raise ValueError(f"{prefix}{error}") from None
+
+
 def build_optimizer(
     model: torch.nn.Module,
     options: Any,  # attributes named as in `PretrainingConfig`
     total_steps: int | float,  # optimizer steps of the whole run; infinite or -1: no end
 ) -> dict[str, Any]:  # what Lightning's `configure_optimizers` returns
     "Build the optimizer on its parameter groups, and the schedule that Lightning steps."
-    total = total_steps if 0 <= total_steps < math.inf else None
-    groups, kwargs = build_param_groups(model, options), options.scheduler_kwargs or {}
-    optimizer = get_optimizer(
-        options.optimizer_class, groups, optimizer_options(options), options.optimizer_quantized
-    )
-    if options.schedule is None:
-        phases = {
-            f"{phase}_{part}": getattr(options, f"scheduler_{phase}_{part}")
-            for phase in SCHEDULE_KINDS
-            for part in ("kind", "steps", "decay")
-        }
-        if phases["warmup_steps"] is None:
-            phases["warmup_steps"] = WARMUP_SHARE if total else OPEN_WARMUP_STEPS
-        for name in (phases.keys() | {"total_steps"}) & kwargs.keys():
-            instead = "max_steps" if name == "total_steps" else f"scheduler_{name}"
-            raise ValueError(f"scheduler_kwargs has {name}={kwargs[name]!r}: set {instead}")
-        scheduler = get_scheduler(optimizer, total_steps=total, **phases, **kwargs)
-    else:
-        scheduler = custom_scheduler(optimizer, options.schedule, total, kwargs)
-    return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+    groups, kwargs = build_param_groups(model, options), optimizer_options(options)
+    optimizer = get_optimizer(options.optimizer_class, groups, kwargs, options.optimizer_quantized)
+    schedule = build_schedule(optimizer, options, total_steps)
+    return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 # %% ../../nbs/train/05_modules.ipynb #7e0a41bf
 def _compile_where_first_run(function: Callable, **options: Any) -> Callable:
@@ -303,17 +313,30 @@ def apply_activation_checkpointing(
         checkpoint_activations(model, mode, **options)
 
 
-def check_parts(options: Any) -> None:  # attributes named as in `PretrainingConfig`
-    "Raise `ValueError` for names and combinations that cannot be built."
+def check_parts(
+    options: Any,  # attributes named as in `PretrainingConfig`
+    make_schedule: Callable = build_schedule,  # (optimizer, options, total_steps) -> the schedule
+) -> None:
+    "Raise `ValueError` for parts that cannot be built, by building them for one small layer."
     check_recomputing(
         options.gradient_checkpointing, options.compile_model, options.optimizer_class
     )
-    resolve(options.optimizer_class, OPTIMIZERS, "optimizer_class", (torch.optim.Optimizer,))
-    optimizer_options(options)
-    if getattr(options, "schedule", None) is not None:
-        resolve(options.schedule, CUSTOM_SCHEDULES, "schedule", (LRScheduler,))
     if options.adapter is not None:
         make_peft_config(options.adapter)
+    optimizer_class = options.optimizer_class
+    layer = torch.nn.utils.skip_init(torch.nn.Linear, 8, 8)  # which draws no random numbers
+    try:
+        compile_options = resolve_compile(
+            options.compile_model, torch.device("cpu"), optimizer_class
+        )
+        if compile_options:
+            torch.compile(layer, **compile_options)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f"compile_model={options.compile_model!r}: {error}") from None
+    split_hidden = optimizer_spec(optimizer_class).split_hidden
+    groups = parameter_groups(layer, options.weight_decay, split_hidden=split_hidden)
+    kwargs = optimizer_options(options) | {"lr": options.learning_rate or 1e-3}
+    make_schedule(get_optimizer(optimizer_class, groups, kwargs), options, 10**7)
 
 
 def _model_settings(config: PretrainingConfig) -> dict[str, Any]:  # of BertLabConfig

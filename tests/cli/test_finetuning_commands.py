@@ -341,7 +341,7 @@ WRONG = [
     ("--run.num_epochs=0", "run.num_epochs"), ("--run.method=zero", "run.method"), ("--run.patience=-1", "run.patience"),
     ("--run.average=2", "run.average"), ("--run.progress=loud", "progress"),
     ("--run.task=docstring-area", "run.glue"), ("--run.glue=sst3", "sst3"), ("--run.monitor=val_bleu", "val_accuracy"),
-    ("--data.validation_fraction=1.5", "validation_fraction"),
+    ("--data.validation_fraction=1.5", "validation_fraction"), ("--data.train_batch_size=0", "train_batch_size=0"),
     ('--data.text_column=["text", "label", "text"]', "text_column"), ("--data.text_column=txet", "'text'"),
     ('--data.reader_kwargs={"delimiter": ";;"}', "delimiter"), ("--data.train_split=null", "train_split"),
     ("--model.num_labels=7", "num_labels=7"), ("--model.optimizer_class=adamx", "adamx"),

@@ -1,5 +1,6 @@
 """Data modules: every parameter does its thing, processes share fairly, mistakes are named early."""
 
+import multiprocessing
 import os
 import re
 import signal
@@ -576,7 +577,21 @@ def test_missing_shared_memory_ends_a_run(monkeypatch):
         "DataLoader worker (pid 1) is killed by signal: Bus error. ... out of shared memory."
     )
     assert worker_error(RuntimeError(bus_error)).filename == "/dev/shm"
+    assert (
+        worker_error(OSError(28, "No space left on device")).filename == "/dev/shm"
+    )  # a semaphore
+    assert worker_error(OSError(28, "No space left on device", "a.txt")) is None
     assert worker_error(RuntimeError("CUDA out of memory")) is None
+
+
+def test_queues_without_shared_memory_end_in_its_name(monkeypatch):
+    def fail():
+        raise OSError(28, "No space left on device")  # of a semaphore, which names no file
+
+    monkeypatch.setattr(multiprocessing, "Queue", fail)
+    with pytest.raises(OSError, match="num_workers") as raised:
+        list(eval_loader(Trouble(list), list, 1, num_workers=1))
+    assert raised.value.filename == "/dev/shm"
 
 
 @pytest.mark.parametrize("value", [None, "true"])

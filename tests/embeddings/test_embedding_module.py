@@ -418,7 +418,7 @@ def test_validation_loss_ignores_contrastive_weight(weight):
 
 @pytest.mark.parametrize("options, word", [
     ({"freeze": 99}, "freeze"), ({"matryoshka_dims": [64]}, "matryoshka_dims"), ({"parameter_overrides": {"*.nothing": {"lr": 1.0}}}, "nothing"),
-    ({"adapter": {"type": "lora", "target_modules": ["nothing"]}}, "nothing"), ({"adapter": "lara"}, "adapter"), ({"pooling": "sum"}, "pooling"),
+    ({"adapter": {"type": "lora", "target_modules": ["nothing"]}}, "nothing"), ({"adapter": "lara"}, "adapter"),
 ])  # fmt: skip
 def test_options_must_fit_the_model(options, word):
     if word == "nothing" and "adapter" in options:
@@ -433,6 +433,12 @@ def test_options_must_fit_the_model(options, word):
     ({"learning_rate": float("inf")}, "learning_rate=inf"), ({"optimizer_kwargs": {"lr": 1}}, "learning_rate"),
     ({"layer_decay": 1.5}, "layer_decay"), ({"distillation": "mse"}, "distillation"), ({"contrastive_weight": 0.0}, "contrastive_weight"),
     ({"matryoshka_dims": [4, 4]}, "matryoshka_dims"), ({"false_negative_margin": 3.0}, "false_negative_margin=3.0"),
+    ({"pooling": "sum"}, "pooling='sum'"), ({"gradcache_rows": 0}, "gradcache_rows=0"), ({"schedule": "no_file.f"}, "schedule='no_file.f'"),
+    ({"scheduler_warmup_kind": "lineer"}, "scheduler_warmup_kind='lineer'"), ({"scheduler_cooldown_steps": -3}, "scheduler_cooldown_steps .*-3"),
+    ({"scheduler_training_decay": 2.0}, "scheduler_training_decay=2.0"), ({"scheduler_kwargs": {"foo": 1}}, "'foo'"),
+    ({"optimizer_kwargs": {"bates": 1}}, "'bates'"), ({"optimizer_kwargs": {"betas": [2, 3]}}, "betas"),
+    ({"compile_model": "fast"}, "compile_model='fast'"),
+    ({"model_config_kwargs": {"hidden_size": 8}, "pretrained_model_name_or_path": "a"}, "model_config_kwargs"),
 ])  # fmt: skip
 def test_wrong_options_are_refused_at_once(options, word):
     with pytest.raises(ValueError, match=word):

@@ -17,6 +17,7 @@ from bertlab.finetuning.module import FinetuningModule, finetuning_schedule
 from bertlab.finetuning.data import FinetuningDataModule
 from bertlab.finetuning.classification import balanced_class_weights, _binary_cross_entropy_sums
 from bertlab.finetuning.classification import cross_entropy_sums
+from bertlab.finetuning.runs import finetune
 from bertlab.train.history import History
 from bertlab.train.trainer import make_trainer, seed_everything
 
@@ -526,6 +527,27 @@ def small(**changes):
 def test_what_does_not_fit_is_refused_before_a_step(options, words):
     with pytest.raises(ValueError, match=words):
         fit(FinetuningModule(**{"task": "classification", **small(), **options}), data_for(), 1)
+
+
+@pytest.mark.parametrize("options, words", [
+    ({"class_weights": [1.0, 0.0]}, "class_weights"), ({"class_weights": "equal"}, "'equal'"), ({"layer_decay": 2.0}, "layer_decay=2.0"),
+    ({"task": "regression", "class_weights": "balanced"}, "class_weights"), ({"optimizer_kwargs": {"bates": 1}}, "'bates'"),
+    ({"scheduler_kwargs": {"foo": 1}}, "'foo'"), ({"scheduler_type": "cosine", "scheduler_kwargs": {"foo": 1}}, "'foo'"),
+])  # fmt: skip
+def test_wrong_options_are_refused_at_once(options, words):
+    with pytest.raises(ValueError, match=words):
+        FinetuningModule(**{"task": "classification", **small(), **options})
+
+
+@pytest.mark.parametrize("options, words", [
+    ({"freeze_layers": 3}, "freeze_layers=3"), ({"freeze_layers": "blocks*"}, "freeze_layers.*'blocks"),
+    ({"reinit_layers": -1}, "reinit_layers=-1"), ({"model_kwargs": {"hidden_size": 8}}, "'hidden_size'"),
+    ({"model_config_kwargs": None, "pretrained_model_name_or_path": "no/model"}, "no/model"),
+])  # fmt: skip
+def test_a_model_is_checked_before_rows_are_read(options, words, tmp_path):
+    module = FinetuningModule(**{"task": "classification", **small(), **options})
+    with pytest.raises(ValueError, match=words):
+        finetune(module, None, tmp_path)  # there are no rows
 
 
 def test_padding_ends_at_the_positions_of_the_model(monkeypatch):

@@ -8,7 +8,7 @@ import torch
 import transformers
 
 from bertlab.model.families import FAMILIES
-from bertlab.model.huggingface import check_source, from_huggingface, load_model, save_model
+from bertlab.model.huggingface import from_huggingface, load_model, save_model
 from bertlab.model.huggingface import stored_head, to_huggingface
 from bertlab.model.loading import load_state_dict
 from bertlab.model.task_heads import BertLabForTokenClassification
@@ -186,7 +186,7 @@ def test_what_is_no_encoder_is_refused(architecture, tmp_path):
     config_class, name = NO_ENCODERS[architecture]
     config_class().save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=name) as caught:
-        check_source(tmp_path)
+        load_model(tmp_path, "Model")
     assert str(tmp_path) in str(caught.value) and "\n" not in str(caught.value)
 
 

@@ -30,7 +30,6 @@ from bertlab.train.modules import (
     PretrainingModule,
     compile_model,
     resolve_compile,
-    build_optimizer,
 )
 from bertlab.train.initialization import load_encoder
 from bertlab.train.objectives import OBJECTIVES
@@ -562,10 +561,8 @@ def test_the_logged_rate_is_not_that_of_an_override(overrides):
 
 
 def test_an_option_that_has_a_name_is_refused_among_scheduler_kwargs():
-    module = module_of(scheduler_kwargs={"cooldown_decay": 0.1})
-    module.configure_model()
     with pytest.raises(ValueError, match="cooldown_decay=0.1: set scheduler_cooldown_decay"):
-        build_optimizer(module.model, module.options, 10)
+        module_of(scheduler_kwargs={"cooldown_decay": 0.1})
 
 
 def own_optimizer(groups, lr):
