@@ -32,9 +32,9 @@ def fill_mask(
 ) -> None:
     "Let a model fill the gaps of texts."
     texts = _lines_of_input(texts, "texts")
-    from bertlab.cli.models import fill_mask as fill
+    from bertlab.cli.models import iter_fill_mask
 
-    for text, gaps in zip(texts, fill(directory, texts, top_k, backend, precision)):
+    for text, gaps in zip(texts, iter_fill_mask(directory, texts, top_k, backend, precision)):
         print(text)
         for guesses in gaps:
             print("  " + ", ".join(f"{word} {share:.1%}" for word, share in guesses), flush=True)

@@ -4,17 +4,21 @@
 
 # %% auto #0
 __all__ = ['IGNORE_INDEX', 'NON_MODEL_KEYS', 'PADDING', 'Vocabulary', 'document_positions', 'RowError', 'name_row',
-           'column_values', 'padded_length', 'usual_multiple', 'pad_batch', 'row_addresses', 'Collator']
+           'column_values', 'padded_length', 'usual_multiple', 'pad_batch', 'row_addresses', 'Collator',
+           'padded_batches', 'run_batches', 'compute_by_length']
 
 # %% ../../nbs/data/06_rows.ipynb #c5a625d8
 import hashlib
 import math
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -318,3 +322,66 @@ class Collator(ABC):
         inputs = {name: batch[name] for name in names if name in batch}
         labels = column_values(rows, "labels", optional=True)
         return inputs | self.compute_labels({"labels": labels, **batch})
+
+# %% ../../nbs/data/06_rows.ipynb #d1b8ea42
+def padded_batches(
+    lengths_N: Sequence[int],  # tokens of each text
+    batch_tokens: int = 4096,  # positions of a batch, padding included
+    batch_size: int | None = None,  # rows of a batch at most
+) -> Iterator[tuple[np.ndarray, int]]:  # numbers of a batch's texts, and the longest of them
+    "Group texts by length, the longest first; a text that is longer is a batch of its own."
+    order = np.argsort(-np.asarray(lengths_N, dtype=np.int64), kind="stable")
+    start = 0
+    while start < len(order):
+        longest = int(lengths_N[order[start]])
+        count = max(1, batch_tokens // max(1, longest))
+        end = start + min(count, batch_size or count)
+        yield order[start:end], longest
+        start = end
+
+
+def run_batches(
+    compute: Callable[[Any], Any],
+    batches: Iterable[Any],
+    num_threads: int = 1,  # batches computed at once
+) -> Iterator[Any]:  # results, in the order of the batches
+    "Compute batches in threads, with a bounded number in memory."
+    if num_threads == 1:
+        yield from map(compute, batches)
+        return
+    pending: deque = deque()
+    with ThreadPoolExecutor(num_threads) as pool:
+        for batch in batches:
+            pending.append(pool.submit(compute, batch))
+            if len(pending) > 2 * num_threads:
+                yield pending.popleft().result()
+        while pending:
+            yield pending.popleft().result()
+
+
+def compute_by_length(
+    rows: Iterable[Any],  # drawn as they are needed
+    length: Callable[[Any], int],  # tokens of a row
+    compute: Callable[[list[Any], int], Iterable[Any]],  # of a batch and its length: a result a row
+    num_threads: int = 1,  # batches computed at once
+    plan: Callable[[list[int]], Iterable[tuple[np.ndarray, int]]] = padded_batches,
+    window: int = 4096,  # rows that are sorted together
+) -> Iterator[Any]:  # results, in the order of the rows
+    "Compute rows in batches of similar length, with a bounded number in memory."
+
+    def batches() -> Iterator[tuple[list[Any], np.ndarray, int]]:
+        stream = iter(rows)
+        while block := list(islice(stream, window)):
+            for members, batch_length in plan([length(row) for row in block]):
+                yield block, members, batch_length
+
+    def compute_batch(batch: tuple[list[Any], np.ndarray, int]) -> tuple:
+        block, members, batch_length = batch
+        return block, members, compute([block[n] for n in members], batch_length)
+
+    results: dict[int, Any] = {}  # by number in the block
+    for block, members, values in run_batches(compute_batch, batches(), num_threads):
+        results.update(zip(members.tolist(), values))
+        if len(results) == len(block):
+            yield from (results[n] for n in range(len(block)))
+            results = {}

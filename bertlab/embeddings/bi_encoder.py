@@ -10,8 +10,9 @@ __all__ = ['ST_DEFAULTS', 'DOCUMENT_PROMPTS', 'length_batches', 'normalize_rows'
 import copy
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from inspect import signature
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from torch.nn import functional as F
 from ..core.files import write_json
 from ..core.names import check_range, look_up
 from ..data.supervised import SequenceClassificationCollator
+from ..data.rows import compute_by_length, padded_batches
 from ..data.tokenizers import cut_long_texts, load_tokenizer
 from .gradcache import chunk_batch, encode_with_gradcache
 from .pooling import POOLINGS, document_index, pack_for_encoder
@@ -32,7 +34,7 @@ from ..model.huggingface import check_tokenizer, load_model, max_input_length, r
 from ..model.huggingface import read_model_json, save_model, stored_head
 from ..model.layers import gather_positions
 from ..model.task_heads import BertLabForSequenceClassification
-from ..train.backends import open_model, padded_batches, run_batches
+from ..train.backends import open_model
 from ..train.export import INPUTS
 
 # %% ../../nbs/embeddings/04_bi_encoder.ipynb #f1309f11
@@ -108,33 +110,32 @@ def _run_texts(
     model: nn.Module,  # called with a batch of `pack_for_encoder` and the number of its texts
     encoder: nn.Module,  # inside the model
     packs: bool,  # whether texts share a row
-    width: int,  # numbers that the model returns for a text, W
     batch_tokens: int,  # positions of a batch, about
-    ids: Sequence[Sequence[int]],  # of each text
-    token_type_ids: Sequence[Sequence[int]] | None = None,
-) -> np.ndarray:  # (N, W) float32, in the order of the texts
+    texts: Iterable[tuple[list[int], list[int] | None]],  # ids and token types, drawn when needed
+    window: int = 4096,  # texts that are sorted together
+) -> Iterator[np.ndarray]:  # (W,) float32 of each text, in their order
     "Run a model on texts in batches by length, without dropout or gradients."
-    outputs_NW, config = np.empty((len(ids), width), np.float32), encoder.config
-    pad_token_id, lengths = config.pad_token_id or 0, [*map(len, ids)]
-    if packs:
-        packed_length = min(128, config.max_position_embeddings)
-        batches = length_batches(lengths, batch_tokens, packed_length)
-    else:
-        batches = padded_batches(lengths, batch_tokens)
+    config = encoder.config
+    pad_token_id, packed_length = config.pad_token_id or 0, min(128, config.max_position_embeddings)
 
-    def compute(members_and_length: tuple[np.ndarray, int]) -> None:
-        members, row_length = members_and_length
-        rows, types = (values and [values[n] for n in members] for values in (ids, token_type_ids))
-        packed = pack_for_encoder(rows, row_length, pad_token_id, packs, types)
+    def plan(lengths: list[int]) -> Iterator[tuple[np.ndarray, int]]:
+        if packs:
+            return length_batches(lengths, batch_tokens, packed_length)
+        return padded_batches(lengths, batch_tokens)
+
+    def compute(texts: list[tuple], row_length: int) -> np.ndarray:
+        ids, types = zip(*texts)
+        types = None if types[0] is None else types
+        packed = pack_for_encoder(ids, row_length, pad_token_id, packs, types)
         batch = {k: torch.from_numpy(value).to(encoder.device) for k, value in packed.items()}
         with torch.inference_mode():  # of this thread
-            outputs = model(batch, num_texts=len(members))
-        outputs_NW[members] = outputs.float().cpu().numpy()
+            return model(batch, num_texts=len(texts)).float().cpu().numpy()
 
+    num_threads = getattr(encoder, "num_threads", 1)
     with eval_mode(model):
-        for _ in run_batches(compute, batches, getattr(encoder, "num_threads", 1)):
-            pass
-    return outputs_NW
+        yield from compute_by_length(
+            texts, lambda text: len(text[0]), compute, num_threads, plan, window
+        )
 
 
 class BiEncoder(nn.Module):
@@ -212,15 +213,30 @@ class BiEncoder(nn.Module):
         texts = [text if text.startswith(prompt) else prompt + text for text in texts]
         return tokenize_texts(self.tokenizer, texts, self.max_sequence_length)[0]
 
-    def encode(
+    def encode_stream(
         self,
-        texts: Sequence[str],
+        texts: Iterable[str],  # drawn as they are needed
         truncate_dim: int | None = None,  # keep only the first numbers of each vector
         batch_tokens: int = 4096,  # positions of a batch, about
         prompt: str = "",  # put before each text that does not begin with it
-    ) -> np.ndarray:  # (N, D) float32
-        "Encode texts in batches by length, without dropout or gradients."
+        window: int = 4096,  # texts that are sorted by length together
+    ) -> Iterator[np.ndarray]:  # (D,) float32 of each text
+        "Encode any number of texts in constant memory, without dropout or gradients."
         check_range("truncate_dim", truncate_dim, 1, self.embedding_dim)
+        self._warn_of_width(truncate_dim)
+        is_cut = truncate_dim is not None and self.normalize
+
+        def token_rows() -> Iterator[tuple[list[int], None]]:
+            stream = iter(texts)
+            while block := list(islice(stream, 2000)):
+                yield from ((ids, None) for ids in self.tokenize(block, prompt))
+
+        options = self.packs, batch_tokens, token_rows(), window
+        for vector_D in _run_texts(self, self.encoder, *options):
+            vector_D = vector_D[:truncate_dim]
+            yield normalize_rows(vector_D[None])[0] if is_cut else vector_D
+
+    def _warn_of_width(self, truncate_dim: int | None) -> None:
         trained = self.st_config["matryoshka_dims"]
         if truncate_dim not in (None, self.embedding_dim, *(trained or ())):
             widths = [*(trained or ()), self.embedding_dim]
@@ -233,11 +249,22 @@ class BiEncoder(nn.Module):
                 f"{reason.format(truncate_dim)}, so their similarities may mean less: take "
                 f"{' or '.join(map(str, widths))} (matryoshka_dims)"
             )
-        ids, width = self.tokenize(texts, prompt), self.embedding_dim
-        vectors_ND = _run_texts(self, self.encoder, self.packs, width, batch_tokens, ids)
-        truncated_ND = vectors_ND[:, :truncate_dim]
-        is_cut = truncate_dim is not None and self.normalize
-        return normalize_rows(truncated_ND) if is_cut else truncated_ND
+
+    def encode(
+        self,
+        texts: Sequence[str],
+        truncate_dim: int | None = None,  # keep only the first numbers of each vector
+        batch_tokens: int = 4096,  # positions of a batch, about
+        prompt: str = "",  # put before each text that does not begin with it
+    ) -> np.ndarray:  # (N, D) float32
+        "Encode texts in batches by length, without dropout or gradients."
+        if isinstance(texts, str):
+            raise ValueError("texts must be a list of texts, got one string; put it in a list")
+        vectors = self.encode_stream(texts, truncate_dim, batch_tokens, prompt)
+        vectors_ND = np.empty((len(texts), truncate_dim or self.embedding_dim), np.float32)
+        for vectors_D, vector_D in zip(vectors_ND, vectors):
+            vectors_D[:] = vector_D
+        return vectors_ND
 
     def encode_query(self, texts: Sequence[str], truncate_dim: int | None = None) -> np.ndarray:
         "Encode queries, with the model's prompt for them."
@@ -453,11 +480,10 @@ class Reranker(nn.Module):
             return np.empty(0, np.float32)
         cut = [cut_long_texts(self.tokenizer, pair, self.max_sequence_length) for pair in pairs]
         rows = self.collator.encode([{"query": query, "text": text} for query, text in cut])
-        ids, num_labels = [row["input_ids"] for row in rows], self.model.config.num_labels
-        types = [row["token_type_ids"] for row in rows] if "token_type_ids" in rows[0] else None
-        logits_NC = torch.from_numpy(
-            _run_texts(self, self.model, self.packs, num_labels, batch_tokens, ids, types)
-        )
+        num_labels = self.model.config.num_labels
+        texts = ((row["input_ids"], row.get("token_type_ids")) for row in rows)
+        logits = [*_run_texts(self, self.model, self.packs, batch_tokens, texts)]
+        logits_NC = torch.from_numpy(np.stack(logits))
         if num_labels == 1:
             return self.activation(logits_NC[:, 0]).numpy()
         return logits_NC.softmax(1)[:, -1].numpy()

@@ -10,7 +10,7 @@ __all__ = ['SIDES', 'exact_search', 'check_output', 'find_prompt', 'encode_corpu
 import os
 import re
 import shutil
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby, islice
@@ -222,14 +222,26 @@ def _write_index(parts: _Parts, output: Path) -> None:
 _WRITERS = {".npy": _write_npy, ".parquet": _write_parquet, "": _write_index}
 
 # %% ../../nbs/embeddings/08_search.ipynb #5ea4c005
-def _encode_texts(
-    model: BiEncoder, texts: list[str], truncate_dim: int | None, prompt: str
-) -> np.ndarray:  # (N, D); zeros for blank texts
-    filled = [position for position, text in enumerate(texts) if text.strip()]
-    encoded = model.encode([texts[position] for position in filled], truncate_dim, prompt=prompt)
-    vectors_ND = np.zeros((len(texts), encoded.shape[1]), np.float32)
-    vectors_ND[filled] = encoded
-    return vectors_ND
+def _encode_documents(
+    model: BiEncoder,
+    documents: Iterable[Document],
+    truncate_dim: int | None,
+    prompt: str,
+    part_size: int,
+) -> Iterator[tuple[list[Document], np.ndarray]]:  # documents of a part, and (N, D)
+    "Encode documents part by part; a blank text is encoded as a dot, and gets zeros."
+    drawn: deque[Document] = deque()
+
+    def texts() -> Iterator[str]:
+        for document in documents:
+            drawn.append(document)
+            yield document.text if document.text.strip() else "."
+
+    vectors = model.encode_stream(texts(), truncate_dim, prompt=prompt, window=part_size)
+    while rows := list(islice(vectors, part_size)):
+        part, vectors_ND = [drawn.popleft() for _ in rows], np.stack(rows)
+        vectors_ND[[not document.text.strip() for document in part]] = 0
+        yield part, vectors_ND
 
 
 _ZEROS = "blank texts, which have rows of zeros"
@@ -276,9 +288,8 @@ def encode_corpus(
         stream = _count_blanks(documents(), blanks, keep=suffix == ".npy")
         parts.skip_encoded(stream)
         progress(parts.state["num_texts"])
-        while chunk := list(islice(stream, part_size)):
-            texts = [document.text for document in chunk]
-            parts.append(chunk, _encode_texts(model, texts, truncate_dim, prefix))
+        for part in _encode_documents(model, stream, truncate_dim, prefix, part_size):
+            parts.append(*part)
             progress(parts.state["num_texts"])
         num_encoded = parts.state["num_texts"] - blanks[_ZEROS]
         if num_encoded:

@@ -24,7 +24,7 @@ import torch
 from ..core.devices import num_devices
 from ..core.files import atomic_write
 from ..core.names import check_choice, check_range
-from ..data.rows import IGNORE_INDEX
+from ..data.rows import IGNORE_INDEX, compute_by_length, padded_batches
 from ..data.tokenizers import load_tokenizer
 from .data import find_column, read_row, request_columns, usual_columns
 from .evaluation import Evaluation
@@ -33,7 +33,7 @@ from .models import without_reports
 from .task import LabelNames, Task, count_long, get_task, load_task
 from ..model.huggingface import check_tokenizer, load_model, read_config, stored_head
 from ..model.mask_filling import max_input_length
-from ..train.backends import open_model, run_batches
+from ..train.backends import open_model
 from ..train.export import INPUTS, TASK_OUTPUTS
 
 # %% ../../nbs/finetuning/12_predictions.ipynb #59c5fec7
@@ -119,20 +119,14 @@ class Predictor:
         self, encoded: Sequence[Mapping], collator: Any, batch_size: int = 32
     ) -> list[dict]:
         "Run the model, the longest rows first, and return outputs in the order of the rows."
-        order = sorted(range(len(encoded)), key=lambda n: -len(encoded[n]["input_ids"]))
         accepted = signature(self.model.forward).parameters
         names = [n for n in self.task.inputs if n in accepted and n != "position_ids"]
-        device, results = next(self.model.parameters()).device, [{}] * len(encoded)
-        groups = [order[n : n + batch_size] for n in range(0, len(order), batch_size)]
+        device = next(self.model.parameters()).device
 
-        def compute(members: list[int]) -> tuple:
-            batch = collator([encoded[n] for n in members])
+        def compute(rows: list[Mapping], _: int) -> list[dict]:
+            batch = collator(rows)
             with torch.inference_mode():  # of this thread
                 output = self.model(**{n: batch[n].to(device) for n in names if n in batch})
-            return members, batch, output
-
-        num_threads = getattr(self.model, "num_threads", 1)
-        for members, batch, output in run_batches(compute, groups, num_threads):
             if device.type == "xla":
                 output = {name: output[name].cpu() for name in self.task.outputs}
             for name in self.task.outputs:
@@ -141,9 +135,19 @@ class Predictor:
                         f"the model's {name} are not finite: its weights are damaged, or training "
                         "diverged; load another checkpoint, or train with a lower learning_rate"
                     )
-            for n, row in zip(members, self.task.row_outputs(output, batch), strict=True):
-                results[n] = row
-        return results
+            return self.task.row_outputs(output, batch)
+
+        # Long rows are fewer a batch: attention's memory grows with the square of their length.
+        batch_tokens = 4096 if device.type == "cpu" else 32_768 if device.type == "cuda" else 2**30
+        results = compute_by_length(
+            encoded,
+            lambda row: len(row["input_ids"]),
+            compute,
+            getattr(self.model, "num_threads", 1),
+            lambda lengths: padded_batches(lengths, batch_tokens, batch_size),
+            max(1, len(encoded)),
+        )
+        return list(results)
 
     def predict_rows(
         self,
@@ -159,10 +163,14 @@ class Predictor:
         settings = {"pair": True} if "text_pair" in rows[0] else {}
         settings["pad_to_multiple_of"] = None if on_tpu else 8  # None: one shape
         collator = task.make_collator(self.tokenizer, self.max_sequence_length, False, **settings)
-        encoded = task.encode(rows, collator, whole=True)
-        outputs = self.outputs(encoded, collator, batch_size)
-        decoded = task.decode(rows, encoded, outputs, all_probabilities, **options)
-        return Predictions(decoded, 0, count_long(encoded))
+        decoded, num_long = [], 0
+        for start in range(0, len(rows), 4096):  # tokens and scores of more would fill the memory
+            block = rows[start : start + 4096]
+            encoded = task.encode(block, collator, whole=True)
+            outputs = self.outputs(encoded, collator, batch_size)
+            decoded += task.decode(block, encoded, outputs, all_probabilities, **options)
+            num_long += count_long(encoded)
+        return Predictions(decoded, 0, num_long)
 
     def predict(
         self,

@@ -13,6 +13,7 @@ pytest.importorskip("openvino")
 from bertlab.cli.main import main
 from bertlab.cli.models import fill_mask
 from bertlab.core.devices import default_precision
+from bertlab.data.rows import compute_by_length, padded_batches, run_batches
 from bertlab.data.tokenizers import train_tokenizer
 from bertlab.embeddings.bi_encoder import BiEncoder
 from bertlab.finetuning.predictions import load_predictor
@@ -23,7 +24,7 @@ from bertlab.model.huggingface import save_model
 from bertlab.model.task_heads import BertLabForSequenceClassification
 from bertlab.train import backends
 from bertlab.train import export as exporting
-from bertlab.train.backends import choose_precision, open_model, padded_batches, run_batches
+from bertlab.train.backends import choose_precision, open_model
 from bertlab.train.export import FILES, export_model
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -283,13 +284,47 @@ def test_batches_come_back_in_order_and_few_are_held(num_threads):
         assert drawn - number <= 2 * num_threads
 
 
-def test_padded_batches_hold_each_text_once_within_the_limit():
+@pytest.mark.parametrize("batch_size", [None, 5])
+def test_padded_batches_hold_each_text_once_within_the_limit(batch_size):
     lengths = np.random.default_rng(0).integers(1, 90, 200)
-    plan = list(padded_batches(lengths, 80))
+    plan = list(padded_batches(lengths, 80, batch_size))
     assert sorted(n for members, _ in plan for n in members) == list(range(200))
     for members, longest in plan:
-        assert longest == lengths[members].max()
+        assert longest == lengths[members].max() and len(members) <= (batch_size or 200)
         assert len(members) == 1 or len(members) * longest <= 80
+
+
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_any_number_of_rows_come_back_in_order_and_few_are_held(num_threads):
+    drawn = 0
+
+    def rows():
+        nonlocal drawn
+        for drawn in range(1, 2001):
+            yield "x" * (drawn % 37), drawn
+
+    def compute(texts, longest):
+        assert longest == max(len(text) for text, _ in texts)
+        return [-number for _, number in texts]
+
+    results = compute_by_length(rows(), lambda row: len(row[0]), compute, num_threads, window=100)
+    for number, result in enumerate(results, 1):
+        assert result == -number and drawn - number <= 100 * (2 * num_threads + 1)
+    assert number == 2000
+
+
+@pytest.mark.parametrize("backend", ["torch", "openvino"])
+def test_texts_are_encoded_as_they_come(directory, backend):
+    model, drawn = BiEncoder.load(directory, backend), []
+    stream = (drawn.append(text) or text for text in TEXTS * 50)
+    vectors = model.encode_stream(stream, window=20)
+    first = next(vectors)
+    assert len(drawn) == 2000  # texts are tokenized in blocks of that many
+    expected = model.encode(TEXTS)
+    assert np.abs(first - expected[0]).max() < 1e-5
+    for number, vector in enumerate(vectors, 1):
+        assert np.abs(vector - expected[number % len(TEXTS)]).max() < 1e-5
+    assert number == 50 * len(TEXTS) - 1
 
 
 def test_the_command_encodes_with_a_backend(directory, tmp_path, capsys):
