@@ -3,7 +3,7 @@
     python benchmarks/finetuning_families.py [--families xlm-roberta deberta-v2 distilbert]
 
 Both sides load the same directory: a small model of the family with random weights, and a tokenizer of the
-family's kind. The texts have the lengths of AG News. XLM-R and DistilBERT are packed here; DeBERTa-v3 runs as
+family's kind. The texts have the lengths of AG News. XLM-R and DistilBERT run in our encoder; DeBERTa-v3 runs as
 transformers' own class on padded rows. Trainer pads to the longest row of a batch and groups rows by length.
 """
 
