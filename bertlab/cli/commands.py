@@ -9,6 +9,7 @@ __all__ = ['COMMANDS', 'fill_mask', 'write', 'devices', 'pretrain', 'distill', '
 import json
 import sys
 from collections.abc import Sequence
+from shlex import quote
 from typing import Any
 
 from .parser import Command
@@ -139,7 +140,7 @@ def tokenize(
     return "\n".join([
         *notes,
         f"{result['tokens']:,} tokens of {result['documents']:,} documents; train on them with",
-        f"  bertlab pretrain --data.train_dataset_name_or_path {output}",
+        f"  bertlab pretrain --data.train_dataset_name_or_path {quote(str(output))}",
     ])  # fmt: skip
 
 

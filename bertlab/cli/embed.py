@@ -12,6 +12,7 @@ import sys
 import tempfile
 from collections import Counter
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from tqdm import tqdm
@@ -88,7 +89,7 @@ def finetune_embeddings(
         lines.append(f"{name:<18}  {metrics[name]:.4f}  {', '.join(baseline_scores)}".rstrip())
     advice = compare_with_baselines("val_mrr", metrics, baselines, run.module.hparams)
     lines += [advice] * bool(advice) + [
-        f"written  {output}: {load}, or: bertlab embed search {output} FOLDER QUERY"
+        f"written  {output}: {load}, or: bertlab embed search {quote(str(output))} FOLDER QUERY"
     ]
     print("\n".join(lines), flush=True)
 

@@ -9,11 +9,15 @@ __all__ = ['TARGETS', 'export']
 import os
 from collections.abc import Callable
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from torch import nn
 
-from ..core.files import find_model_directory
+from ..core.files import RUN_FILE, find_model_directory
+from ..core.serialization import load_yaml
+from ..data.readers import reading_like
+from ..finetuning.files import guess_format
 from ..core.names import check_choice, check_range
 from ..train.export import MAX_LOSS, SCRIPT, check_exportable, check_output, describe_export
 from ..train.export import export_model
@@ -32,14 +36,23 @@ _TARGETS_OF = {  # an option that not every target has
 def _read_labelled(
     directory: str, data: str, reader_kwargs: dict[str, Any]
 ) -> tuple[list, Callable[[nn.Module | None], float]]:
-    "Read rows of a model's task, and make the function that scores a model on them."
+    "Read rows of a model's task as training did; make the function that scores a model on them."
+    path = Path(directory) / RUN_FILE
+    trained = load_yaml(path)["data"] if path.is_file() else {}
+    # A name such as pairs.jsonl says more than the format of training's file.
+    usual_format = None if guess_format(Path(data)) else trained.get("file_format")
+    reader_kwargs = {"file_format": usual_format, **reader_kwargs}
     if check_exportable(directory) == "SentenceEncoder":
         from bertlab.embeddings.bi_encoder import BiEncoder
-        from bertlab.embeddings.pairs import read_pairs
+        from bertlab.embeddings.pairs import COLUMN_NAMES, read_pairs
         from bertlab.embeddings.retrieval import RetrievalTask, evaluate_retrieval
         from bertlab.embeddings.retrieval import similarity_scorer
 
-        pairs, loaded = read_pairs(data, **reader_kwargs), BiEncoder.load(directory)
+        earlier = {"header": trained.get("header", True), **(trained.get("reader_kwargs") or {})}
+        reading = reading_like(Path(data), earlier) | reader_kwargs
+        names = [trained.get(f"{role}_column") for role in COLUMN_NAMES if role != "label"]
+        pairs = read_pairs(data, *names, **reading)
+        loaded = BiEncoder.load(directory)
         rows = list(zip(pairs.queries, pairs.positives))
         task = RetrievalTask.from_pairs("data", data, [], rows)
 
@@ -53,7 +66,7 @@ def _read_labelled(
     from bertlab.finetuning.predictions import load_predictor, predict_file, read_input
 
     predictor = load_predictor(directory)
-    table = read_input(data, **{**predictor.reader, **reader_kwargs})
+    table = read_input(data, earlier=predictor.reader, **reader_kwargs)
     columns = predictor.find_columns(table)
     rows = filter(None, (predictor.read_row(row, columns) for row in table))
     texts = [tuple(t if isinstance(t, str) else " ".join(t) for t in r.values()) for r in rows]
@@ -84,12 +97,13 @@ def _check_options(to: str, options: dict[str, Any]) -> None:
         )
 
 
-def _usage(target: str, to: str, head: str) -> str:
+def _usage(target: str, to: str, head: str, example: str) -> str:  # of the script, if there is one
     "Say how to compute with an exported directory."
-    if (Path(target) / SCRIPT).is_file():
-        return f"ask it: python {Path(target) / SCRIPT} 'Some text.'"
+    if example:
+        return f"ask it: python {quote(str(Path(target) / SCRIPT))} {example}"
     if to == "onnx":
         return f"ask it: bertlab.OnnxModel.load({str(target)!r})(['Some text.'])"
+    target = quote(str(target))
     command = f"predict {target} FILE"
     if head == "SentenceEncoder":
         command = f"embed encode {target} TEXTS"
@@ -115,7 +129,7 @@ def export(
     name: str | None = None,  # of web: title of the page; null: that of the directory
     # To check with; null: the last of the calibration, or held-out text of the embedded corpus.
     text: str | None = None,
-    # How the file of --data is read: delimiter (null: as in training), encoding, ...; each is a flag, too.
+    # How the file of --data is read: delimiter, encoding, ..., else as in training; each is a flag, too.
     reader_kwargs: dict[str, Any] | None = None,
 ) -> str:  # what is said
     "Write a model for other runtimes: `bertlab export`. Raises `ValueError`, `ImportError`."
@@ -128,7 +142,9 @@ def export(
     title = name or Path(os.path.abspath(directory)).name  # of a run: not that of its checkpoint
     if to == "web":
         report = export_web_page(model, target, packages, examples or EXAMPLES, title, text)
-        usage = f"look at it: python -m http.server --directory {target}, then open the address"
+        usage = (
+            f"look at it: python -m http.server --directory {quote(target)}, then open the address"
+        )
     else:
         check_output(target)
         rows, score = _read_labelled(model, data, reader_kwargs or {}) if data else (None, None)
@@ -137,6 +153,6 @@ def export(
             model, target, outputs, int8 is not False, text or rows, title, bool(float16), score,
             to, calibration, limit,
         )  # fmt: skip
-        usage = _usage(target, to, check_exportable(model))
+        usage = _usage(target, to, check_exportable(model), report["example"])
     compared = f"compared with torch in {report['predictions']} predictions on {report['text']}"
     return "\n".join([describe_export(report), compared, f"written to {target}", usage])

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import torch
@@ -229,7 +230,8 @@ _PIPELINES = {"ForSequenceClassification": "text-classification",
 
 def _describe_use(directory: Path) -> str:  # of a model for a task
     "Describe how a model is used, in words that can be run."
-    config, command = load_json(directory / "config.json"), f"bertlab predict {directory} FILE"
+    config = load_json(directory / "config.json")
+    command = f"bertlab predict {quote(str(directory))} FILE"
     (name,) = config["architectures"]
     task = next((task for head, task in _PIPELINES.items() if name.endswith(head)), None)
     if task is None:
@@ -384,7 +386,7 @@ def predict(
     text_column: list[str] | None = None,  # by name or number; twice for pairs of texts
     output: str | None = None,  # file to write: .jsonl, .csv, .tsv, .conllu or .parquet
     format: str | None = None,  # of what is read: lines, csv, jsonl, ...; null: it is guessed
-    # How files are read: header, delimiter (null: as in training), encoding, ...; each is a flag, too.
+    # How files are read: header, delimiter, encoding, ..., else as in training; each is a flag, too.
     reader_kwargs: dict[str, Any] | None = None,
     all_probabilities: bool = False,  # of every label, or the best answers
     batch_size: int = 32,  # rows that are predicted at once

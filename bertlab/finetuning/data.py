@@ -184,8 +184,13 @@ class FinetuningDataModule(SplitDataModule):
     ):
         super().__init__()
         self.tokenizer, self.vocab_size = pretrained_tokenizer_name_or_path, vocab_size
+        reading = {**(reader_kwargs or {}), **({} if header else {"header": False})}
+        bad_rows, file_format = (
+            reading.pop("on_error", bad_rows),
+            reading.pop("file_format", file_format),
+        )
         self.source, self.file_format = (dataset_name_or_path, dataset_config_name), file_format
-        self.reader_kwargs = {**(reader_kwargs or {}), **({} if header else {"header": False})}
+        self.reader_kwargs = reading
         self.split_names = dict(zip(SPLITS, (train_split, val_split, test_split)))
         self.batch_sizes = dict(zip(SPLITS, (train_batch_size, val_batch_size, test_batch_size)))
         self.max_sequence_length, self.fixed_shapes = max_sequence_length, fixed_shapes
@@ -431,7 +436,8 @@ class FinetuningDataModule(SplitDataModule):
 
     def save_task(self, directory: str | os.PathLike) -> None:
         "Write task.json beside a model, so that new rows are read as these."
-        reader = {k: v for k, v in self.reader_kwargs.items() if k == "delimiter"}
+        names = ("delimiter", "quotechar", "header", "encoding")
+        reader = {k: v for k, v in self.reader_kwargs.items() if k in names}
         save_task(self.task, directory, self.columns, self.max_sequence_length, reader)
 
     # --- batches ----------------------------------------------------------------------------------

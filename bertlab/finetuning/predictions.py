@@ -24,6 +24,7 @@ import torch
 from ..core.devices import num_devices
 from ..core.files import atomic_write
 from ..core.names import check_choice, check_range
+from ..data.readers import ErrorHandler, reading_like
 from ..data.rows import IGNORE_INDEX, compute_by_length, padded_batches
 from ..data.tokenizers import load_tokenizer
 from .data import find_column, read_row, request_columns, usual_columns
@@ -308,6 +309,7 @@ def evaluate(
 def read_input(
     source: str | os.PathLike,  # a file, or "-": standard input
     file_format: str | None = None,  # a key of LABELLED; None: by name and contents
+    earlier: Mapping[str, Any] | None = None,  # of a `Predictor`: how training read its file
     **reading: Any,  # of `ReadOptions`: header, delimiter, encoding, ...
 ) -> Table:
     "Read a file into a table. Raises `ValueError`."
@@ -316,12 +318,14 @@ def read_input(
             path, text = Path(folder) / "standard input", sys.stdin.buffer.read()
             path.write_bytes(text)
             guess = "jsonl" if text.lstrip().startswith(b"{") else None
-            return read_input(path, file_format or guess, **reading)
+            return read_input(path, file_format or guess, earlier, **reading)
     path = Path(source).expanduser()
     if not path.is_file():
         raise ValueError(f"there is no file {source}")
     file_format = file_format or guess_format(path) or "lines"
-    return read_labelled([path], file_format, **reading)
+    reading = reading_like(path, earlier or {}) | reading
+    handle = ErrorHandler(reading.pop("on_error", "raise"), warns=True)
+    return read_labelled([path], file_format, handle, **reading)
 
 # %% ../../nbs/finetuning/12_predictions.ipynb #c5d20dc1
 def _as_json_lines(rows: Sequence[Mapping]) -> str:
@@ -403,7 +407,8 @@ def predict_file(
 ) -> tuple[list[dict], Predictions]:  # rows with their predictions
     "Read, predict, write. Raises `ValueError` before the model runs, if that is possible."
     task, ending = predictor.task, output and check_output(output, source, overwrite)
-    table = read_input(source, file_format, **{**predictor.reader, **(reader_kwargs or {})})
+    reading = {"file_format": file_format, "earlier": predictor.reader, **(reader_kwargs or {})}
+    table = read_input(source, **reading)
     is_conllu = table.file_format == "conllu"
     if ending == "conllu" and not (is_conllu and task.name == "token_classification"):
         raise ValueError(f"output {output}: only tags for the words of CoNLL-U are written so")

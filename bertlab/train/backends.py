@@ -17,6 +17,7 @@ from functools import cache
 from importlib.metadata import version
 from inspect import signature
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import torch
@@ -207,7 +208,7 @@ def open_model(
             calibration = " --int8 --calibration TEXTS" * (backend == "openvino")
             raise ValueError(
                 f"{source} has no {FILES[backend]['int8']}; write a directory that has it: bertlab "
-                f"export {source} --to {backend}{calibration}"
+                f"export {quote(str(source))} --to {backend}{calibration}"
             )
         return _open(small[0], backend, precision, config, small[1])
     exported = None if weights else _find_exported(directory, (), FILES[backend]["float32"])

@@ -18,6 +18,7 @@ import math
 import os
 import queue
 import sys
+import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -254,6 +255,14 @@ def _save_program(program: Any, path: Path) -> None:  # of torch.onnx
     save(
         program.model, path, external_data=_weights_file(path).name if size > _PROTO_LIMIT else None
     )
+
+
+def _save_message(message: Any, path: Path) -> None:  # of onnx, its weights as raw data
+    "Write an ONNX file, with its weights beside it if they exceed what protobuf holds."
+    from onnx import save
+
+    is_large = sum(len(tensor.raw_data) for tensor in message.graph.initializer) > _PROTO_LIMIT
+    save(message, path, save_as_external_data=is_large, location=_weights_file(path).name)
 
 
 def example_inputs(
@@ -595,15 +604,19 @@ def quantize_int8(
 ) -> None:
     "Write the weights of products and of the embedding as bytes (Jacob et al. 2018, eq. 1)."
     check_backend("onnx")
+    import onnx
     from onnxruntime.quantization import QuantType, quantize_dynamic
 
-    with quiet_exporters():
+    target = Path(target)
+    with quiet_exporters(), tempfile.TemporaryDirectory(dir=target.parent) as folder:
         quantize_dynamic(
             source,
-            target,
+            Path(folder, target.name),
             weight_type=QuantType.QUInt8,
             op_types_to_quantize=["MatMul", "Gemm", "Gather"],
+            use_external_data_format=True,  # of any size
         )
+        _save_message(onnx.load(Path(folder, target.name)), target)
 
 
 def quantize_openvino(
@@ -644,9 +657,7 @@ def convert_float16(
         sys.path[:] = path
     with quiet_exporters():
         model = convert_float_to_float16(onnx.load(source), keep_io_types=True)
-        is_large = model.ByteSize() > _PROTO_LIMIT
-        location = _weights_file(Path(target)).name
-        onnx.save(model, target, save_as_external_data=is_large, location=location)
+        _save_message(model, Path(target))
 
 # %% ../../nbs/train/25_export.ipynb #54fb4a88
 def example_batches(
@@ -916,7 +927,9 @@ _ANSWERS = {  # of the script, by head or problem_type: an example of its argume
 }
 
 
-def _write_script(target: Path, head: str, module: nn.Module, tokenizer: Any, length: int) -> None:
+def _write_script(
+    target: Path, head: str, module: nn.Module, tokenizer: Any, length: int, are_pairs: bool
+) -> str:  # the words of an example
     "Write a script that runs the file of floats without torch and bertlab."
     config = module.model.config
     labels = [config.id2label[i] for i in range(config.num_labels)]
@@ -924,6 +937,7 @@ def _write_script(target: Path, head: str, module: nn.Module, tokenizer: Any, le
         usual = "regression" if len(labels) == 1 else "single_label_classification"
         head = config.problem_type or usual
     example, *answer = _ANSWERS[head.replace("Diffusion", "LM")]
+    example += "' 'Another text." * (are_pairs and head != "ForQuestionAnswering")
     outputs = module.outputs[-1:] if head == "SentenceEncoder" else module.outputs
     mask = {"mask": tokenizer.mask_token, "mask_id": tokenizer.mask_token_id}
     fields = {
@@ -937,6 +951,7 @@ def _write_script(target: Path, head: str, module: nn.Module, tokenizer: Any, le
         "answer": "\n    ".join(answer).replace("{mask_id}", str(tokenizer.mask_token_id)),
     }
     (target / SCRIPT).write_text(_SCRIPT.format(**fields), encoding="utf-8")
+    return fields["arguments"]
 
 # %% ../../nbs/train/25_export.ipynb #999b816a
 _CARD = """{card}
@@ -950,7 +965,7 @@ Written by bertlab export ({versions}) with the outputs {outputs}, and compared 
 ```
 """
 _USE = """
-`{script}` runs it with onnxruntime and tokenizers, without torch: `python {script} 'Some text.'`
+`{script}` runs it with onnxruntime and tokenizers, without torch: `python {script} {example}`
 """
 
 
@@ -987,8 +1002,8 @@ def _write_card(target: Path, source: Path, report: Mapping[str, Any]) -> None:
     fields["title"] = "ONNX" if "opset" in report else "OpenVINO"
     fields["versions"] = " ".join(f"{k} {report[k]}" for k in ("opset", "openvino") if k in report)
     text = _CARD.format(**fields)
-    if (target / SCRIPT).is_file():
-        text += _USE.format(script=SCRIPT)
+    if report["example"]:
+        text += _USE.format(script=SCRIPT, **report)
     (target / "README.md").write_text(text, encoding="utf-8")
 
 
@@ -1135,12 +1150,14 @@ def export_model(
             "text": "held-out text of the embedded corpus",
             "predictions": [row.pop("predictions") for row in rows.values()][0],
             "files": rows,
+            "example": "",  # of the script's arguments; empty: there is no script
         }
         if texts is not None or calibration is not None:
             report["text"] = "given text"
-        write_json(target / REPORT, report)
         can_run = to == "onnx" and "lens" not in module.outputs
         if can_run and (target / "tokenizer.json").is_file():
-            _write_script(target, head, module, tokenizer, max_length)
+            words = head, module, tokenizer, max_length, len(columns) > 1
+            report["example"] = _write_script(target, *words)
+        write_json(target / REPORT, report)
         _write_card(target, source, report)
     return report

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from bertlab.cli import main as program
+from bertlab.cli.export import _read_labelled
 from bertlab.data.tokenizers import train_tokenizer
 from bertlab.embeddings.bi_encoder import BiEncoder
 from bertlab.finetuning.predictions import load_predictor, predict_file
@@ -24,6 +25,7 @@ from bertlab.model.task_heads import BertLabForSequenceClassification
 pytestmark = pytest.mark.filterwarnings("ignore")
 WORDS = "red green blue bird cat dog fish sees finds likes the a and is".split()
 TEXTS = [" ".join(np.random.default_rng(n).choice(WORDS, 4 + n % 9)) + "." for n in range(60)]
+NEIGHBOURS = [*zip(TEXTS, TEXTS[1:])]
 
 
 @pytest.fixture(scope="module")
@@ -120,20 +122,31 @@ def test_a_mistake_is_one_line_and_writes_nothing(place, tmp_path, monkeypatch, 
     assert list(tmp_path.iterdir()) == []
 
 
-def test_labelled_files_are_read_as_in_training(place, tmp_path, capfd):
+@pytest.mark.parametrize("encoding", ["cp1252", "utf-8"])  # of the file; training's was cp1252
+def test_labelled_files_are_read_as_in_training(encoding, place, tmp_path, capfd):
     predictor = load_predictor(place / "pairs")
     shutil.copytree(place / "pairs", tmp_path / "model")
-    columns = {name: name for name in ("text", "text_pair", "label")}
-    save_task(predictor.task, tmp_path / "model", columns, 32, {"delimiter": ";"})
-    lines = [
-        f"{a} caf\xe9;{b}, {a};LABEL_{n % 2}" for n, (a, b) in enumerate(zip(TEXTS, TEXTS[1:]))
-    ]
-    data = tmp_path / "pairs.csv"
-    data.write_bytes("\n".join(["text;text_pair;label", *lines]).encode("cp1252"))
+    columns = {"text": "1", "text_pair": "2", "label": "3"}
+    reader = {"delimiter": ";", "encoding": "cp1252", "header": False}
+    save_task(predictor.task, tmp_path / "model", columns, 32, reader)
+    (tmp_path / "model/run.yaml").write_text("data: {file_format: csv}")
+    rows = [(f"{a} caf\xe9", f"{b}, {a}", f"LABEL_{n % 2}") for n, (a, b) in enumerate(NEIGHBOURS)]
+    data = tmp_path / "pairs.data"  # a name that says nothing
+    data.write_bytes("\n".join(map(";".join, rows)).encode(encoding))
     words = [tmp_path / "model", "--output", tmp_path / "out", "--data", data, "--int8", "false"]
-    assert answer(capfd, *words)[0] == 2
-    assert answer(capfd, *words, "--encoding", "cp1252")[0] == 0
+    assert answer(capfd, *words)[0] == 0
     row = json.loads((tmp_path / "out/export.json").read_text())["files"]["onnx/model.onnx"]
-    reading = {"reader_kwargs": {"encoding": "cp1252"}}
-    scores = predict_file(load_predictor(tmp_path / "model"), data, **reading)[1].scores
-    assert row["scores"] == pytest.approx([scores["accuracy"]] * 2)
+    predictions = predictor.predict([{"text": a, "text_pair": b} for a, b, _ in rows]).rows
+    matches = [row["predicted_label"] == label for row, (*_, label) in zip(predictions, rows)]
+    assert row["scores"] == pytest.approx([np.mean(matches)] * 2)
+
+
+def test_pairs_are_read_as_in_training(place, tmp_path):
+    shutil.copytree(place / "vectors", tmp_path / "model")
+    trained = {"query_column": "frage", "positive_column": "3", "header": True,
+               "reader_kwargs": {"delimiter": ";", "encoding": "cp1252"}}  # fmt: skip
+    (tmp_path / "model/run.yaml").write_text(json.dumps({"data": trained}))
+    rows = [f"{a} caf\xe9;query;{b}" for a, b in NEIGHBOURS]
+    (tmp_path / "pairs.csv").write_bytes("\n".join(["frage;x;y", *rows]).encode("cp1252"))
+    texts, _ = _read_labelled(str(tmp_path / "model"), str(tmp_path / "pairs.csv"), {})
+    assert texts == [f"{a} caf\xe9" for a, _ in NEIGHBOURS]

@@ -13,6 +13,7 @@ from sklearn.calibration import calibration_curve
 from test_finetuning import asked, data_for, module_for, predict, tagged, texts_of, tokenizer
 from transformers import pipeline
 
+from bertlab.finetuning.data import FinetuningDataModule
 from bertlab.finetuning.evaluation import Calibration, classification_table
 from bertlab.finetuning.predictions import (
     check_output,
@@ -22,6 +23,7 @@ from bertlab.finetuning.predictions import (
     read_input,
 )
 from bertlab.finetuning.runs import finetune
+from bertlab.finetuning.task import load_task
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 TASKS = ("classification", "token_classification", "question_answering")
@@ -261,6 +263,42 @@ def test_standard_input_is_known_by_its_first_lines(monkeypatch):
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
         table = read_input("-")
         assert (table.file_format, [row["text"] for row in table]) == (file_format, rows)
+
+
+@pytest.mark.parametrize("encoding", ["cp1252", "utf-8"])  # of the new file; training's was cp1252
+def test_new_files_are_read_as_that_of_training(encoding, tmp_path):
+    (tmp_path / "a.csv").write_bytes(
+        "\n".join(f"caf\xe9 {n};{n % 2}" for n in range(40)).encode("cp1252")
+    )
+    reading = {"delimiter": ";", "encoding": "cp1252"}
+    data = FinetuningDataModule("classification", dataset_name_or_path=str(tmp_path / "a.csv"), text_column="1",
+                                label_column="2", header=False, reader_kwargs=reading)  # fmt: skip
+    data.read()
+    data.save_task(tmp_path)
+    (tmp_path / "b.csv").write_bytes("th\xe9, tr\xe8s;1\nna\xefve;0\n".encode(encoding))
+    table = read_input(tmp_path / "b.csv", None, load_task(tmp_path)["reader"])
+    assert [row["1"] for row in table] == ["th\xe9, tr\xe8s", "na\xefve"]
+    (tmp_path / "b.csv").write_text("th\xe9|0\nna|1\n", encoding="latin-1")
+    options = {"delimiter": "|", "encoding": "latin-1"}  # are over those of training
+    assert read_input(tmp_path / "b.csv", None, reading, **options).columns == ["th\xe9", "0"]
+
+
+def test_malformed_rows_are_skipped_where_asked_for(trained, tmp_path):
+    data = tmp_path / "in.data"
+    data.write_text(
+        '{"text": "the fig", "label": "fruit"}\n{"text": 3\n{"text": "the saw", "label": "tool"}\n'
+    )
+    predictor, reading = load_predictor(trained["classification"][2]), {"file_format": "jsonl"}
+    with pytest.raises(ValueError, match="in.data line 2.*on_error"):
+        predict_file(predictor, data, reader_kwargs=reading)
+    with pytest.warns(UserWarning, match="in.data line 2"):
+        rows, _ = predict_file(predictor, data, reader_kwargs={**reading, "on_error": "skip"})
+    assert [row["text"] for row in rows] == ["the fig", "the saw"]
+    options = {"label_column": "label", "validation_fraction": 0}
+    reading = {**reading, "on_error": "skip"}
+    data = FinetuningDataModule("classification", None, str(data), reader_kwargs=reading, **options)
+    data.read()
+    assert len(data.rows["train"]) == 2
 
 
 def test_mistakes_are_found_before_the_model_runs(trained, tmp_path):

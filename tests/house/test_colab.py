@@ -93,6 +93,8 @@ def cells_of(page: Path, project: Path, change=lambda notebook: notebook) -> lis
     cells = []
     for cell in change(notebook)["cells"]:
         source = sync.source_of(cell)
+        # A script that a page fetches is this project's, too.
+        source = re.sub(r"https://raw\.githubusercontent\.com(/\w+){3}", ROOT.as_uri(), source)
         if sync.is_setup(source):
             repository = r'(?<=%pip install ")([\w-]+(?:\[[a-z,]+\])?)[^"]*'
             source = re.sub(repository, rf"\1 @ {project.as_uri()}", source)
