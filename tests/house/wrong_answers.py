@@ -180,6 +180,11 @@ WRONG_ANSWERS = [
     ("backward_by_hand", "rms_norm_backward", ("def rms_norm_backward",), """def rms_norm_backward(x, dy):
     root = x.square().mean(-1, keepdim=True).sqrt()
     return (dy - x / root * (dy * x / root).sum(-1, keepdim=True)) / root""", "a mean over the axis"),
+    ("electra_by_hand", "sample_wrong", ("def sample_wrong",), """def sample_wrong(z_MV, truth_M, draw):
+    z_MV.scatter_(1, truth_M[:, None], -math.inf)
+    return torch.multinomial(z_MV.softmax(-1), 1, generator=draw)[:, 0]""", "the scores have changed"),
+    ("electra_by_hand", "sample_wrong", ("def sample_wrong",), """def sample_wrong(z_MV, truth_M, draw):
+    return torch.multinomial(z_MV.softmax(-1), 1, generator=draw)[:, 0]""", "the true letter"),
     ("torch_refresher", "gradients", ("def gradients",), """def gradients(forget):
     a, b = (torch.zeros((), requires_grad=True) for _ in range(2))
     (a * words_N + b - chars_N).square().mean().backward()
