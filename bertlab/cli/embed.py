@@ -256,7 +256,8 @@ def embed_mine(
     """Find hard negatives for pairs, with sentence-transformers.
 
     Copies of a query's answers are no negatives. Pairs without a negative stay in the table. The
-    table is for bertlab embed finetune; with `labeled`, bertlab finetune makes a reranker of it.
+    table is for bertlab embed finetune; with `labeled`, for a reranker: bertlab finetune with
+    --model.problem_type regression.
     """
     output = str(Path(output).expanduser())
     check_output_file(output)
@@ -270,7 +271,7 @@ def embed_mine(
     rows = []
     for query, positive, negatives, *_ in mined.rows():
         if labeled:
-            texts = {positive: 1.0, **dict.fromkeys(negatives, 0.0)}
+            texts = {positive: 1, **dict.fromkeys(negatives, 0)}
             rows += [{"query": query, "document": t, "label": label} for t, label in texts.items()]
         else:
             fields = {f"negative_{n}": text for n, text in enumerate(negatives, 1)}

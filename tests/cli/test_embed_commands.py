@@ -390,7 +390,7 @@ def test_mined_negatives_are_trained_on_with_a_teacher(folder, capsys, reranker,
     labeled = [*words, "--labeled", "--output", tmp_path / "labeled.jsonl"]
     succeed(capsys, "mine", folder / "pairs.jsonl", folder / "run", *labeled)
     labels = [row["label"] for row in hits_of((tmp_path / "labeled.jsonl").read_text())]
-    assert labels == [1.0, 0.0, 0.0] * 120
+    assert labels == [1, 0, 0] * 120
     words = ["--trainer.max_steps", "1", "--data.dataset_name_or_path", tmp_path / "mined.jsonl"]
     words += ["--data.teacher", reranker]
     assert "model.distillation" in refuse(capsys, *finetune_words(folder, tmp_path / "new", *words))

@@ -21,7 +21,7 @@ def run(name, *words):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [*suite.MINUTES, "gpu"])
+@pytest.mark.parametrize("name", [*suite.MINUTES, "gpu", "retrieval"])
 def test_a_benchmark_runs_at_tiny_sizes(name, tmp_path):
     run(name, "--quick", "--output", tmp_path / "result.json")
     assert json.loads((tmp_path / "result.json").read_text())["bertlab"]

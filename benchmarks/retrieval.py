@@ -1,0 +1,187 @@
+"""What retrieval gains by training, mined negatives, words beside vectors, and a reranker, on the docstring task.
+
+    python benchmarks/retrieval.py --model DIRECTORY [--seeds 0 1 2] [--epochs 1] [--stages dense mined] [--quick]
+
+Every stage is the real command and begins with the same model; no module of the task's test is in training. The
+model is a sentence encoder, such as all-MiniLM-L6-v2; with --quick or without --model it is a tiny one of random
+weights. The accuracies of a run do not depend on the machine's load; its seconds do.
+"""
+
+import contextlib
+import io
+import json
+import sys
+import time
+from pathlib import Path
+
+from sides import BUILD, Ledger, common_parser, machine, run_child, spread, write_result
+
+import bertlab
+
+STAGES = "dense", "mined", "reranker"  # that are trained, in this order
+MEASURES = "recall_1", "recall_10", "recall_100", "mrr_10", "ndcg_10"
+
+
+def command(*words) -> float:  # seconds
+    "Run a command of bertlab in this process; its output is shown if it fails."
+    from bertlab.cli.main import main
+
+    start, printed = time.perf_counter(), io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        status = main([*map(str, words)])
+    if status:
+        raise SystemExit(f"bertlab {' '.join(map(str, words))}\n{printed.getvalue()[-3000:]}")
+    return time.perf_counter() - start
+
+
+def load_task(quick: bool):
+    from bertlab.data.corpus import embedded_corpus
+    from bertlab.embeddings.retrieval import load_retrieval_task
+
+    return load_retrieval_task("docstring", embedded_corpus(max_documents=800) if quick else None)
+
+
+def write_tiny_model(directory: Path) -> Path:
+    "Write a sentence encoder of random weights."
+    import torch
+
+    from bertlab.data.corpus import embedded_corpus
+    from bertlab.data.tokenizers import train_tokenizer
+    from bertlab.embeddings.bi_encoder import BiEncoder
+    from bertlab.model.config import bert_tiny
+    from bertlab.model.encoder import BertLabModel
+
+    torch.manual_seed(0)
+    tokenizer = train_tokenizer(embedded_corpus(max_documents=800).train_texts, 800)
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    config = bert_tiny(vocab_size=len(tokenizer), num_attention_heads=2, **shape)
+    return BiEncoder(BertLabModel(config), tokenizer).save(directory)
+
+
+def mine(case: dict, folder: Path, output: Path, *words) -> Path:
+    "Mine negatives with the model that was trained on pairs alone."
+    output.unlink(missing_ok=True)
+    limits = ["--num_negatives", case["negatives"], "--relative_margin", case["margin"]]
+    command(
+        "embed",
+        "mine",
+        folder / "pairs.jsonl",
+        folder / "dense",
+        "--output",
+        output,
+        *limits,
+        *words,
+    )
+    return output
+
+
+def train(case: dict, folder: Path) -> dict[str, float]:
+    "Train one stage by its command, and return its seconds, mining included."
+    stage, output = case["stage"], folder / case["stage"]
+    words = ["--model.pretrained_model_name_or_path", case["model"], "--run.output", output,
+             "--run.progress", "none", "--run.num_epochs", case["epochs"], "--overwrite"]  # fmt: skip
+    start = time.perf_counter()
+    if stage == "reranker":
+        table = mine(case, folder, folder / "labeled.jsonl", "--labeled")
+        words += ["--run.seeds", f"[{case['seed']}]", "--run.baselines", "false"]
+        words += ["--data.max_sequence_length", case["pair_length"]]
+        words += ["--model.problem_type", "regression"]
+        command("finetune", table, *words)
+    else:
+        table = folder / "pairs.jsonl"
+        if stage == "mined":
+            table = mine(case, folder, folder / "mined.jsonl")
+        command("embed", "finetune", table, *words, "--seed_everything", case["seed"])
+    return {"seconds": time.perf_counter() - start}
+
+
+def evaluate(case: dict, folder: Path) -> dict[str, dict]:
+    "Measure every pipeline on the same queries: system: measure: mean and interval."
+    from bertlab.cli.embed import load_bi_encoder, load_reranker
+    from bertlab.embeddings import retrieval
+    from bertlab.embeddings.retrieval import reciprocal_rank_fusion
+
+    task, systems = load_task(case["quick"]), {}
+    sides = task.queries, task.documents
+    systems["BM25"] = words = retrieval.bm25_scores(*sides)
+    systems["TF-IDF"] = retrieval.tfidf_scores(*sides)
+    models = {"untrained": case["model"]}
+    models |= {name: folder / name for name in case["stages"] if name != "reranker"}
+    for name, directory in models.items():
+        scores = retrieval.similarity_scorer(load_bi_encoder(str(directory)))(*sides)
+        systems |= {name: scores, f"{name}, hybrid": reciprocal_rank_fusion(scores, words)}
+    if "reranker" in case["stages"]:
+        best, score = (
+            systems[f"{[*models][-1]}, hybrid"],
+            load_reranker(str(folder / "reranker")).score,
+        )
+        reranked = retrieval.reranked_scores(score, *sides, best, case["rerank_k"])
+        systems |= {
+            "reranked": reranked,
+            "reranked, hybrid": reciprocal_rank_fusion(reranked, best),
+        }
+    results = retrieval.evaluate_retrieval(task, systems)
+    if {"dense", "mined"} <= systems.keys():
+        results |= retrieval.paired_differences(results, "dense", ["mined"])
+    return {
+        name: {measure: retrieval.bootstrap_ci(values[measure]) for measure in MEASURES}
+        for name, values in results.items()
+    }
+
+
+def run_case(case: dict) -> dict:
+    folder = Path(case["folder"])
+    return evaluate(case, folder) if case["stage"] == "evaluate" else train(case, folder)
+
+
+def main() -> None:
+    parser = common_parser(__doc__, "retrieval", rounds=1)
+    add = parser.add_argument
+    add("--model", help="directory of a sentence encoder")
+    add("--seeds", type=int, nargs="+", default=[0, 1, 2], help="of order and new weights")
+    add("--epochs", type=int, default=1, help="of each stage")
+    add("--negatives", type=int, default=4, help="mined for each pair")
+    add("--margin", type=float, default=0.05, help="share of its positive that a negative is below")
+    add("--pair_length", type=int, default=128, help="tokens of a pair in training")
+    add("--rerank_k", type=int, default=100, help="documents that the reranker reads")
+    add("--stages", nargs="*", choices=STAGES, default=STAGES, help="that are trained")
+    options = parser.parse_args()
+    if options.case:
+        print(json.dumps(run_case(options.case)))
+        return
+    folder = BUILD / "retrieval"
+    folder.mkdir(parents=True, exist_ok=True)
+    if options.quick or options.model is None:
+        options.model, options.seeds = str(write_tiny_model(folder / "tiny")), options.seeds[:1]
+        options.margin = 0.0  # its cosines are all alike
+    shared = {name: getattr(options, name) for name in
+              ("model", "epochs", "negatives", "margin", "pair_length", "rerank_k", "quick")}  # fmt: skip
+    ledger, runs = Ledger("retrieval", options.fresh), {}
+    train_pairs = load_task(options.quick).train
+    rows = [{"query": row.query, "positive": row.positive} for row in train_pairs.rows()]
+    for seed in options.seeds:
+        path = folder / ("quick" if options.quick else f"seed-{seed}")
+        path.mkdir(exist_ok=True)
+        (path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        runs[seed] = {}
+        for stage in (*options.stages, "evaluate"):
+            case = {**shared, "stage": stage, "seed": seed, "folder": str(path)}
+            case |= {"stages": [*options.stages]} if stage == "evaluate" else {}
+            measure = lambda case=case: run_child(__file__, case, options.threads)
+            figures = ledger.get(json.dumps([case, options.threads], sort_keys=True), measure)
+            runs[seed][stage] = figures
+            print(f"  seed {seed}  {stage:9}", "" if stage == "evaluate" else figures, flush=True)
+        for name, values in runs[seed]["evaluate"].items():
+            print(f"  {name:22}", *(f"{measure} {values[measure][0]:.3f}" for measure in MEASURES))
+    systems = next(iter(runs.values()))["evaluate"]
+    means = {
+        name: {m: spread(run["evaluate"][name][m][0] for run in runs.values()) for m in MEASURES}
+        for name in systems
+    }
+    shared["model"] = Path(options.model).name
+    content = {"bertlab": bertlab.__version__, **machine(options.threads), "settings": shared}
+    write_result(options, {**content, "means": means, "seeds": runs})
+
+
+if __name__ == "__main__":
+    sys.exit(main())
