@@ -52,6 +52,10 @@ class StepMemory:
     def peak(self) -> int:  # of all tensors
         return sum(vars(self).values())
 
+    @property
+    def kept(self) -> int:  # from step to step
+        return self.weights + self.states
+
 
 def _on_meta(build: Callable[[], nn.Module]) -> nn.Module:
     "Build a model of shapes alone."
@@ -153,7 +157,7 @@ def _optimizer_for(
     return None, 2 * sum(p.numel() for p in weights)
 
 # %% ../../nbs/train/23_estimate.ipynb #b2a88851
-HEAP_OVERHEAD = 2.3  # the heap of a CPU by its tensors, where freed memory is kept
+HEAP_OVERHEAD = 2.3  # the heap of a CPU by the tensors that a step frees, where they stay its own
 _TOY = dict(vocab_size=64, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
             num_attention_heads=1, max_position_embeddings=16)  # fmt: skip
 
@@ -176,15 +180,19 @@ class MemoryEstimate:
 
     @property
     def overhead(self) -> float:
-        "What the process takes for each byte of a step's tensors."
+        "What the process takes for each byte that a step frees again."
         if self.measured is not None:
-            return max(1.0, (self.measured - self.process) / self.step.peak)
+            freed = self.step.peak - self.step.kept
+            return max(1.0, (self.measured - self.process - self.step.kept) / max(1, freed))
         keeps_freed = self.device == "cpu" and sys.platform == "linux"  # see `retain_freed_memory`
         return HEAP_OVERHEAD if keeps_freed else 1.0
 
+    def held(self, step: StepMemory) -> int:  # bytes, besides what Python and libraries hold
+        return step.kept + round(self.overhead * (step.peak - step.kept))
+
     @property
     def peak(self) -> int:  # of the process, or of the GPU's tensors
-        return self.process + max(round(self.overhead * self.step.peak), self.saving)
+        return self.process + max(self.held(self.step), self.saving)
 
     @property
     def fits(self) -> bool | None:
@@ -392,8 +400,8 @@ def estimate_memory(
         minutes = min(steps.seconds) * trainer["max_steps"] / 60
         estimate = replace(estimate, measured=steps.peak, minutes=minutes)
     if find_largest and estimate.available is not None:
-        room = int((estimate.available - process) / estimate.overhead)
-        largest = _largest_fitting(lambda n: step_of(n).peak, rows, fixed_bytes, room)
+        room, peak_of = estimate.available - process, lambda n: estimate.held(step_of(n))
+        largest = _largest_fitting(peak_of, rows, fixed_bytes, room)
         fits = process + saving <= estimate.available
         estimate = replace(estimate, largest_rows=largest if fits else 0)
     return estimate

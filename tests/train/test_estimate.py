@@ -20,7 +20,8 @@ from bertlab.optim.optimizers import (
     optimizer_state_bytes,
 )
 from bertlab.train.checkpoints import rng_state
-from bertlab.train.estimate import _available_bytes, estimate_memory
+from bertlab.train.estimate import MemoryEstimate, StepMemory, _available_bytes
+from bertlab.train.estimate import estimate_memory
 from bertlab.train.modules import PretrainingModule, build_optimizer
 
 SHAPE = dict(vocab_size=300, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=2,
@@ -278,3 +279,13 @@ def test_an_estimate_says_nothing_of_micro_batches_that_nobody_looked_for():
     )
     assert "no micro-batch fits" in replace(message, largest_rows=0).describe()
     assert "largest micro-batch: 7 rows" in replace(message, largest_rows=7).describe()
+
+
+def test_only_what_a_step_frees_grows_in_the_heap(monkeypatch):
+    "Weights and states of a wide model are allocated once; they are most of its memory."
+    step = StepMemory(weights=500, gradients=100, states=1000, activations=800, head=50, passing=50)
+    estimate = MemoryEstimate(step, 400, 0, None, 8, 128, None, "cpu")
+    monkeypatch.setattr("sys.platform", "linux")
+    assert estimate.peak == 400 + 1500 + 2300
+    assert replace(estimate, measured=3900).peak == 3900
+    assert replace(estimate, device="cuda").peak == 400 + step.peak
