@@ -86,10 +86,9 @@ def pytest_xdist_auto_num_workers(config) -> int:
     return min(8, os.cpu_count() or 1)
 
 
-SPREAD = {
-    "test_notebooks.py",
-    "test_house.py",
-}  # each case stands alone; elsewhere a file shares its fixtures
+# Here each case stands alone; elsewhere a file shares its fixtures. In this order, after all others: the last cases are
+# short, so all workers end together.
+SPREAD = ["", "test_notebooks.py", "test_house.py"]
 
 
 @pytest.hookimpl(optionalhook=True)  # of pytest-xdist
@@ -106,7 +105,7 @@ def pytest_xdist_make_scheduler(config, log):
 
 
 def pytest_collection_modifyitems(items):
-    items.sort(key=lambda item: item.path.name in SPREAD)  # last, so that all workers end together
+    items.sort(key=lambda item: SPREAD.index(item.path.name) if item.path.name in SPREAD else 0)
     for mark, why in REASONS.items():
         marked = [item for item in items if item.get_closest_marker(mark)]
         if marked and (reason := why()):
