@@ -227,6 +227,7 @@ def clean_outputs(path: Path) -> None:
                 output
                 for output in outputs
                 if WIDGET not in output.get("data", {})
+                and not "".join(output.get("data", {}).get("text/html", "")).startswith("<progress")
                 and not (output.get("name") == "stderr" and NOISE.search("".join(output["text"])))
             ]
     write_whole(path, as_notebook(notebook))

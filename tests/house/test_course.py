@@ -110,6 +110,12 @@ def test_a_page_that_changes_its_place_is_renamed_with_its_links(tmp_path):
 
 
 @pytest.mark.parametrize("path", LESSONS, ids=lambda path: path.stem)
+def test_a_long_lesson_says_where_to_stop(path):
+    text = "\n".join(prose_of(path))
+    assert len(text.split()) < 4000 or text.count("> **You can stop here.**") == 1
+
+
+@pytest.mark.parametrize("path", LESSONS, ids=lambda path: path.stem)
 def test_a_lesson_links_glossary_and_notation(path):
     first = prose_of(path)[0]
     assert "(glossary.ipynb)" in first and "(notation.ipynb)" in first
