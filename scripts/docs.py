@@ -59,10 +59,10 @@ website:
       - text: llms.txt
         href: llms.txt
 """
-GET_QUARTO = """\
-Quarto is not installed, so nothing was rendered; all that comes before it passed.
-To get it: an installer from https://quarto.org/docs/get-started, or .venv/bin/python -m pip install quarto-cli
-Then run `make docs` again."""
+GET_QUARTO = (
+    "Quarto is missing, so nothing was rendered: run .venv/bin/python -m pip install quarto-cli, or get it from "
+    "https://quarto.org/docs/get-started, and run `make docs` again"
+)
 
 
 def git(*words: str) -> str:
@@ -137,14 +137,13 @@ def fold_imports(notebook) -> None:
 
 
 def process(notebook) -> None:
-    "Run nbdev's processors except those that execute cells."
-    from nbdev.processors import FilterDefaults, add_links, exec_show_docs
+    "Run nbdev's processors except those that execute cells or drop what `terminal` reads."
+    from nbdev.processors import FilterDefaults, add_links, clean_magics, exec_show_docs
 
     class Still(FilterDefaults):
         def base_procs(self) -> list:
-            return [
-                proc for proc in super().base_procs() if proc not in (add_links, exec_show_docs)
-            ]
+            left_out = (add_links, clean_magics, exec_show_docs)
+            return [proc for proc in super().base_procs() if proc not in left_out]
 
     Still()(notebook)
 
@@ -186,14 +185,19 @@ def stage_notebook(source: Path, name: str):
 
 
 def terminal(cell) -> str | None:
-    "Return a cell that runs a command of the shell, with its output, as Markdown; None for another cell."
-    if cell.cell_type != "code" or not cell.source.startswith("!"):
+    "Return a cell that runs a shell command or writes a file as Markdown; None for another cell."
+    marks = directives(cell.source) if cell.cell_type == "code" else {}
+    source = re.sub(r"\A(?:#\|.*\n)+", "", cell.source).strip()
+    if cell.cell_type != "code" or not source.startswith(("!", "%%writefile ")):
         return None
+    if not source.startswith("!"):
+        file, _, content = source.removeprefix("%%writefile ").partition("\n")
+        return f'```{{.{Path(file).suffix[1:]} filename="{file.strip()}"}}\n{content}\n```'
     printed = "".join("".join(output.get("text", "")) for output in cell.get("outputs", []))
-    blocks = [f"```{{.sh .terminal}}\n{cell.source[1:].strip()}\n```"]
-    if printed.strip():
-        blocks.append(f"```{{.text .printed}}\n{printed.rstrip()}\n```")
-    return "\n\n".join(blocks)
+    text = f"```{{.sh .terminal}}\n{source[1:]}\n```"
+    if printed.strip() and marks.get("output") != "false":
+        text += f"\n\n```{{.text .printed}}\n{printed.rstrip()}\n```"
+    return text
 
 
 def shown_names(notebook) -> list[str]:

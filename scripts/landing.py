@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
 from reference import front, search_entries  # noqa: E402
-from sync import Address, fenced, output_markdown, source_of  # noqa: E402
+from sync import GUIDES, Address, fenced, output_markdown, source_of, title_of  # noqa: E402
 
 # --- the live model -------------------------------------------------------------------------------
 
@@ -286,6 +286,13 @@ make demo
 """
 
 
+def guide_links() -> list[str]:
+    "Return a list of all guides by title."
+    return [
+        f"- [{title_of(ROOT / f'nbs/guides/{name}.ipynb')}](guides/{name}.ipynb)" for name in GUIDES
+    ]
+
+
 def landing_page(live: Path | None, address: Address) -> str:
     "Return the first page: the model, three ways to go, installation, and what was measured."
     tiles = "".join(
@@ -316,6 +323,7 @@ def landing_page(live: Path | None, address: Address) -> str:
     parts += ["## Measured", "", "```{=html}", f'<div class="tiles">{tiles}</div>', "```", ""]
     parts += ["[All measurements](benchmarks.ipynb), with failures and how to repeat them.", ""]
     parts += ["## Where to go", "", "::: {.cards}", "", cards, "", ":::", ""]
+    parts += ["## Guides", "", "::: {.guides}", "", *guide_links(), "", ":::", ""]
     parts += [
         "[The overview](overview.ipynb) has everything on one page; [cite](cite.qmd) gives BibTeX.",
         "",

@@ -61,11 +61,11 @@ function scoreOf(needed, fields) {
   return best.length && Math.min(...best) > 0 ? best.reduce((a, b) => a + b) : 0;
 }
 
-// A page before its parts, and guides before the reference.
+// A page before its parts, and guides before the reference, whose options come by their names.
 function standing(doc) {
   const place = /^(guides\/|index|cite)/.test(doc.href) ? 1.6 : /^(reference\/commands|course)/.test(doc.href) ? 1.2
     : /^(reference\/api|changelog)/.test(doc.href) ? 0.5 : 1;
-  return place * (doc.section ? 1 : 1.3);
+  return place * (doc.section ? 1 : 1.3) * (doc.href.includes("#option-") ? 0.5 : 1);
 }
 
 function snippet(text, needed) {
@@ -75,13 +75,19 @@ function snippet(text, needed) {
   return (begin ? "… " : "") + text.slice(begin, begin + 160).trim();
 }
 
+// Whether a query is the name of an entry, or of an option with or without dashes and section.
+function isNamed(doc, query) {
+  const [title, name] = [doc.title, query].map((text) => normal(text).trim().replace(/^_+/, ""));
+  return title === name || (doc.href.includes("#option-") && title.endsWith(`.${name}`));
+}
+
 const prepared = new WeakMap();
 
 function siteSearch(query, docs, limit) {
   const needed = alternatives(query), results = [];
   for (const doc of docs) {
     if (!prepared.has(doc)) prepared.set(doc, prepare(doc));
-    const exact = normal(doc.title).replace(/^_+/, "") === normal(query).trim().replace(/^_+/, "") ? 3 : 1;
+    const exact = isNamed(doc, query) ? 10 : 1;
     const score = exact * standing(doc) * scoreOf(needed, prepared.get(doc));
     if (score > 0) results.push([score, doc]);
   }

@@ -10,6 +10,7 @@ import json
 import multiprocessing
 import os
 import re
+import shlex
 import signal
 import sys
 from multiprocessing import forkserver
@@ -74,6 +75,15 @@ def with_solutions(notebook: dict) -> tuple[dict, set[str]]:
     return {**notebook, "cells": cells}, set(checks)
 
 
+def run_command(shell, command: str) -> None:
+    "Run a cell's `!bertlab ...` in this process, because a program of its own imports for seconds."
+    from bertlab.cli.main import main
+
+    program, *words = shlex.split(command.replace("\\\n", " "))
+    assert program == "bertlab", command
+    shell.user_ns["_exit_code"] = main(words)
+
+
 # A process of its own for each, forked from one that has done the imports: they take longer than most notebooks.
 def run_here(path: str, flags: str, output: str) -> None:
     "Run a notebook with nbdev's test runner in this process, what it prints going to a file."
@@ -102,6 +112,7 @@ def run_here(path: str, flags: str, output: str) -> None:
         figure.set_layout_engine("none")
         figure.draw_without_rendering()
 
+    shell.CaptureShell.system = run_command
     shell._CustDisplayHook.compute_format_data = lambda hook, result: ({}, {})
     pylabtools.print_figure = draw
     nbdev_test.__wrapped__(path, flags, n_workers=0)

@@ -95,10 +95,15 @@ def test_links_and_anchors_lead_somewhere(read):
 
 # What a newcomer looks for, and the pages from the first page to it.
 TASKS = {
-    "resume a run": ["guides/own_text.html", "guides/resume.html"],
+    "resume a run": ["guides/resume.html"],
     "fine-tune a CSV": ["guides/finetune_csv.html"],
-    "save and share": ["guides/own_text.html", "guides/save_and_share.html"],
-    "diagnose a run": ["guides/own_text.html", "guides/diagnose.html"],
+    "save and share": ["guides/save_and_share.html"],
+    "diagnose a run": ["guides/diagnose.html"],
+    "make a run fit": ["guides/out_of_memory.html"],
+    "install an extra": ["guides/install.html"],
+    "serve a model": ["guides/serve.html"],
+    "use several machines": ["guides/several_machines.html"],
+    "learn how a model is trained": ["course/index.html", "course/three_minutes.html"],
     "find what a flag of a command means": ["api.html", "reference/commands/pretrain.html"],
 }
 
@@ -110,9 +115,9 @@ def target_of(name: str, link: str) -> str:
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_a_task_is_within_three_clicks_of_the_first_page(task, read):
+def test_a_task_is_within_two_clicks_of_the_first_page(task, read):
     here = "index.html"
-    assert len(TASKS[task]) <= 3
+    assert len(TASKS[task]) <= 2
     for page in TASKS[task]:
         assert page in {target_of(here, link) for link in read[here].links}, (
             f"{here} has no link to {page}"
@@ -203,7 +208,7 @@ QUESTIONS = {
     "deploy": "guides/serve", "checkpoint": "guides/resume", "resume a run": "guides/resume",
     "continue training": "guides/resume", "domain adaptation": "guides/continue_model",
     "train on my text": "guides/own_text", "my own text": "guides/own_text", "semantic search": "guides/search",
-    "sentence embeddings": "embeddings/", "RAG": "guides/search", "long documents": "guides/long_documents",
+    "sentence embeddings": "guides/search", "RAG": "guides/search", "long documents": "guides/long_documents",
     "GPU": "guides/devices", "TPU": "guides/devices", "slurm": "guides/several_machines",
     "multi gpu": "guides/several_machines", "loss is nan": "guides/diagnose", "push to the hub": "guides/save_and_share",
     "transformers Trainer": "guides/migrate_transformers", "custom collator": "guides/own_parts",
@@ -224,8 +229,9 @@ def test_search_answers_questions_and_knows_every_option(browser, address):
     assert not missing
     entries = {entry["href"]: entry["title"] for entry in reference.search_entries()}
     titles = sorted(set(entries.values()))
-    for title, found in zip(titles, page.evaluate(ask, titles), strict=True):
-        assert entries.get(found[0]) == title, (title, found)
+    names = titles + [title.rpartition(".")[2] for title in titles]  # with and without section
+    for name, found in zip(names, page.evaluate(ask, names), strict=True):
+        assert any(entries.get(href, "").endswith(name) for href in found[:3]), (name, found)
     assert errors == []
 
 
