@@ -128,7 +128,7 @@ def give_sizes(notebook) -> None:
 
 def fold_imports(notebook) -> None:
     "Fold the first code cell of a page if it imports: what the page is about comes first."
-    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    code = [c for c in notebook.cells if c.cell_type == "code" and not shown_name(c.source)]
     if code and re.search(r"^(?:import|from) ", code[0].source, flags=re.MULTILINE):
         if "code-fold" not in directives(code[0].source):
             code[
