@@ -31,7 +31,7 @@ def _run_baselines(
     validation: Sequence[dict],  # to choose settings by
     rows: Sequence[dict],  # to predict and score
 ) -> list[Baseline]:
-    "Run the most frequent answer and the task's own simple method."
+    "Run the majority baseline and the task's own simple method."
     methods = {
         "majority": task.majority(train, rows),
         "bag of words": task.baseline(train, validation, rows),
