@@ -45,7 +45,7 @@ def iter_fill_mask(
     backend: str = "torch",  # or openvino, onnx
     precision: str = "float32",  # or bfloat16, int8, auto
 ) -> Iterator[list[list[tuple[str, float]]]]:  # of each text: mask -> (word, probability)
-    "Let a model fill the masks of texts. Raises `ValueError` for one that predicts no words."
+    "Fill the masks of texts with a model. Raises `ValueError` for a model that predicts no words."
     directory = find_model_directory(directory)
     tokenizer = load_tokenizer(directory)
     check_tokenizer(tokenizer, read_config(directory).vocab_size)
@@ -81,7 +81,7 @@ def _validation_config(
     config: Mapping[str, Any],
     overrides: Mapping[str, Any],  # options of files and flags, by dotted name
 ) -> tuple[dict[str, Any], bool]:  # and whether it is that of a run
-    "Lay options over the configuration of the run that the output belongs to."
+    "Merge options into the configuration of the run that the output belongs to."
     output = Path(config["run"]["output"]).expanduser()
     is_run_model = output.absolute().parent.name == "models"  # written by a run
     directories = [output, *(output.absolute().parents[:2] if is_run_model else ())]

@@ -137,7 +137,7 @@ _NOTES = (
 
 @dataclass(frozen=True)
 class Parsed:
-    "What a command line says."
+    "A parsed command line."
 
     config: dict[str, Any]  # every option; with sections, a dictionary for each
     overrides: dict[str, Any]  # what files and flags say, by dotted name
