@@ -141,7 +141,7 @@ def lengthen(
 ) -> str:  # a summary
     "Let a model read longer rows: `bertlab lengthen`. Raises `ValueError`."
     path_of_model = Path(find_model_directory(directory))
-    read_sentence_transformers_files(path_of_model)  # refuses modules that could not be copied
+    read_sentence_transformers_files(path_of_model)  # raises for modules that could not be copied
     model: Any = load_encoder(path_of_model)
     learned = model.config.embedding_positions == "learned"
     positions = "learned" if learned else model.config.attention_positions

@@ -53,7 +53,7 @@ def write(
 
 
 def devices() -> str:
-    "Say what a run would use on this machine."
+    "Show what a run would use on this machine."
     from bertlab.core.devices import find_devices
 
     return "\n\n".join(device.report() for device in find_devices(measure=True))
@@ -194,7 +194,7 @@ _PRETRAIN = {
     },
     "without": ("data.objective", "data.seed"),
     "defaults": {
-        # What is not given is the recipe's.
+        # Options that are not given come from the recipe.
         **dict.fromkeys(
             ("model.optimizer_class", "model.weight_decay", "model.scheduler_cooldown_steps")
         ),

@@ -35,9 +35,9 @@ class DemoConfig:
     text_column: str = "text"  # column of the text, by name or number (CSV, JSONL, Parquet, hub)
     header: bool = True  # of CSV and TSV; false: columns have numbers instead of names
     encoding: str = "utf-8"  # of text files and tables
-    on_error: str = "raise"  # what a malformed row does; skip: it is left out, and counted
+    on_error: str = "raise"  # raise an error for a malformed row, or skip and count it
     level: str = "stdlib"  # of the embedded corpus: 'installed' reads the dependencies too
-    max_documents: int | None = None  # stop reading after so many documents
+    max_documents: int | None = None  # documents to read, at most
     tokenizer: str | None = None  # hub name or directory; default: train a WordPiece tokenizer
     vocab_size: int = 4096  # of the tokenizer that is trained
     max_sequence_length: int = 128  # positions in a row
@@ -46,7 +46,7 @@ class DemoConfig:
     mlm_probability: float = 0.3  # share of tokens to predict
     steps: int | None = None  # optimizer steps (default: 1000; 600 on a CPU without bfloat16)
     batch_size: int = 16  # rows per step
-    optimizer: str = "muon"  # muon, or adamw, which wants a quarter of the rate
+    optimizer: str = "muon"  # muon, or adamw, which needs a quarter of the rate
     learning_rate: float = 8e-3  # peak of the schedule
     weight_decay: float = 0.05  # on matrices
     warmup_fraction: float = 0.01  # share of the steps that warm up
@@ -197,7 +197,7 @@ def format_answers(
 def run_demo(
     demo: DemoConfig,
     output: str | os.PathLike,  # directory of the run
-    resume: bool = False,  # continue what is there
+    resume: bool = False,  # continue the run in the directory
     overwrite: bool = False,  # an earlier run there is moved into previous-N
 ) -> dict[str, Any]:  # what is in metrics.json
     "Train, validate, and write model, metrics, history and picture: `bertlab demo`, from Python."
@@ -235,7 +235,7 @@ def demo(
     config: dict[str, Any],  # of a `DemoConfig`
     output: str = "bertlab-demo",  # directory of the run
     resume: bool = False,  # continue the run in --output
-    overwrite: bool = False,  # start anew; an earlier run there is moved into previous-N
+    overwrite: bool = False,  # start again; an earlier run there is moved into previous-N
 ) -> dict[str, Any]:  # what is in metrics.json
     "Train a small encoder on text, in minutes."
     return run_demo(DemoConfig(**config), output, resume, overwrite)

@@ -113,7 +113,7 @@ def load_bi_encoder(
 
 
 def load_reranker(
-    reranker: str | None,  # directory or hub name; None: there is none
+    reranker: str | None,  # directory or hub name, or None
     backend: str = "torch",
     precision: str = "float32",
 ) -> Reranker | None:  # on the GPU if there is one
@@ -132,7 +132,7 @@ def embed_encode(
     text_column: str = "text",  # column of the text in tables
     sample_by: str = "auto",  # a text file's documents: line, paragraph or document
     reader_kwargs: dict[str, Any]
-    | None = None,  # how files are read: encoding, delimiter, header, on_error, ...; each is a flag, too
+    | None = None,  # how files are read: encoding, delimiter, header, on_error, ...; each also a flag
     width: int | None = None,  # only the first numbers of each vector (Matryoshka)
     max_sequence_length: int | None = None,  # tokens that are read of a text; null: the model's
     pooling: str | None = None,  # mean or cls; null: the model's
@@ -179,9 +179,9 @@ def _show_hit(hit: SearchHit, width: int) -> str:  # width: letters; 0: all
 def embed_search(
     model: str,  # directory or hub name of the model
     place: str,  # an index of bertlab embed encode, or a file or folder of texts
-    queries: list[str],  # what is looked for; - reads lines of standard input
+    queries: list[str],  # queries; - reads lines of standard input
     top_k: int = 5,  # texts to show for each query
-    hybrid: bool = False,  # rank by words (BM25), too
+    hybrid: bool = False,  # combine with the ranks by words (BM25)
     reranker: str | None = None,  # model that reads query and text together, to reorder the best
     rerank_k: int = 50,  # texts that the reranker reads for each query
     width_of_text: int = 160,  # letters of each text to show; 0: all
@@ -189,7 +189,7 @@ def embed_search(
     text_column: str = "text",  # column of the text in tables
     sample_by: str = "auto",  # a text file's documents: line, paragraph or document
     reader_kwargs: dict[str, Any]
-    | None = None,  # how files are read: encoding, delimiter, header, on_error, ...; each is a flag, too
+    | None = None,  # how files are read: encoding, delimiter, header, on_error, ...; each also a flag
     backend: str = "torch",  # or openvino, onnx: extras of these names
     precision: str = "float32",  # or bfloat16, int8; auto: the fastest that the processor has
 ) -> str:
@@ -251,7 +251,7 @@ def embed_mine(
     query_column: str | None = None,  # null: by its usual name
     positive_column: str | None = None,  # null: by its usual name
     reader_kwargs: dict[str, Any]
-    | None = None,  # how files are read: encoding, delimiter, header, on_error, ...; each is a flag, too
+    | None = None,  # how files are read: encoding, delimiter, header, on_error, ...; each also a flag
 ) -> str:
     """Find hard negatives for pairs, with sentence-transformers.
 
@@ -337,12 +337,12 @@ def embed_evaluate(
     mteb: list[str] | None = None,  # names of mteb's tasks, run by mteb itself
     output: str | None = None,  # file for the numbers, .json
     reader_kwargs: dict[str, Any]
-    | None = None,  # how files are read: encoding, delimiter, header, on_error, ...; each is a flag, too
+    | None = None,  # how files are read: encoding, delimiter, header, on_error, ...; each also a flag
 ) -> str:  # the table
     """Measure retrieval beside BM25 and TF-IDF.
 
     `hybrid` combines the ranks of model and BM25. The last lines are differences of two systems
-    on the same queries. A query that is a document, too, is left out of its own ranking.
+    on the same queries. A query that is also a document is left out of its own ranking.
     """
     if output is not None:
         output = str(Path(output).expanduser())

@@ -118,18 +118,18 @@ def export(
     output: str | None = None,  # what to write, not there yet; null: bertlab-onnx, bertlab-web, ...
     outputs: list[str]
     | None = None,  # of onnx and openvino: logits, attentions, lens; null: of the task
-    int8: bool | None = None,  # write the file of bytes, too; null: onnx, or with calibration
+    int8: bool | None = None,  # also write the 8-bit file; null: for onnx, or with calibration
     float16: bool | None = None,  # of onnx: write a file of half floats, for GPUs and browsers
     data: str | None = None,  # labelled file of the task, or pairs, to score each file with
     calibration: str | None = None,  # of openvino: file of texts that int8 is calibrated with
-    max_loss: float | None = None,  # by int8, from 0 to 1; more is refused; null: openvino 0.02
+    max_loss: float | None = None,  # by int8, from 0 to 1; more is an error; null: openvino 0.02
     packages: str
     | None = None,  # of web: node_modules with the browser's packages; null: load them
     examples: list[str] | None = None,  # of web: sentences with [MASK] to begin with
     name: str | None = None,  # of web: title of the page; null: that of the directory
     # To check with; null: the last of the calibration, or held-out text of the embedded corpus.
     text: str | None = None,
-    # How the file of --data is read: delimiter, encoding, ..., else as in training; each is a flag, too.
+    # How the file of --data is read: delimiter, ..., else as in training; each also a flag.
     reader_kwargs: dict[str, Any] | None = None,
 ) -> str:  # what is said
     "Write a model for other runtimes: `bertlab export`. Raises `ValueError`, `ImportError`."

@@ -385,8 +385,8 @@ def predict(
     file: str = "-",  # rows to read; - is standard input
     text_column: list[str] | None = None,  # by name or number; twice for pairs of texts
     output: str | None = None,  # file to write: .jsonl, .csv, .tsv, .conllu or .parquet
-    format: str | None = None,  # of what is read: lines, csv, jsonl, ...; null: it is guessed
-    # How files are read: header, delimiter, encoding, ..., else as in training; each is a flag, too.
+    format: str | None = None,  # of the input: lines, csv, jsonl, ...; null: guessed
+    # How files are read: header, delimiter, ..., else as in training; each also a flag.
     reader_kwargs: dict[str, Any] | None = None,
     all_probabilities: bool = False,  # of every label, or the best answers
     batch_size: int = 32,  # rows that are predicted at once
@@ -397,7 +397,7 @@ def predict(
     backend: str = "torch",  # or openvino, onnx: extras of these names
     precision: str = "float32",  # or bfloat16, int8; auto: the fastest that the processor has
 ) -> None:
-    "Label what a file or standard input holds; print JSON lines, or write a file."
+    "Predict for the rows of a file or standard input; print JSON lines, or write a file."
     if output is not None:  # before the model is loaded
         check_output(output, file, overwrite)
     predictor = load_predictor(directory, max_sequence_length, backend, precision)

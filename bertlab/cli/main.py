@@ -33,7 +33,7 @@ def _process_number() -> int:  # 0 where there is only one
     return int(next((os.environ[name] for name in names if os.environ.get(name)), 0))
 
 
-# What torch's collective operations say when the other end of a connection is gone.
+# Messages of torch's collective operations when the other end of a connection is gone.
 _LOST_PEER = re.compile(
     r"gloo/transport/|NCCL (error|communicator)|connection (was )?(closed|reset) by|recvValue", re.I
 )

@@ -130,19 +130,19 @@ def _make_run(settings: Mapping[str, Any]) -> Run:
     return run
 
 
-def _work(settings: Mapping[str, Any]) -> dict[str, Any]:  # metrics, or why it was refused
+def _work(settings: Mapping[str, Any]) -> dict[str, Any]:  # metrics, or the error
     "The function of each Ray worker: a run of `pretrain` with the rank from Ray."
     from ray.train.lightning import RayDDPStrategy, prepare_trainer
 
     silence_libraries()
-    if os.path.isdir(settings["directory"]):  # names of files are meant from there
+    if os.path.isdir(settings["directory"]):  # file names are relative to it
         os.chdir(settings["directory"])
     try:
         run = _make_run(settings)
     except _Refused as refused:
         return {"refused": str(refused)}
     if isinstance(run.trainer.strategy, RayDDPStrategy):
-        prepare_trainer(run.trainer)  # Ray's own check; it knows Ray's strategies alone
+        prepare_trainer(run.trainer)  # Ray's own check, which accepts only Ray's strategies
     if rank_zero_only.rank == 0:
         print(run.describe(), flush=True)
     return {"metrics": run.fit()}

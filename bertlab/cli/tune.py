@@ -198,7 +198,7 @@ def run_trial(
 
 # %% ../../nbs/cli/10_tune.ipynb #80952369
 def _open_study(output: Path, search: SearchConfig) -> Any:
-    "The study in a directory; a trial that was under way is asked for again."
+    "Open the study of a directory; a trial that was running is started again."
     optuna = _optuna()
     default = "val_loss" if search.command == "pretrain" else "val_score"  # more is better
     storage = f"sqlite:///{output.absolute() / 'trials.db'}"

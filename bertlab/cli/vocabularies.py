@@ -62,7 +62,7 @@ def train(
     model_max_length: int = 512,  # tokens: where a pipeline truncates
     text_column: str = "text",  # of tables and datasets
     reader_kwargs: dict[str, Any]
-    | None = None,  # how files are read: encoding, delimiter, header, on_error, ...; each is a flag, too
+    | None = None,  # how files are read: encoding, delimiter, header, on_error, ...; each also a flag
     # Of wordpiece in lowercase; null: true, unless 1% of the letters would lose a mark.
     strip_accents: bool | None = None,
 ) -> Path:  # the directory
@@ -91,12 +91,12 @@ _ROW_LENGTH = 128  # tokens in a row when models are scored, where they read as 
 
 
 def compare(
-    tokenizers: list[str],  # directories or hub names; a model's directory gets bits per byte, too
+    tokenizers: list[str],  # directories or hub names; a model's directory also gets bits per byte
     text: str | list[str] | None = None,  # to measure on; null: held-out embedded corpus
     text_column: str = "text",  # of tables and datasets, by name or number
     output: str | None = None,  # a new file, such as measures.json
     reader_kwargs: dict[str, Any]
-    | None = None,  # how files are read: encoding, delimiter, header, on_error, ...; each is a flag, too
+    | None = None,  # how files are read: encoding, delimiter, header, on_error, ...; each also a flag
 ) -> dict[str, dict[str, float]]:
     "Measure tokenizers side by side: `bertlab tokenizer compare`. Prints a table."
     if not tokenizers:
@@ -152,7 +152,7 @@ def _open(directory: str) -> tuple[Any, Any, str | Path]:  # tokenizer; model, o
     tokenizer, has_file = load_tokenizer(source), lambda name: Path(source, name).exists()
     if has_file("tokenizer_config.json") and not has_file("config.json"):
         return tokenizer, None, source
-    read_sentence_transformers_files(source)  # refuses modules that could not be copied
+    read_sentence_transformers_files(source)  # raises for modules that could not be copied
     return tokenizer, load_encoder(source), source
 
 
@@ -182,7 +182,7 @@ def extend(
     min_count: int = 5,  # occurrences that a new entry must have
     text_column: str = "text",  # of tables and datasets, by name or number
     reader_kwargs: dict[str, Any]
-    | None = None,  # how files are read: encoding, delimiter, header, on_error, ...; each is a flag, too
+    | None = None,  # how files are read: encoding, delimiter, header, on_error, ...; each also a flag
 ) -> Path:  # the directory
     "Add entries to a vocabulary for a text: `bertlab tokenizer extend`."
     tokenizer, model, source = _open(directory)
@@ -203,7 +203,7 @@ def trim(
     keep_characters: bool = True,  # keep single characters, with which other texts can be written
     text_column: str = "text",  # of tables and datasets, by name or number
     reader_kwargs: dict[str, Any]
-    | None = None,  # how files are read: encoding, delimiter, header, on_error, ...; each is a flag, too
+    | None = None,  # how files are read: encoding, delimiter, header, on_error, ...; each also a flag
 ) -> Path:  # the directory
     "Drop the entries that a text does not use: `bertlab tokenizer trim`."
     tokenizer, model, source = _open(directory)
@@ -224,7 +224,7 @@ def transplant(
     text: str | list[str] | None = None,
     text_column: str = "text",  # of tables and datasets, by name or number
     reader_kwargs: dict[str, Any]
-    | None = None,  # how files are read: encoding, delimiter, header, on_error, ...; each is a flag, too
+    | None = None,  # how files are read: encoding, delimiter, header, on_error, ...; each also a flag
 ) -> Path:  # the directory
     "Give a model another tokenizer: `bertlab tokenizer transplant`."
     old, model, source = _open(directory)

@@ -70,7 +70,7 @@ def show_steps(
 def was_taught_ends(
     directory: str | os.PathLike,  # of a run or of a model
 ) -> bool:
-    "Whether the run that a model comes from trained it with ends, as far as its run.yaml tells."
+    "Return whether the run.yaml of a model's run shows that it was trained with ends."
     path = Path(directory).resolve()
     for parent in (path, path.parent, path.parent.parent):
         if (parent / RUN_FILE).is_file():

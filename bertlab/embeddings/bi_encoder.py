@@ -143,7 +143,7 @@ class BiEncoder(nn.Module):
 
     def __init__(
         self,
-        encoder: nn.Module,  # ours or any encoder of transformers, without a head
+        encoder: nn.Module,  # bertlab's or any encoder of transformers, without a head
         tokenizer: Any,  # of transformers
         pooling: str = "mean",  # a key of POOLINGS
         normalize: bool = True,  # to length 1
@@ -284,7 +284,7 @@ class BiEncoder(nn.Module):
         precision: str = "float32",  # or bfloat16, int8; auto: the fastest that the processor has
         **options: Any,  # pooling, normalize, max_sequence_length: instead of the model's own
     ) -> "BiEncoder":  # on the CPU, in evaluation mode
-        "Load a bi-encoder of ours or of sentence-transformers, or build one from an encoder."
+        "Load a bi-encoder of bertlab or sentence-transformers, or build one from an encoder."
         tokenizer, load = load_tokenizer(source), lambda: load_model(source, "Model").model
         encoder = open_model(source, load, ["last_hidden_state"], backend, precision)
         config = read_st_config(source)
@@ -295,7 +295,7 @@ class BiEncoder(nn.Module):
     def save(
         self,
         directory: str | os.PathLike,
-        family: str | None = None,  # a key of FAMILIES; None: whichever fits, else ours
+        family: str | None = None,  # a key of FAMILIES; None: whichever fits, else bertlab's
     ) -> Path:  # the directory
         "Write a directory for transformers and sentence-transformers."
         tokenizer = copy.deepcopy(self.tokenizer)
@@ -427,7 +427,7 @@ class Reranker(nn.Module):
 
     def __init__(
         self,
-        model: nn.Module,  # with one score, or classes, for a text: ours or of transformers
+        model: nn.Module,  # with one score, or classes, for a text: of bertlab or transformers
         tokenizer: Any,  # of transformers
         max_sequence_length: int | None = None,  # tokens of a pair; None: the model's limit
         activation: str = "Sigmoid",  # of a single score: or Identity

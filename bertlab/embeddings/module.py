@@ -92,7 +92,7 @@ class _RetrievalRanks:
         self.batches: list[list[Tensor]] = []
 
     def update(self, queries: EmbeddedTexts, answers: EmbeddedTexts, numbers_N: Tensor) -> None:
-        "Store a batch on the CPU; answer i is of query i, and numbers tell different texts apart."
+        "Store a batch on the CPU; answer i belongs to query i, and equal texts have equal numbers."
         tensors = [queries.vectors_ND.float(), answers.vectors_ND.float(), queries.groups_N]
         self.batches.append([tensor.detach().cpu() for tensor in (*tensors, numbers_N)])
 
@@ -195,7 +195,7 @@ class EmbeddingModule(TrainingModule):
         scheduler_warmup_kind: str | None = "linear",
         scheduler_warmup_steps: int | None = None,  # None: 6 % of the run
         scheduler_warmup_decay: float = 0.0,  # factor of the peak where the warmup begins
-        # How the rate goes on: constant, linear, cosine or exponential.
+        # How the rate continues: constant, linear, cosine or exponential.
         scheduler_training_kind: str = "linear",
         scheduler_training_steps: int = -1,  # between warmup and cooldown; -1: the rest
         scheduler_training_decay: float = 0.1,  # factor of the peak where this phase ends

@@ -321,7 +321,7 @@ class TextIndex:
 
     @classmethod
     def open(cls, directory: str | os.PathLike) -> "TextIndex":
-        "Open an index without reading its vectors. Raises `ValueError` if it is none."
+        "Open an index without reading its vectors. Raises `ValueError` if it is not an index."
         directory = Path(directory).expanduser()
         if not (directory / _STORE).is_file():
             raise ValueError(
@@ -433,7 +433,7 @@ def source_documents(
     sample_by: str = "auto",  # a text file's documents: line, paragraph or document
     **reading: Any,  # of `ReadOptions`: encoding, on_error, ...
 ) -> Callable[[], Iterable[Document]]:
-    "Return a function that reads documents anew with each call. Raises `ValueError`."
+    "Return a function that reads the documents again at each call. Raises `ValueError`."
     notes = Counter() if notes is None else notes
     options = ReadOptions(text_column, sample_by=sample_by, **reading)
     source_parts(source, options, Counter(), can_slice=True)  # reports a wrong source now

@@ -99,7 +99,7 @@ def _normalize_answer(text: str) -> str:
     "Remove case, punctuation of all scripts, English articles and extra spaces."
     is_sign = lambda x: x in string.punctuation or unicodedata.category(x).startswith("P")
     text = "".join(x for x in unicodedata.normalize("NFC", text).lower() if not is_sign(x))
-    parts = regex.sub(r"\b(a|an|the)\b", " ", text).split()  # its \b knows marks
+    parts = regex.sub(r"\b(a|an|the)\b", " ", text).split()  # its \b handles combining marks
     split = lambda part: split_words(part, signs=True) if has_unspaced(part) else [part]
     return " ".join(word for part in parts for word in split(part))
 

@@ -160,7 +160,7 @@ def label_words(
 ) -> tuple[list[str], list[str]]:  # words of signature and docstring, and their labels
     "Label words by the signature and the module's names: parameter, name of the code, or word."
     parameters = [name for name, _ in function.parameters]
-    marked = {name for name in parameters if len(name) > 1}  # "a" is an article, too
+    marked = {name for name in parameters if len(name) > 1}  # "a" is also an article
     # In lower case, `list` and `open` are ordinary words as often as they are names.
     names = {word for word in function.names | _BUILTINS if not word.islower()} | {function.name}
     words = WORD.findall(f"{function.name}({', '.join(parameters)}): {function.doc}")
@@ -270,7 +270,7 @@ def place_group(group: str, seed: int = 0) -> str:
 
 
 def row_text(row: dict) -> str:
-    "Return what is read to answer: context, words or text."
+    "Return the input of the task: context, words or text."
     text = row.get("context", row.get("text"))
     return text if isinstance(text, str) else " ".join(text)
 
@@ -419,7 +419,7 @@ def _thin_out(
     rows: list[dict],
     same: float,  # of one kind, rows with one and the same answer for each with another one
 ) -> list[dict]:
-    "Keep an answer such as None, or that there is none, from being right most of the time."
+    "Limit how often the same answer, such as None or no answer, is right."
     answer_of = lambda row: (row["kind"], *row["answers"]["text"])
     of_kind, of_answer = Counter(row["kind"] for row in rows), Counter(map(answer_of, rows))
     remaining, used = [], Counter()

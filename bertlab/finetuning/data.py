@@ -230,7 +230,7 @@ class FinetuningDataModule(SplitDataModule):
         "Forget what `read` and `setup` have made."
         self.columns: dict[str, Any] = {}  # by role; set by `read`, as the next two
         self.rows: dict[str, Table] = {}  # the good rows of each split, by role, labels by name
-        self.note = self.label_rule = ""  # what a user should know about splits and labels
+        self.note = self.label_rule = ""  # notes for the user about splits and labels
         self.collator: SupervisedCollator | None = None  # set by `setup`, as all below
         self.datasets: dict[str, _EncodedRows] = {}
         self.num_cut: dict[str, int] = {}  # texts of each split that are longer than a row
@@ -306,7 +306,7 @@ class FinetuningDataModule(SplitDataModule):
         "Find the column of each role. Raises `ValueError` with the names that exist."
         columns = usual_columns(self.task, table)
         requested = {r: name for r, name in self.requested_columns.items() if name is not None}
-        if requested.keys() & self.task.text_columns:  # one text alone is no pair
+        if requested.keys() & self.task.text_columns:  # a single text is not a pair
             columns |= self.task.text_columns
         columns |= requested
         for role, column in columns.items():
@@ -463,7 +463,7 @@ class FinetuningDataModule(SplitDataModule):
         digest.update(json.dumps(labels, default=str).encode())
         return digest.hexdigest()[:16]
 
-    # --- what a person wants to know --------------------------------------------------------------
+    # --- description ------------------------------------------------------------------------------
 
     def count_labels(self, split: str) -> dict[str, int]:
         "Count how often each named label occurs in a split."

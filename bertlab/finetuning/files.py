@@ -48,7 +48,7 @@ class Table(Sequence):
         self,
         rows: Any,  # dicts, or a `datasets.Dataset`
         places: Sequence[str],  # one for each row
-        features: Mapping[str, Any] | None = None,  # what `datasets` knows of columns
+        features: Mapping[str, Any] | None = None,  # types of columns from `datasets`
         file_format: str | None = None,  # of the file that they were read from
     ):
         self.rows, self.places, self.file_format = rows, list(places), file_format
@@ -137,7 +137,7 @@ def plain_label(label: Any) -> Any:
     if isinstance(label, (list, tuple)):
         return [plain_label(part) for part in label]
     if hasattr(label, "as_integer_ratio") and not isinstance(label, int):
-        label = float(label)  # a decimal or a fraction, too
+        label = float(label)  # also a decimal or a fraction
     return int(label) if isinstance(label, float) and label.is_integer() else label
 
 
@@ -350,7 +350,7 @@ def find_split(
 
 
 def is_files(source: Any) -> bool:
-    "Return whether a source names files or a hub, and is no rows."
+    "Return whether a source names files or a hub dataset, instead of holding rows."
     values = source.values() if isinstance(source, Mapping) else [source]
     lists = (value if isinstance(value, (list, tuple)) else [value] for value in values)
     return all(isinstance(name, (str, os.PathLike)) for names in lists for name in names)
@@ -435,7 +435,7 @@ def read_json_cell(cell: str) -> Any:  # the cell itself if it is a word; None: 
     raise ValueError(f'{text[:60]!r} is no list: write it as JSON, as in ["a", "b"]')
 
 
-def read_number_cell(cell: str) -> Any:  # the cell itself if it is no number; None: empty
+def read_number_cell(cell: str) -> Any:  # the cell itself if it is not a number; None: empty
     "Read a cell as a number."
     text = cell.strip()
     if not _NUMBER.fullmatch(text):

@@ -110,7 +110,7 @@ def load_task_model(
     if not loaded.padded_because:
         for name, value in options.items():
             setattr(config, "_attn_implementation" if name.startswith("attn") else name, value)
-    # Built anew: dropout is fixed when a model is built.
+    # Build it again: dropout is fixed when a model is built.
     model = (type(loaded.model) if task.architecture else task_cls)(config)
     state, new = loaded.model.state_dict(), loaded.new_weights
     if not _has_same_labels(stored, task):
@@ -180,7 +180,7 @@ def settle_class_weights(
         weights = balanced_class_weights(data.count_labels("train"), num_rows)
     is_list = task.has_classes and not isinstance(weights, str)
     weights_C = torch.tensor(weights if is_list else [], dtype=torch.float32)
-    count = task.num_labels or len(weights_C) or "some"  # the data may know their number later
+    count = task.num_labels or len(weights_C) or "some"  # their number may come from the data later
     if len(weights_C) != count or not (weights_C > 0).all():
         raise ValueError(
             f"class_weights={weights!r}: give 'balanced', or {count} numbers above 0, one "

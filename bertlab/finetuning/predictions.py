@@ -68,7 +68,7 @@ def _as_names(label: Any) -> Any:
 
 
 class Predictor:
-    "A model for a task, and what is needed to use it."
+    "A model for a task, with tokenizer and settings."
 
     def __init__(
         self,

@@ -102,7 +102,7 @@ class LabelNames:
 
 # %% ../../nbs/finetuning/02_task.ipynb #d28b9374
 class Task:
-    "What a fine-tuning task knows: columns, labels, collator, loss, metric, predictions, baseline."
+    "A fine-tuning task: columns, labels, collator, loss, metric, predictions, baseline."
 
     name = ""  # a key of TASKS
     problem_type: str | None = None  # of a configuration of transformers
@@ -123,7 +123,7 @@ class Task:
     can_pack = False  # whether a row may hold several texts
     per_row_metric = True  # whether the metric needs nothing but outputs and batches
     reads_whole = False  # whether a long text is read in several rows, so that nothing is cut
-    trains_whole = False  # whether training does so, too
+    trains_whole = False  # whether training does so as well
     prediction_options: tuple[str, ...] = ()  # of `decode`
     saved_settings: tuple[str, ...] = ()  # attributes that predictions need as in training
     doc_stride: int | None = None  # tokens that windows of a long text share
@@ -265,7 +265,7 @@ class Task:
         "Give batches shapes that do not depend on the rows."
 
     def describe(self, rows: Sequence[Mapping], encoded: Sequence[Mapping], collator) -> list[str]:
-        "List what a user should know of a split beyond its labels and lengths."
+        "List notes about a split beyond its labels and lengths."
         return []
 
     # --- learning and judging ---------------------------------------------------------------------
@@ -334,7 +334,7 @@ class Task:
 
 
 class TextScores(Metric):
-    "Scores of whole texts: what a task decodes from their windows, of all batches and processes."
+    "Scores of whole texts, decoded from their windows in all batches and processes."
 
     full_state_update, higher_is_better = False, True
 
