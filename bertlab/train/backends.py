@@ -41,14 +41,14 @@ BACKENDS = {  # and the precisions of each
 
 
 def cpu_multiplies_int8() -> bool:
-    "Whether this processor has instructions for products of bytes (x86: VNNI or AMX)."
+    "Return whether this processor has instructions for int8 products (x86: VNNI or AMX)."
     capabilities = getattr(torch.cpu, "get_capabilities", dict)()
     return any(capabilities.get(name, False) for name in ("avx512_vnni", "avx_vnni", "amx_int8"))
 
 
 @cache
 def cpu_gains_from_bfloat16() -> bool:
-    "Whether this processor multiplies bfloat16 faster than float32: timed once, for 0.2 s."
+    "Return whether this processor multiplies bfloat16 faster than float32; timed once, for 0.2 s."
     if default_precision("cpu")[0] != "bf16-mixed":
         return False
     rates = (benchmark_matmul(p, 0.1, sizes=(512,)) for p in ("bfloat16", "float32"))
@@ -101,7 +101,7 @@ def _conversion_key(directory: Path, weights: Sequence[Path], backend: str) -> d
 
 
 def _cache_folders(directory: Path, name: str) -> tuple[Path, Path]:
-    "Return where a conversion is looked for and kept: beside the weights, or in the user's cache."
+    "Return the folders of a conversion: beside the weights, and in the user's cache."
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "bertlab"
     inside = Path(*directory.absolute().parts[1:])
     return directory / ".bertlab" / name, cache / inside / name

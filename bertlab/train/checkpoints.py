@@ -98,7 +98,7 @@ class RNGState(Callback):
 
 # %% ../../nbs/train/10_checkpoints.ipynb #7c0b3fee
 class AtomicCheckpointIO(TorchCheckpointIO):
-    "Write checkpoints beside their path and rename them; read them without running code."
+    "Write checkpoints under a temporary name and rename them; read them without running code."
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path, storage_options=None) -> None:
         # Lightning would write to the system's temporary directory first, which may be small.
@@ -217,7 +217,7 @@ class TrainingCheckpoint(Checkpoint):
         self._saved, self._handlers = -1, {}  # the last step with a checkpoint
         self._is_waiting = False  # whether the run was stopped while it waited for a batch
         self._accumulated: int | None = None  # in the checkpoint, where it is another number
-        # What micro-batches change, as it was after the last step; None: they are whole steps.
+        # The state after the last step, which micro-batches change; None: each is a full step.
         self._after_step: dict[str, Any] | None = None
 
     def state_dict(self) -> dict[str, Any]:
@@ -306,7 +306,7 @@ class TrainingCheckpoint(Checkpoint):
 
     @staticmethod
     def _is_within_step(trainer: L.Trainer) -> bool:
-        "Whether there are gradients in flight, which are in no checkpoint."
+        "Return whether there are accumulated gradients, which no checkpoint holds."
         num_batches = trainer.fit_loop.batch_idx + 1
         return bool(num_batches % trainer.accumulate_grad_batches) and not trainer.is_last_batch
 
@@ -416,7 +416,7 @@ class TrainingCheckpoint(Checkpoint):
         for worker in multiprocessing.active_children():
             if worker.daemon:  # a loader's, for which torch would wait 5 seconds each
                 worker.terminate()
-        # Where others compute, they cannot be asked, and the last checkpoint has to do.
+        # While other processes compute, they cannot agree, so the last checkpoint is used.
         if trainer.world_size == 1 or self._all_wait():
             self.save(trainer, pl_module)
         exception.args = max(self._saved, 0), self.directory, self.best_model()

@@ -114,7 +114,7 @@ class Evaluator(PeriodicCallback):
 
 # %% ../../nbs/train/16_evaluators.ipynb #87e7d78d
 class LossEvaluator(Evaluator):
-    "Loss, accuracy, perplexity and bits per byte of a named text, with the run's objective."
+    "Measure loss, accuracy, perplexity and bits per byte of a text, with the run's objective."
 
     def __init__(
         self,
@@ -148,7 +148,7 @@ class LossEvaluator(Evaluator):
 
 # %% ../../nbs/train/16_evaluators.ipynb #1b96add4
 class ProbeEvaluator(Evaluator):
-    "Accuracy of a linear classifier on the frozen encoder's mean vectors."
+    "Measure the accuracy of a linear classifier on the frozen encoder's mean vectors."
 
     def __init__(
         self,
@@ -224,7 +224,7 @@ def _encode(model: torch.nn.Module, ids_BL, mask_BL) -> torch.Tensor:  # (B, L, 
 
 # %% ../../nbs/train/16_evaluators.ipynb #1d15ea02
 class FillMaskEvaluator(Evaluator):
-    "How often a model predicts a right word for the gap of a sentence."
+    "Measure how often a model predicts a correct word for the gap of a sentence."
 
     def __init__(
         self,

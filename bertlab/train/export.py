@@ -447,7 +447,7 @@ def _open_openvino(
 
 
 class ExportedFile:
-    "A model's file, opened by the runtime that its ending asks for. Raises `ValueError`."
+    "A model's file, opened by the runtime that its ending selects. Raises `ValueError`."
 
     def __init__(
         self,
@@ -842,7 +842,7 @@ def check_language(
     tokenizer: Any,  # of transformers
     texts: _Rows,
 ) -> None:
-    "Raise `ValueError` for text whose pieces are unknown or single letters, as of another language."
+    "Raise `ValueError` for text whose pieces are unknown or single letters, as in another language."
     texts = [text[:1000] for row in texts for text in ([row] if isinstance(row, str) else row)]
     ids = tokenizer(texts, add_special_tokens=False)["input_ids"]
     num_pieces, num_letters = sum(map(len, ids)), sum(len("".join(t.split())) for t in texts)

@@ -112,7 +112,7 @@ def default_learning_rate(
 def optimizer_options(
     options: Any,  # with learning_rate and optimizer_kwargs
 ) -> dict[str, Any]:  # for `get_optimizer`
-    "Return the rate with all other options. Raises `ValueError` for one that has a name of its own."
+    "Return the rate with the other options. Raises `ValueError` for one that has its own parameter."
     kwargs = options.optimizer_kwargs or {}
     for name, instead in (("lr", "learning_rate"), ("weight_decay", "weight_decay")):
         if name in kwargs:
@@ -302,7 +302,7 @@ def apply_activation_checkpointing(
     setting: bool | str | dict[str, Any],  # of `parse_checkpointing`
     device: torch.device,
 ) -> None:
-    "Let the backward pass compute anew what a setting says. Raises `ValueError` on a TPU."
+    "Recompute activations in the backward pass as configured. Raises `ValueError` on a TPU."
     mode, options = parse_checkpointing(setting)
     if mode is not None and device.type == "xla":
         raise ValueError(
@@ -508,7 +508,7 @@ class PretrainingModule(TrainingModule):
 
     @property
     def rows_padded_because(self) -> str | None:  # None: the model takes packed rows
-        "Why the rows must be padded."
+        "Return why the rows must be padded."
         return self.padded_because
 
     def default_rate(self, total_steps: float = math.inf) -> float:
@@ -521,7 +521,7 @@ class PretrainingModule(TrainingModule):
         return default_learning_rate(width, start, options.optimizer_class, total_steps)
 
     def set_default_rate(self, total_steps: float = math.inf) -> None:
-        "Set the rate for a run of so many steps; one that was given stays."
+        "Set the rate for a run of this many steps, unless one was given."
         if self.has_default_rate:
             rate = self.default_rate(total_steps)
             self.options = replace(self.options, learning_rate=rate)
@@ -545,7 +545,7 @@ class PretrainingModule(TrainingModule):
         return {name: value for name, value in batch.items() if name not in NON_MODEL_KEYS}
 
     def current_rule(self) -> LossConfig:
-        "The rule of the loss in training; elsewhere it smooths nothing, so that losses compare."
+        "Return the loss options of training; otherwise without smoothing, so that losses compare."
         return self.loss_config if self.training else replace(self.loss_config, label_smoothing=0.0)
 
     def forward(self, **batch: Tensor) -> Any:  # the model's output
@@ -614,7 +614,7 @@ class PretrainingModule(TrainingModule):
             )
 
     def build_fresh(self) -> PreTrainedModel:
-        "A model of this objective and shape; under torch's `meta` device without its numbers."
+        "Build a model of this objective and shape; on torch's `meta` device it has no data."
         if self.padded_because is not None:
             return find_auto_class(self.config, "ForMaskedLM")(self.config)
         return OBJECTIVES[self.options.objective](self.config)

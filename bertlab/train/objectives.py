@@ -70,7 +70,7 @@ def _class_of(model: TokenPredictionModel | type[TokenPredictionModel]) -> type:
 
 
 def _model_inputs(model: TokenPredictionModel | type[TokenPredictionModel]) -> set[str]:
-    "Names that `forward` takes; those of the base class, too, where it passes others on."
+    "Return the arguments of `forward`, with those of the base class if it passes others on."
     names: set[str] = set()
     for base in _class_of(model).__mro__:
         if "forward" in vars(base):

@@ -136,7 +136,7 @@ def _move_averages(optimizer: torch.optim.Optimizer) -> None:
 
 @contextmanager
 def optimizer_averages(optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[None]:
-    "Swap in the averages that SPlus and schedule-free optimizers keep, for the time of a `with`."
+    "Use the averages that SPlus and schedule-free optimizers keep, within a `with`."
     averaging = [
         o
         for o in optimizers
@@ -246,7 +246,7 @@ def validation_metrics(
 
 # %% ../../nbs/train/02_steps.ipynb #604836f4
 def _check_weights(module: torch.nn.Module) -> None:
-    "Raise `ValueError` for weights that are not finite: what they score or predict is no result."
+    "Raise `ValueError` for weights that are not finite: their scores and predictions are meaningless."
     for name, weight in module.named_parameters():
         if not full_tensor(weight.detach()).isfinite().all():
             raise ValueError(
@@ -293,14 +293,14 @@ def fill_defaults(
     cls: type,  # its class
     *names: str,
 ) -> None:
-    "Let None stand for the default of a class's parameter, as in BertBlocks."
+    "Replace None by the default of a class's parameter, as in BertBlocks."
     parameters = signature(cls.__init__).parameters
     options.update({name: parameters[name].default for name in names if options[name] is None})
 
 
 @contextmanager
 def without_directories(module: L.LightningModule) -> Iterator[None]:
-    "Write checkpoints without model directories, for the time of a `with`."
+    "Write checkpoints without model directories, within a `with`."
     before, module.save_directories = getattr(module, "save_directories", False), False
     try:
         yield
@@ -330,7 +330,7 @@ class TrainingModule(L.LightningModule):
         self._norm: Tensor | None = None  # of the whole gradient, for the clip
         self._sums: dict[int, Tensor] = {}  # by validation set, on the device
         self._averaged: Any = None  # while a split is scored: the context of its weights
-        # For bits per byte; None: the tokens' text is unknown. It is no weight of the model.
+        # For bits per byte; None: the tokens' text is unknown. It is not a weight of the model.
         self.register_buffer("bytes_per_token_V", None, persistent=False)
 
     # --- what a subclass defines ----------------------------------------------------------------
@@ -424,7 +424,7 @@ class TrainingModule(L.LightningModule):
         (loss * scale).backward(*args, **kwargs, **options)
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        "Divide by the count over all processes, measure, ask the guards, log; Lightning clips."
+        "Divide by the count over all processes, measure, call the guards and log; Lightning clips."
         _unscale(self.trainer.precision_plugin, optimizer)
         sums = self.trainer.strategy.reduce(self._window, reduce_op="sum")
         self._window, divisor, empty = None, sums[1].clamp_min(1), sums[1] == 0
@@ -490,7 +490,7 @@ class TrainingModule(L.LightningModule):
 
     @contextmanager
     def evaluation_weights(self) -> Iterator[None]:
-        "Swap in the averages that the optimizer or a callback keeps, for the time of a `with`."
+        "Use the averages that the optimizer or a callback keeps, within a `with`."
         with ExitStack() as stack:
             if self._trainer is not None:
                 stack.enter_context(optimizer_averages(self.trainer.optimizers))
@@ -551,7 +551,7 @@ class TrainingModule(L.LightningModule):
         self._averaged.__enter__()
 
     def _leave_averages(self) -> None:
-        # Forgotten after its end: a module can be copied and pickled, and a context cannot.
+        # Reset to None: a module can be copied and pickled, and a context cannot.
         averaged, self._averaged = self._averaged, None
         if averaged is not None:
             averaged.__exit__(None, None, None)

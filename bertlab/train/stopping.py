@@ -131,7 +131,7 @@ class LearningCheck(Callback):
         losses: torch.Tensor,  # of the steps so far
         pl_module: Any,
     ) -> str:  # empty: it is being learned
-        "Say that the loss has hardly moved, or what it is no better than."
+        "Say that the loss has hardly moved, or which baseline it does not beat."
         has_moved = lambda losses: losses.chunk(2)[1].mean() <= 0.98 * losses.chunk(2)[0].mean()
         if not has_moved(losses):
             before, after = (half.mean().item() for half in losses.chunk(2))
@@ -150,7 +150,7 @@ class LearningCheck(Callback):
         return f"stays at {recent.mean():.3f}, that of a constant prediction ({constant:.3f})"
 
     def advise(self, trainer: Any, pl_module: Any) -> str:
-        "Say what to try."
+        "Say what to change."
         learning_rate = pl_module.hparams.learning_rate
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # a rate on another scale
@@ -185,7 +185,7 @@ class StepGuard(StepCallback):
         return refused
 
     def after_step(self, pl_module) -> None:
-        "Log the count; after the batch, on XLA, it would be a program of its own."
+        "Log the count; after the batch it would be a separate program on XLA."
         pl_module.log(self.log_name, self._skipped.float())
 
     def on_train_start(self, trainer, pl_module) -> None:
