@@ -32,7 +32,7 @@ def _find_continuations(
     tokenizer: Any,  # of transformers; None if there is none
     vocab_size: int,
 ) -> np.ndarray | None:  # (V,) bool
-    "Return which ids continue the word before them. Raises `ValueError` if nothing says so."
+    "Return which ids continue the word before them. Raises `ValueError` if they are unknown."
     if unit == "token":
         return None
     if continues_word is None and tokenizer is None:
@@ -55,7 +55,7 @@ def _as_tensors(arrays: Mapping[str, np.ndarray]) -> dict[str, torch.Tensor]:
 
 
 class MaskedLanguageModelingCollator(Collator):
-    "Hides tokens by address: (seed, epoch, row) alone, whatever the batch and the worker."
+    "Hides tokens; masks depend on (seed, epoch, row) alone."
 
     objective = "mlm"
     rule_class = MaskingConfig
@@ -114,7 +114,7 @@ class MaskedLanguageModelingCollator(Collator):
 
 # %% ../../nbs/data/10_collators.ipynb #ceabc181
 class MaskedDiffusionCollator(Collator):
-    "Hides tokens as masked diffusion does: each document at a random time of its own."
+    "Hides tokens for masked diffusion, with a random time for each document."
 
     objective = "diffusion"
     rule_class = DiffusionConfig
@@ -180,7 +180,7 @@ class MaskedDiffusionCollator(Collator):
 
 # %% ../../nbs/data/10_collators.ipynb #37e017e3
 class EnhancedMaskedLanguageModelingCollator(Collator):
-    "Hides nothing: every ordinary token is a label, and the model hides them from each other."
+    "Labels every ordinary token; the model itself hides tokens."
 
     objective = "enhanced_mlm"
 

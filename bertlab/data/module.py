@@ -50,7 +50,7 @@ def build_packed_dataset(
     max_sequence_length: int,  # positions in a row
     **options: Any,  # of `PackedDataset`: shuffle, seed, packing, overflow, stride
 ) -> PackedDataset:
-    "Tokenize texts and plan their rows. Raises `ValueError` where there is no token."
+    "Tokenize texts and plan their rows. Raises `ValueError` if there is no token."
     if not isinstance(texts, TokenizedDocuments):
         texts = tokenize_documents(texts, tokenizer)
     special = special_token_ids(tokenizer)
@@ -153,7 +153,7 @@ def _read_in_memory(
     data: Any,  # a `datasets.Dataset`, a list of texts or of token ids, or `TokenizedDocuments`
     reading: ReadOptions = ReadOptions(),
 ) -> list[str] | list[Document] | TokenizedDocuments:
-    "Take what a user holds in memory. Raises `ValueError` that lists the columns there are."
+    "Read data in memory. Raises `ValueError` with the available columns."
     if isinstance(data, TokenizedDocuments):
         return data
     if reading.prompt_column is not None:
@@ -207,7 +207,7 @@ def _split_options(
 
 
 def as_list(value: Any) -> list:
-    "One or several, as a list; None gives none."
+    "Return one or several values as a list; None gives an empty list."
     return [] if value is None else list(value) if isinstance(value, (list, tuple)) else [value]
 
 
@@ -454,7 +454,7 @@ def _next_rows(
     before: PackedDataset | MixedDataset,  # of the phase that ends
     position: Fraction,  # where that one ends, in its epochs
 ) -> tuple[PackedDataset | MixedDataset, Fraction]:  # rows, and where they begin
-    "Let each source continue about where it was left."
+    "Continue each source about where the phase before stopped."
     epoch = floor(position)
     passes = before.passes(epoch, floor((position - epoch) * len(before)))
     if isinstance(planned, MixedDataset):
@@ -570,7 +570,7 @@ def _open_texts(source: DataSource, files: Sequence[Any] | None = None) -> TextS
 
 
 def hold_out_texts(sources: Sequence[DataSource]) -> dict[bytes, str]:  # by `stable_hash`
-    "Choose texts among the first ones of each source; copies that come later are passed over."
+    "Choose texts among the first ones of each source; later copies are skipped."
     chosen: dict[bytes, str] = {}
     for source in sources:
         texts = islice(_open_texts(source), HELD_OUT_AMONG) if source.fraction else ()
@@ -586,7 +586,7 @@ def _build_stream(
     tokenizer: Any,
     **options: Any,  # rank, world_size, held_out and by_length of `PackedStream`
 ) -> PackedStream:
-    "Share the files of each source out to shards. Raises `ValueError` for too many shards."
+    "Distribute the files of each source over shards. Raises `ValueError` for too many shards."
     weights = config.mixture.mixture_weights
     groups = [list(sources)] if weights is None else [[source] for source in sources]
     shares = [1.0]
@@ -713,7 +713,7 @@ class PretrainingDataModule(SplitDataModule):
             self.held_out = hold_out_texts(self.sources)
 
     def _begin(self) -> None:
-        "Do first what fails fast: cache directory, tokenizer, collator."
+        "Check the cache directory, the tokenizer and the collator before long work."
         if self.cache_dir is not None:
             check_writable(self.cache_dir, "cache_dir")
         self.tokenizer = resolve_tokenizer([self.tokenizer])
@@ -858,7 +858,7 @@ class PretrainingDataModule(SplitDataModule):
         return stream
 
     def _gather_states(self, state: dict) -> list[dict]:
-        "The states of all processes, which all must ask for."
+        "Gather the states of all processes; all must call it."
         states = [state] * self.trainer.world_size
         torch.distributed.all_gather_object(states, state)
         return states
@@ -896,7 +896,7 @@ class PretrainingDataModule(SplitDataModule):
         return facts | {"files": files, "num_shards": config.num_shards}
 
     def describe(self, num_rows: int = 2) -> str:  # rows of each dataset to show
-        "Say what is trained on and what is held out, with counts and a few rows."
+        "Describe the training and validation text, with counts and a few rows."
         if self.streaming:
             first = list(islice(_open_texts(self.sources[0]), 1000))
             rows = build_packed_dataset(first, self.tokenizer, self.max_sequence_length,

@@ -199,7 +199,7 @@ def build_rows(
     cls_token_id: int | None = None,  # before each document; None for nothing
     sep_token_id: int | None = None,  # after each document; None for nothing
 ) -> dict[str, np.ndarray]:  # input_ids, attention_mask, position_ids; (B, capacity) int64
-    "Lay documents into rows: numbers 1, 2, ... in attention_mask, positions restart at 0."
+    "Put documents into rows: numbers 1, 2, ... in attention_mask, positions restart at 0."
     around, counts = (cls_token_id, sep_token_id), np.asarray(counts, dtype=np.int64)
     sizes = ends[1] - ends[0] + 2 - around.count(None)
     laid, first = np.append(0, np.cumsum(sizes)), np.cumsum(counts) - counts
@@ -268,7 +268,7 @@ def _swap_between_rows(
     return np.where(offered, taker_of[rows_of], rows_of)
 
 # %% ../../nbs/data/12_packing.ipynb #86f8e629
-NUM_TRADES = 12  # rounds of `_swap_between_rows` an epoch: hardly a pair of neighbours meets again
+NUM_TRADES = 12  # rounds of `_swap_between_rows` an epoch: few pairs of neighbours meet again
 
 
 class EpochShuffle:
@@ -412,7 +412,7 @@ class PackedDataset:
         return counts
 
     def _cached(self, key: tuple, make: Any, limit: int) -> Any:
-        "Look up, or make and drop what was not used for longest."
+        "Look a value up, or make it and drop the least recently used ones."
         value = self._cache[key] = self._cache.pop(key) if key in self._cache else make()
         for old in [old for old in self._cache if old[0] == key[0]][:-limit]:
             del self._cache[old]
@@ -508,7 +508,7 @@ class PackedDataset:
         return {**self.__dict__, "_cache": {}}
 
     def passes(self, epoch: int, index: int) -> np.ndarray:  # (1,)
-        "How often the documents have been read after so many rows of an epoch."
+        "Count how often the documents have been read after `index` rows of an epoch."
         return np.array([epoch + index / len(self)])
 
     def describe(self) -> dict:  # plain numbers, fit for JSON
@@ -536,7 +536,7 @@ class PackedDataset:
 
 
 def _strip_padding(row: dict) -> dict:
-    "Take padding and positions from a row of one document: a collator then pads it."
+    "Remove padding and position ids from a row of one document; a collator pads it later."
     length = np.count_nonzero(row["attention_mask"])
     return {
         name: values[:length] if name in PADDING else values
