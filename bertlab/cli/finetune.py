@@ -41,7 +41,7 @@ from ..model.config import SPECIAL_TOKEN_IDS, BertLabConfig
 from ..train.estimate import MemoryEstimate, estimate_steps, step_options
 from ..train.resume import check_same_run, read_checkpoint, run_fingerprint
 from ..train.reports import environment
-from ..train.run import MODEL, TOKENIZER, Run, RunParts, check_beginning, check_one_process
+from ..train.run import MODEL, TOKENIZER, Run, RunParts, check_not_moved, check_one_process
 from ..train.run import reporting_unknown_options, trainer_options
 from ..train.trainer import make_trainer, seed_everything
 
@@ -284,7 +284,7 @@ def run_seeds(
     output = Path(config["run"]["output"])
     check_run_directory(output, resume, overwrite)
     if overwrite:
-        check_beginning(output, [config["model"].get(MODEL)])
+        check_not_moved(output, [config["model"].get(MODEL)])
     config = resolve_task(config)
     check_one_process("finetune", config["trainer"], "call bertlab.finetune in your own script")
     parts = build_finetuning({**config, "seed_everything": 0}, output if resume else None)

@@ -67,8 +67,8 @@ class MaskedLanguageModelingCollator(Collator):
         vocab_size: int,  # entries of the tokenizer
         text_column: str = "text",  # of rows that are text
         max_sequence_length: int = 1024,  # rows are padded to it; packed rows keep their length
-        mlm_probability: float = 0.3,
-        *,  # share of ordinary tokens that get a label
+        mlm_probability: float = 0.3,  # share of ordinary tokens that get a label
+        *,
         mask_replace_prob: float = 0.8,  # share of the chosen that become [MASK]
         random_replace_prob: float = 0.1,  # share that become a random word; the rest is kept
         selection: str = "bernoulli",  # or "exact": p n tokens of a document of n

@@ -244,7 +244,7 @@ class PretrainingDataConfig:
     # Your own: a class, a function of rows with tensors, or my_file.its_name; None: the objective's.
     collator: Any = None
     header: bool = True  # of .csv and .tsv; False: columns have numbers instead of names
-    max_ends: int = 0  # of diffusion: 1 to so many end tokens after each text; 0: none
+    max_ends: int = 0  # of diffusion: 1 to this many end tokens after each text; 0: none
     # Of diffusion: what is given and never hidden; text_column holds what is to be written.
     prompt_column: str | None = None
     # Options that change during the run: {"60%": {"mlm_probability": 0.15}}, {6000: ...}, {"3B tokens": ...}.

@@ -15,7 +15,7 @@ from torch import Tensor
 # %% ../../nbs/data/17_plain_models.ipynb #99338f2f
 def block_mask(
     documents_BL: Tensor,  # 0 for padding, 1, 2, ... for the document a token belongs to
-    window: int | None = None,  # also at most so many places apart; None: the whole document
+    window: int | None = None,  # also at most this many places apart; None: the whole document
 ) -> Tensor:  # (B, 1, L, L) bool: may the query (row) see the key (column)?
     "Tokens of one document see each other; padding sees padding, so that no query sees nothing."
     mask_BLL = documents_BL[:, :, None] == documents_BL[:, None, :]

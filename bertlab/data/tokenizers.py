@@ -238,7 +238,7 @@ _MANY_LETTERS = 1 << 17
 
 
 def _sample_words(texts: list[str], num_letters: int) -> list[str]:
-    "Draw texts until their different words have so many letters; few texts are all drawn."
+    "Draw texts until their different words have `num_letters` letters; of few texts, draw all."
     words, drawn = set(), []
     for index in random.Random(0).sample(range(len(texts)), len(texts)):
         new_words = {*re.findall(r"\w{1,100}", texts[index])} - words

@@ -241,7 +241,7 @@ def _write_tokens(
     path: Path,
     blocks: Iterable[tuple[np.ndarray, np.ndarray]],  # of `iter_blocks`
     dtype: str,  # "uint16" holds ids up to 65,535, "int32" the others
-    max_tokens: int,  # no further block is taken after so many
+    max_tokens: int,  # no further block is taken after this many
 ) -> dict[str, Any]:  # filename, documents and tokens
     "Write blocks to one Arrow file, which gets its name when it is complete."
     import pyarrow as pa

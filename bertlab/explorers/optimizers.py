@@ -70,7 +70,7 @@ def _effective_directions(
 def mean_curve(
     runs: Sequence[OptimizerRun],  # of one rule
     measure: str,  # losses or update_sizes
-    points: int = 100,  # at most so many are given
+    points: int = 100,  # at most this many are given
 ) -> tuple[np.ndarray, np.ndarray]:  # updates, counted from 1, and the mean; NaN: not finite
     "Average over seeds; losses are smoothed over a twentieth of the run."
     table = [[math.nan if v is None else v for v in getattr(run, measure)] for run in runs]

@@ -141,7 +141,7 @@ def packed_html(
     return f"<p>{counted}; {share}</p>{_draw_deals(lengths, capacity, deals)}"
 
 # %% ../../nbs/explorers/02_packing.ipynb #da93c3a8
-_STATIC_DOCUMENTS = 32  # so many fit into a static form
+_STATIC_DOCUMENTS = 32  # as many as fit into a static form
 
 
 def packing_visualiser(

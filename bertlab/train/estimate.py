@@ -266,7 +266,7 @@ def _available_bytes(device: torch.device | str = "cpu") -> int | None:
 
 # %% ../../nbs/train/23_estimate.ipynb #fb393ff4
 def _largest_fitting(
-    peak_of: Callable[[int], int],  # bytes of so many rows
+    peak_of: Callable[[int], int],  # bytes of a number of rows
     rows: int,  # to begin with
     fixed_bytes: int,  # bytes of no rows at all
     room: int,  # bytes

@@ -30,6 +30,7 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from ..core.durations import parse_amount, parse_duration
 from ..core.files import write_json
+from ..core.names import resolve
 from ..data.rows import IGNORE_INDEX, NON_MODEL_KEYS
 from ..data.tokenizers import check_same_vocabulary, load_tokenizer
 from ..model.activation_checkpointing import checkpoint_activations, parse_checkpointing
@@ -336,7 +337,12 @@ def check_parts(
     split_hidden = optimizer_spec(optimizer_class).split_hidden
     groups = parameter_groups(layer, options.weight_decay, split_hidden=split_hidden)
     kwargs = optimizer_options(options) | {"lr": options.learning_rate or 1e-3}
-    make_schedule(get_optimizer(optimizer_class, groups, kwargs), options, 10**7)
+    optimizer = get_optimizer(optimizer_class, groups, kwargs)
+    schedule = getattr(options, "schedule", None)
+    if schedule is None:
+        make_schedule(optimizer, options, 10**7)
+    else:  # a checkpoint to evaluate may lack its functions
+        resolve(schedule, CUSTOM_SCHEDULES, "schedule", (LRScheduler,))
 
 
 def _model_settings(config: PretrainingConfig) -> dict[str, Any]:  # of BertLabConfig
@@ -370,7 +376,7 @@ class HuggingFaceCheckpointIO(_WrappingCheckpointIO):
 
     @classmethod
     def install(cls, module: TrainingModule) -> None:  # in its `on_save_checkpoint`
-        "Let the checkpoint that is being saved pass through here."
+        "Wrap the strategy's `checkpoint_io` for the checkpoint that is being saved."
         strategy = module.trainer.strategy
         if getattr(strategy, "_save_distributed_checkpoint", False):  # it uses no checkpoint_io
             if module.save_directories:
@@ -531,7 +537,7 @@ class PretrainingModule(TrainingModule):
         "Describe in a line which weights of a continued model are new; empty if none is."
         return describe_missing_keys(self.options.pretrained_model_name_or_path, self.missing_keys)
 
-    # --- what a batch is worth ------------------------------------------------------------------
+    # --- forward and loss -----------------------------------------------------------------------
 
     def model_inputs(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         "Select what the model takes. Raises `ValueError` for a batch of another objective."

@@ -232,7 +232,7 @@ def _check_tensor_parallel(
     config: BertLabConfig,
     size: int,  # processes that are to share each layer
 ) -> None:
-    "Raise `ValueError` for a model whose layers so many processes cannot share exactly."
+    "Raise `ValueError` for a model whose layers cannot be divided among the processes exactly."
     for name, value in {
         "num_attention_heads": config.num_attention_heads,
         "num_key_value_heads": config.num_kv_heads,
@@ -379,7 +379,7 @@ class FullyShardedStrategy(ModelParallelStrategy):
         optimizer_class: Any = "adamw",
         row_length: int | None = None,  # positions; None: not known yet
     ) -> None:
-        "Raise `ValueError` for a run that so many processes cannot share."
+        "Raise `ValueError` for a run that cannot be divided among the processes."
         tensor, context, _ = self.mesh_sizes(processes)
         if tensor > 1 and config is not None:
             _check_tensor_parallel(config, tensor)

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['MODEL', 'TOKENIZER', 'SHAPES', 'MAX_STEPS', 'OPEN_VAL_STEPS', 'RunParts', 'reporting_unknown_options',
-           'build_objects', 'trainer_options', 'check_beginning', 'check_one_process', 'Run', 'shape_settings',
+           'build_objects', 'trainer_options', 'check_not_moved', 'check_one_process', 'Run', 'shape_settings',
            'default_shape', 'complete_config', 'resolve_config', 'check_model', 'check_options', 'build_data',
            'build_pretraining', 'pretraining_on', 'validation_entropy']
 
@@ -226,7 +226,7 @@ def trainer_options(
     return options
 
 # %% ../../nbs/train/21_run.ipynb #39dbf032
-def check_beginning(
+def check_not_moved(
     output: str | os.PathLike,  # its content is moved into previous-N
     names: Sequence[Any],  # of models and tokenizers that the run begins with; None for nothing
     option: str = "--run.output",  # the option that names the directory, for messages
@@ -297,7 +297,7 @@ class Run:
         if rank_zero_only.rank == 0:
             check_run_directory(self.output, resume, overwrite)
         if overwrite:
-            check_beginning(self.output, [config.get("model", {}).get(MODEL)])
+            check_not_moved(self.output, [config.get("model", {}).get(MODEL)])
         trainer = config.get("trainer", {})
         L.seed_everything(config.get("seed_everything", 0), verbose=False)
         # The first process has written the tokenizer before it started this one.

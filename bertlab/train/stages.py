@@ -26,7 +26,7 @@ from .resume import latest_checkpoint, read_checkpoint
 from .history import print_line
 from .checkpoints import TrainingStopped, saved_models
 from .reports import is_finished
-from .run import MODEL, TOKENIZER, Run, RunParts, build_pretraining, check_beginning
+from .run import MODEL, TOKENIZER, Run, RunParts, build_pretraining, check_not_moved
 from .run import build_data, check_options, complete_config
 from .run import reporting_unknown_options, resolve_config
 
@@ -95,7 +95,7 @@ def _check_stages(configs: Sequence[Mapping[str, Any]], output: Path, overwrite:
         if overwrite:
             model = config.get("model", {})
             names = {model.get(name) for name in (MODEL, REFERENCE, TOKENIZER)} - {"previous"}
-            check_beginning(output, [*names], "--output")
+            check_not_moved(output, [*names], "--output")
 
 # %% ../../nbs/train/22_stages.ipynb #c60b15dc
 class _PreviousOptimizer(Callback):

@@ -238,7 +238,7 @@ _ADVICE = (
 class NonFiniteGuard(StepGuard):
     "Skip a step whose loss or gradient norm is NaN or infinite; stop after many in a row."
 
-    def __init__(self, max_in_a_row: int = 10):  # the count is read once in so many steps
+    def __init__(self, max_in_a_row: int = 10):  # read once in this many steps
         super().__init__("skipped_nonfinite")
         self.max_in_a_row = max_in_a_row
         check_minimum(self, max_in_a_row=1)
@@ -271,7 +271,7 @@ def spike_limits(
     num_seen: torch.Tensor,  # of all steps so far; the first of the slots are filled first
     min_steps: int,
     sigmas: float,
-    factors: tuple[float, float],  # of loss and norm: below so many times the usual is no spike
+    factors: tuple[float, float],  # of loss and norm: a spike exceeds this multiple of the usual
 ) -> torch.Tensor:  # (2,): what loss and norm may not reach
     "Return the usual value times a factor; infinite while fewer than `min_steps` are known."
     window = history_2W.shape[1]
@@ -322,9 +322,9 @@ class SpikeGuard(StepGuard):
     def __init__(
         self,
         window: int = 128,  # steps that are remembered
-        min_steps: int = 64,  # nothing is refused before so many are known
+        min_steps: int = 64,  # nothing is refused before this many are known
         sigmas: float = 6.0,  # deviations of the logarithm above the mean that are too many
-        loss_factor: float = 1.2,  # a loss below so many times the usual one is no spike
+        loss_factor: float = 1.2,  # a spike exceeds this multiple of the usual loss
         norm_factor: float = 4.0,  # the same of the gradient norm
     ):
         super().__init__("skipped_spikes")

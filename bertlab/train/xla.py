@@ -171,7 +171,7 @@ def warn_on_new_shapes(
     shapes: set[tuple],  # of the batches so far; this one's is added
     batch: dict[str, Tensor],
 ) -> None:
-    "Warn where batches have so many shapes that XLA does not come to rest."
+    "Warn where batches have so many shapes that XLA keeps compiling."
     known = len(shapes)
     shapes.add(tuple((name, *tensor.shape) for name, tensor in sorted(batch.items())))
     if known == FEW_SHAPES < len(shapes):

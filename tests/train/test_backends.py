@@ -131,19 +131,12 @@ def test_a_conversion_is_kept_until_the_weights_change(directory, tokenizer, mon
 def test_auto_is_the_fastest_in_hardware(
     monkeypatch, capsys, bfloat16, int8, exported, backend, expected
 ):
-    monkeypatch.setattr(backends, "cpu_gains_from_bfloat16", lambda: bfloat16)
+    precision = "bf16-mixed" if bfloat16 else "32-true"
+    monkeypatch.setattr(backends, "default_precision", lambda device: (precision, ""))
     monkeypatch.setattr(backends, "num_devices", lambda device: 0)
     monkeypatch.setattr(backends, "cpu_multiplies_int8", lambda: int8)
     assert choose_precision(backend, "auto", exported) == expected
     assert expected in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("rates, expected", [((2.0, 1.0), True), ((1.1, 1.0), False)])
-def test_bfloat16_must_be_faster_and_not_only_supported(monkeypatch, rates, expected):
-    monkeypatch.setattr(backends, "default_precision", lambda device: ("bf16-mixed", ""))
-    measured = dict(zip(("bfloat16", "float32"), rates))
-    monkeypatch.setattr(backends, "benchmark_matmul", lambda p, *_, **options: measured[p])
-    assert backends.cpu_gains_from_bfloat16.__wrapped__() == expected
 
 
 @pytest.mark.parametrize("backend, precision, named", [
