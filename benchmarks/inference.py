@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from sides import BUILD, Ledger, alternate, common_parser, machine, ratios, spreads, write_result
 
-from bertlab.core.devices import peak_memory_bytes
+from bertlab.core.devices import default_precision, peak_memory_bytes
 from bertlab.data.corpus import load_corpus
 from bertlab.data.tokenizers import load_tokenizer
 from bertlab.embeddings.bi_encoder import BiEncoder, Reranker
@@ -181,7 +181,11 @@ def main() -> None:
     options.rounds = 1 if options.quick else options.rounds
     FOLDER.mkdir(parents=True, exist_ok=True)
     options.positions = read_config(options.model).max_position_embeddings
-    options.runtimes = [runtime for runtime in OURS if runtime[0] in options.backends]
+    has_bfloat16 = default_precision("cpu")[0] == "bf16-mixed"
+    options.runtimes = [
+        (backend, precision) for backend, precision in OURS
+        if backend in options.backends and (has_bfloat16 or precision != "bfloat16")
+    ]  # fmt: skip
     prepare(options.model, options.uses, options.backends)
     ledger, compared = Ledger("inference", options.fresh), {}
     for use in options.uses:
