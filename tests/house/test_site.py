@@ -93,6 +93,8 @@ def test_the_picture_of_a_shared_link_exists(site):
     # Without the slash, Quarto takes it from the folder of each page.
     assert image.startswith("/") and (site / "_proc" / image[1:]).is_file()
     assert website["twitter-card"]["card-style"] == "summary_large_image"
+    # Without one, Quarto takes the first figure of each page, and its text, in which a % is a warning.
+    assert website["twitter-card"]["image"] == image
 
 
 def test_the_site_loads_nothing_from_elsewhere(site):
