@@ -569,10 +569,11 @@ def keep_used_icons(docs: Path) -> None:
     (style,) = docs.glob("site_libs/bootstrap/bootstrap-icons.css")
     texts = [path.read_text(encoding="utf-8") for pattern in ("*.html", "*.css", "*.js")
              for path in docs.rglob(pattern) if path != style]  # fmt: skip
-    text, codes = "".join(texts), []
+    used = {name for text in texts for name in re.findall(r"bi-[\w-]+|\\f\w{3}\b", text)}
+    codes = []
 
     def kept(rule: re.Match) -> str:
-        if rule[1] not in text and f"\\{rule[2]}" not in text:
+        if rule[1] not in used and f"\\{rule[2]}" not in used:
             return ""
         codes.append(int(rule[2], 16))
         return rule[0]
