@@ -1142,18 +1142,17 @@ def export_model(
         _copy_configuration(source, target, tokenizer)
         rows = _write_files(target, to, precisions, module, examples, batches, score)
         _check_loss(rows.get(FILES[to]["int8"]), max_loss)
+        is_given = texts is not None or calibration is not None
         report = {
             "model": name or Path(os.path.abspath(source)).name,
             "outputs": list(module.outputs),
             **({"opset": OPSET} if to == "onnx" else {"openvino": version("openvino")}),
             "max_length": max_length,
-            "text": "held-out text of the embedded corpus",
+            "text": "given text" if is_given else "held-out text of the embedded corpus",
             "predictions": [row.pop("predictions") for row in rows.values()][0],
             "files": rows,
             "example": "",  # of the script's arguments; empty: there is no script
         }
-        if texts is not None or calibration is not None:
-            report["text"] = "given text"
         can_run = to == "onnx" and "lens" not in module.outputs
         if can_run and (target / "tokenizer.json").is_file():
             words = head, module, tokenizer, max_length, len(columns) > 1
