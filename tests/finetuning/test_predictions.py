@@ -136,7 +136,9 @@ def test_several_labels_and_numbers_are_predicted_and_evaluated(tmp_path, proble
     rows = predictor.predict(texts_of(9, 2, problem_type)).rows
     scores = data.task.score(data.rows["test"], rows)
     for name, value in scores.items():
-        assert value == pytest.approx(run.metrics[f"test_{name}"], abs=1e-3), name
+        # Predictions that are equal but for rounding share a rank in one batch and not in another.
+        tolerance = 0.02 if name == "spearman" else 1e-3
+        assert value == pytest.approx(run.metrics[f"test_{name}"], abs=tolerance), name
     assert set(rows[0]) == set(predictor.task.blank())
     assert evaluate(run.module, data, "test").numbers
 
