@@ -97,7 +97,7 @@ _FACE = {
     "finetuning.builtin": "BuiltinDataset load_builtin_dataset",
     # embeddings: one text, one vector, and search
     "embeddings.losses": "ContrastiveLoss",
-    "embeddings.bi_encoder": "BiEncoder",
+    "embeddings.bi_encoder": "BiEncoder Reranker",
     "embeddings.pairs": "EmbeddingDataModule",
     "embeddings.module": "EmbeddingModule",
     "embeddings.search": "TextIndex",

@@ -128,6 +128,7 @@ from .finetuning.builtin import BuiltinDataset as BuiltinDataset
 from .finetuning.builtin import load_builtin_dataset as load_builtin_dataset
 from .embeddings.losses import ContrastiveLoss as ContrastiveLoss
 from .embeddings.bi_encoder import BiEncoder as BiEncoder
+from .embeddings.bi_encoder import Reranker as Reranker
 from .embeddings.pairs import EmbeddingDataModule as EmbeddingDataModule
 from .embeddings.module import EmbeddingModule as EmbeddingModule
 from .embeddings.search import TextIndex as TextIndex
