@@ -9,34 +9,21 @@ from conftest import ROOT
 
 # Exercises of library pages that have no answer yet: remove a line when you write it.
 UNANSWERED = {
-    "cli/03_models": ["1. Predict", "3. Investigate"],
     "cli/04_demo": ["1. Predict", "3. Investigate"],
     "cli/05_finetune": ["3. Investigate"],
-    "cli/06_write": ["3. Investigate"],
-    "explorers/01_widgets": ["3. Investigate"],
-    "explorers/02_packing": ["3. Investigate"],
-    "explorers/03_schedules": ["3. Investigate"],
     "explorers/04_optimizers": ["3. Investigate"],
-    "explorers/05_models": ["3. Investigate"],
-    "explorers/06_fill_mask": ["3. Investigate"],
-    "explorers/07_training_monitor": ["3. Investigate"],
     "explorers/08_profiling": ["3. Investigate"],
     "explorers/09_precision": ["3. Investigate"],
     "explorers/10_stepper": ["3. Investigate"],
-    "finetuning/03_evaluation": ["3. Investigate"],
-    "finetuning/05_tokens": ["3. Investigate"],
-    "finetuning/09_models": ["3. Investigate"],
     "finetuning/10_module": ["3. Investigate"],
     "finetuning/11_runs": ["3. Investigate"],
     "finetuning/14_builtin": ["4. Investigate"],
-    "model/02_layers": ["3. Investigate", "4. Investigate"],
     "model/04_encoder": ["1. Predict"],
     "model/06_heads": ["3. Investigate"],
     "model/07_task_heads": ["3. Investigate"],
     "model/09_loading": ["3. Investigate"],
     "model/17_float8": ["3. Investigate"],
     "model/19_context": ["3. Investigate"],
-    "model/22_context_parallel": ["3. Investigate"],
     "optim/01_schedulers": ["3. Investigate"],
     "optim/03_groups": ["3. Investigate"],
     "optim/05_optimizers": ["4. Investigate"],
@@ -56,7 +43,6 @@ UNANSWERED = {
     "train/22_stages": ["3. Investigate"],
     "train/25_export": ["3. Investigate"],
     "train/26_web_page": ["3. Investigate"],
-    "train/27_pipeline": ["3. Investigate"],
 }
 KIND = re.compile(r"^(\d+)\. \*(Predict|Investigate|Implement)\b", re.MULTILINE)
 
