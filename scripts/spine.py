@@ -13,7 +13,7 @@ else:
 FOLDER = "nbs/course"
 READERS = {"curious": "the curious", "practitioner": "the practitioner"}
 NEXT = re.compile(r"(?<=\*\*Next\*\*: )\[[^\]]*\]\([\w./]+\.ipynb\)")
-BEFORE = re.compile(r"(?<=\*\*Before\*\*: )\[[^\]]*\]\([\w./]+\.ipynb\)")
+PREVIOUS = re.compile(r"(?<=\*\*Previous\*\*: )\[[^\]]*\]\([\w./]+\.ipynb\)")
 TAKES = re.compile(r"\*\*Takes\*\* (.+?)(?:,| on )")
 
 
@@ -79,7 +79,7 @@ def fill(cells: list[str], pages: list[Page], page: Page) -> list[str]:
     before, after = neighbours(pages, page)
     cells = [NEXT.sub(after.link, text) if after else text for text in cells]
     if before and page.number is not None:
-        cells[-1] = BEFORE.sub(before.link, cells[-1])
+        cells[-1] = PREVIOUS.sub(before.link, cells[-1])
     cells[0] = re.sub(r"^# .*", f"# {page.heading}", cells[0])
     return cells
 

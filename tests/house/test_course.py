@@ -61,7 +61,7 @@ def test_the_next_links_lead_through_all_numbered_pages():
         for text in (prose[0], prose[-1]):
             link = re.search(rf"\*\*Next\*\*: {LINK}", text)
             assert (link["file"], link["text"]) == (following.name, title_of(following)), path.name
-        assert f"**Before**: [{title_of(path)}]({path.name})" in prose_of(following)[-1]
+        assert f"**Previous**: [{title_of(path)}]({path.name})" in prose_of(following)[-1]
         assert "**Before**" in prose[0]
 
 
