@@ -14,7 +14,7 @@ const SYNONYMS = {
   "continue training": "resume", restart: "resume", crash: "resume", preempted: "resume", faq: "questions", help: "questions",
   "further pretraining": "continue a model", "domain adaptation": "continue a model", "multi gpu": "several", multigpu: "several",
   ddp: "several", slurm: "several", nodes: "several", cluster: "several", distributed: "several",
-  sts: "embeddings", "sentence embeddings": "embeddings", "semantic search": "search", retrieval: "search", rag: "search",
+  sts: "embeddings", "sentence embeddings": "search", "semantic search": "search", retrieval: "search", rag: "search",
   lr: "learning_rate", "learning rate": "learning_rate", "batch size": "batch_size", epochs: "epochs", vocabulary: "vocab",
   "hugging face": "hub", huggingface: "hub", upload: "push", publish: "push", nan: "diagnose", "loss is nan": "diagnose",
   diverge: "diagnose", tpu: "tpu", yaml: "configurations", config: "configurations", configs: "configurations", wandb: "logger",
@@ -61,10 +61,10 @@ function scoreOf(needed, fields) {
   return best.length && Math.min(...best) > 0 ? best.reduce((a, b) => a + b) : 0;
 }
 
-// A page before its parts, and guides before the reference, whose options come by their names.
+// A page before its parts, and guides before the reference and lists of modules. Options come by their names.
 function standing(doc) {
   const place = /^(guides\/|index|cite)/.test(doc.href) ? 1.6 : /^(reference\/commands|course)/.test(doc.href) ? 1.2
-    : /^(reference\/api|changelog)/.test(doc.href) ? 0.5 : 1;
+    : /^(reference\/api|changelog|(?!course)\w+\/index)/.test(doc.href) ? 0.5 : 1;
   return place * (doc.section ? 1 : 1.3) * (doc.href.includes("#option-") ? 0.5 : 1);
 }
 
@@ -75,10 +75,10 @@ function snippet(text, needed) {
   return (begin ? "… " : "") + text.slice(begin, begin + 160).trim();
 }
 
-// Whether a query is the name of an entry, or of an option with or without dashes and section.
+// Whether a query is the name of a page, not of each of its parts, or of an option with or without dashes and section.
 function isNamed(doc, query) {
   const [title, name] = [doc.title, query].map((text) => normal(text).trim().replace(/^_+/, ""));
-  return title === name || (doc.href.includes("#option-") && title.endsWith(`.${name}`));
+  return doc.href.includes("#option-") ? title === name || title.endsWith(`.${name}`) : title === name && !doc.section;
 }
 
 const prepared = new WeakMap();
@@ -92,5 +92,11 @@ function siteSearch(query, docs, limit) {
     if (score > 0) results.push([score, doc]);
   }
   results.sort((a, b) => b[0] - a[0]);
-  return results.slice(0, limit).map(([, doc]) => ({ item: { ...doc, text: snippet(doc.text ?? "", needed) } }));
+  const pages = new Map(), first = [], later = []; // at most two entries of a page before other pages
+  for (const [, doc] of results) {
+    const page = doc.href.split("#")[0], count = pages.get(page) ?? 0;
+    pages.set(page, count + 1);
+    (count < 2 || isNamed(doc, query) ? first : later).push(doc);
+  }
+  return [...first, ...later].slice(0, limit).map((doc) => ({ item: { ...doc, text: snippet(doc.text ?? "", needed) } }));
 }

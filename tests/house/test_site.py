@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import docs
@@ -192,6 +193,71 @@ def test_llms_txt_names_every_page(site):
     for path in [*(site / "_proc").rglob("*.ipynb"), *(site / "_proc").rglob("*.qmd")]:
         if path.name not in ("index.qmd", "404.qmd"):
             assert f"[{landing.head_of_page(path)['title']}](" in text, path
+
+
+QUESTIONS = {
+    "install": "guides/install", "how do I install bertlab": "guides/install", "extras": "guides/install",
+    "requirements": "guides/install", "FAQ": "guides/faq", "help": "guides/faq", "cite": "cite", "bibtex": "cite",
+    "out of memory": "guides/out_of_memory", "OOM": "guides/out_of_memory",
+    "CUDA out of memory": "guides/out_of_memory", "ready configurations": "guides/configurations",
+    "yaml config": "guides/configurations", "config file": "guides/configurations",
+    "NER": "guides/finetune_csv", "text classification": "guides/finetune_csv", "fine-tune": "guides/finetune_csv",
+    "sentiment": "guides/finetune_csv", "inference": "guides/serve", "quantization": "guides/serve",
+    "deploy": "guides/serve", "checkpoint": "guides/resume", "resume a run": "guides/resume",
+    "continue training": "guides/resume", "domain adaptation": "guides/continue_model",
+    "train on my text": "guides/own_text", "my own text": "guides/own_text", "semantic search": "guides/search",
+    "sentence embeddings": "guides/search", "RAG": "guides/search", "long documents": "guides/long_documents",
+    "GPU": "guides/devices", "TPU": "guides/devices", "slurm": "guides/several_machines",
+    "multi gpu": "guides/several_machines", "loss is nan": "guides/diagnose", "push to the hub": "guides/save_and_share",
+    "transformers Trainer": "guides/migrate_transformers", "custom collator": "guides/own_parts",
+    "muon": "optim/muon", "learning rate schedule": "optim/",
+}  # fmt: skip
+
+
+def check_answers(ask: Callable[[list[str]], list[list[str]]]) -> None:
+    "Check what the search finds: a function from queries to the addresses of their results."
+    answers = ask(list(QUESTIONS))
+    missing = {query: found[:4] for (query, expected), found in zip(QUESTIONS.items(), answers, strict=True)
+               if not any(href.startswith(expected) for href in found[:4])}  # fmt: skip
+    entries = {entry["href"]: entry["title"] for entry in reference.search_entries()}
+    titles = sorted(set(entries.values()))
+    names = titles + [title.rpartition(".")[2] for title in titles]  # with and without section
+    missing |= {name: found[:3] for name, found in zip(names, ask(names), strict=True)
+                if not any(entries.get(href, "").endswith(name) for href in found[:3])}  # fmt: skip
+    assert not missing
+
+
+def staged_entries(staged: Path) -> Iterator[dict]:
+    "Yield the entries of the search as Quarto writes them: one for a page, and one for each part."
+    for path in sorted([*staged.rglob("*.ipynb"), *staged.rglob("*.qmd")]):
+        head = landing.head_of_page(path)
+        href = landing.output_of(path.relative_to(staged).as_posix(), head)
+        parts = re.split(r"^## (.+)$", landing.as_markdown(path), flags=re.MULTILINE)
+        for number, (section, text) in enumerate(zip(["", *parts[1::2]], parts[::2], strict=True)):
+            anchor = f"#part-{number}" * bool(section)
+            yield {"href": href + anchor, "title": head["title"], "section": section, "text": text}
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="needs Node.js, which runs the search")
+def test_search_answers_questions_and_knows_every_option(site, tmp_path):
+    docs = [*staged_entries(site / "_proc"), *reference.search_entries()]
+    (tmp_path / "docs.json").write_text(json.dumps(docs), encoding="utf-8")
+    script = (
+        (ROOT / "nbs/site/search.js").read_text(encoding="utf-8")
+        + """
+const [docs, queries] = [process.argv[2], 0].map((file) => JSON.parse(require("fs").readFileSync(file)));
+console.log(JSON.stringify(queries.map((query) => siteSearch(query, docs, 8).map(({ item }) => item.href))));
+"""
+    )
+    (tmp_path / "search.js").write_text(script, encoding="utf-8")
+    command = ["node", tmp_path / "search.js", tmp_path / "docs.json"]
+
+    def ask(queries: list[str]) -> list[list[str]]:
+        done = subprocess.run(command, input=json.dumps(queries), capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)
+
+    check_answers(ask)
 
 
 def test_a_rendered_page_loads_nothing_and_scrolls():

@@ -12,8 +12,8 @@ import threading
 from pathlib import Path
 
 import pytest
-import reference
 from conftest import ROOT, find_chromium, why_no_browser
+from test_site import check_answers
 
 SITE = Path(os.environ.get("BERTLAB_SITE", ROOT / "_docs"))
 pytestmark = [
@@ -197,25 +197,6 @@ def test_no_page_is_wider_than_its_window_or_has_errors(browser, address, width,
     assert not any(problems.values()), problems
 
 
-QUESTIONS = {
-    "install": "guides/install", "how do I install bertlab": "guides/install", "extras": "guides/install",
-    "requirements": "guides/install", "FAQ": "guides/faq", "help": "guides/faq", "cite": "cite", "bibtex": "cite",
-    "out of memory": "guides/out_of_memory", "OOM": "guides/out_of_memory",
-    "CUDA out of memory": "guides/out_of_memory", "ready configurations": "guides/configurations",
-    "yaml config": "guides/configurations", "config file": "guides/configurations",
-    "NER": "guides/finetune_csv", "text classification": "guides/finetune_csv", "fine-tune": "guides/finetune_csv",
-    "sentiment": "guides/finetune_csv", "inference": "guides/serve", "quantization": "guides/serve",
-    "deploy": "guides/serve", "checkpoint": "guides/resume", "resume a run": "guides/resume",
-    "continue training": "guides/resume", "domain adaptation": "guides/continue_model",
-    "train on my text": "guides/own_text", "my own text": "guides/own_text", "semantic search": "guides/search",
-    "sentence embeddings": "guides/search", "RAG": "guides/search", "long documents": "guides/long_documents",
-    "GPU": "guides/devices", "TPU": "guides/devices", "slurm": "guides/several_machines",
-    "multi gpu": "guides/several_machines", "loss is nan": "guides/diagnose", "push to the hub": "guides/save_and_share",
-    "transformers Trainer": "guides/migrate_transformers", "custom collator": "guides/own_parts",
-    "muon": "optim/muon", "learning rate schedule": "optim/",
-}  # fmt: skip
-
-
 def test_search_answers_questions_and_knows_every_option(browser, address):
     page, errors = visit(browser, address, "index.html", 1400, "light")
     page.get_by_role("button", name="Search").first.click()
@@ -223,15 +204,7 @@ def test_search_answers_questions_and_knows_every_option(browser, address):
         const docs = await (await fetch("search.json")).json();
         return queries.map((query) => siteSearch(query, docs, 8).map(({ item }) => item.href));
     }"""
-    answers = page.evaluate(ask, list(QUESTIONS))
-    missing = {query: found[:4] for (query, expected), found in zip(QUESTIONS.items(), answers, strict=True)
-               if not any(href.startswith(expected) for href in found[:4])}  # fmt: skip
-    assert not missing
-    entries = {entry["href"]: entry["title"] for entry in reference.search_entries()}
-    titles = sorted(set(entries.values()))
-    names = titles + [title.rpartition(".")[2] for title in titles]  # with and without section
-    for name, found in zip(names, page.evaluate(ask, names), strict=True):
-        assert any(entries.get(href, "").endswith(name) for href in found[:3]), (name, found)
+    check_answers(lambda queries: page.evaluate(ask, queries))
     assert errors == []
 
 
