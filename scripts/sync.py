@@ -475,7 +475,7 @@ def sidebar(root: Path) -> str:
         if members := pages_of(chapter, names):
             section(title, members)
     bar("benchmarks", "Benchmarks")
-    measured = ["benchmarks.ipynb", "experiments.ipynb", "encoders.ipynb"]
+    measured = ["benchmarks.ipynb", "measurements.ipynb", "experiments.ipynb", "encoders.ipynb"]
     entries([name for name in measured if name in names])
     bar("reference", "Reference")
     # The page at nbs/index.ipynb is the README; the site begins with a page of its own.
