@@ -185,6 +185,10 @@ WRONG_ANSWERS = [
     return torch.multinomial(z_MV.softmax(-1), 1, generator=draw)[:, 0]""", "the scores have changed"),
     ("electra_by_hand", "sample_wrong", ("def sample_wrong",), """def sample_wrong(z_MV, truth_M, draw):
     return torch.multinomial(z_MV.softmax(-1), 1, generator=draw)[:, 0]""", "the true letter"),
+    ("real_encoder", "moved_pieces", ("def moved_pieces",), """def moved_pieces(ours, theirs):
+    return {piece for piece in ours if ours[piece] != theirs.get(piece)}""", "missing, not moved"),
+    ("real_encoder", "moved_pieces", ("def moved_pieces",), """def moved_pieces(ours, theirs):
+    return ours.keys() & theirs.keys()""", "has not moved"),
     ("torch_refresher", "gradients", ("def gradients",), """def gradients(forget):
     a, b = (torch.zeros((), requires_grad=True) for _ in range(2))
     (a * words_N + b - chars_N).square().mean().backward()
