@@ -20,7 +20,6 @@ UNANSWERED = {
     "model/17_float8": ["3. Investigate"],
     "optim/01_schedulers": ["3. Investigate"],
     "optim/03_groups": ["3. Investigate"],
-    "optim/05_optimizers": ["4. Investigate"],
     "train/03_objectives": ["3. Investigate"],
     "train/04_initialization": ["1. Predict", "3. Investigate"],
     "train/05_modules": ["1. Predict", "3. Investigate"],
