@@ -240,9 +240,17 @@ everything else it knows nothing: <em>Paris is the capital of ___.</em> gets a w
 </form>
 <p class="soft row-of">{examples}</p>
 <p role="status"></p>
-<p class="unsure" role="note" hidden></p>
+{unsure}
 <p class="mistake" role="alert" hidden></p>
 """
+
+
+def unsure(answer: dict) -> str:
+    "Return the note on an answer without a guess of 10 %, hidden where there is one; live.js writes it anew."
+    is_sure = all(answer["guesses"][str(position)][0][1] >= 0.1 for position in answer["gaps"])
+    text = "" if is_sure else (
+        "No guess reaches 10 %: the model has not read enough about this. Its probability is spread over many words.")  # fmt: skip
+    return f'<p class="unsure" role="note"{" hidden" * is_sure}>{text}</p>'
 
 
 def form(live: Path, identifier: str) -> str:
@@ -252,7 +260,7 @@ def form(live: Path, identifier: str) -> str:
         for text in page["examples"]
     )
     text = FORM.format(id=identifier, first=html.escape(page["first"]["text"]), examples=buttons,
-                       megabytes=page["bytes"] / 1e6, time=training_time(live))  # fmt: skip
+                       megabytes=page["bytes"] / 1e6, time=training_time(live), unsure=unsure(page["first"]))  # fmt: skip
     if any("://" in package["url"] for package in page["packages"].values()):
         text = text.replace("from this site", "from pinned addresses")
     return text
@@ -352,6 +360,13 @@ head of one layer. The highest bar fills its box; the numbers sum to 100 %.</p>
 <label>Head <select id="glass-head"></select></label></div>
 <div class="pieces" role="group" aria-label="Pieces of the sentence; the chosen one looks at the others"></div>
 <p class="said soft" aria-live="polite"></p></section>
+<section aria-labelledby="glass-picture"><h2 id="glass-picture">The whole computation</h2>
+<p>The pieces are at the bottom, and each row above them is a layer. Arcs go from the chosen piece to the pieces that it
+looks at, one colour for each head, as wide as the share. At the left is the best guess after each layer.</p>
+<div class="picture scrolls" tabindex="0" role="region" aria-label="Drawing of all layers"></div>
+<p>All heads at once, one row for each layer. A square shows every piece (down) looking at every piece (across); press
+one to see it above. The address of this page keeps the sentence and your choice: copy it to share them.</p>
+<div class="grid-of" role="group" aria-label="Attention of each head in each layer"></div></section>
 <section aria-labelledby="glass-lens"><h2 id="glass-lens">Layer by layer</h2>
 <p>Each piece starts as a vector from a table, the embedding, and each layer adds to it. If the model ended after
 a layer, this would be its prediction at the chosen piece (the logit lens).</p>
@@ -375,6 +390,17 @@ model of this page was trained on sentences that keep most of their words; a mod
 """
 
 
+def explorer_links() -> list[str]:
+    "Return a list of the pages with something to move, each with its description."
+    lines = []
+    for path in sorted((ROOT / "nbs/explorers").glob("[0-9]*.ipynb")):
+        cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+        text = next(source_of(cell) for cell in cells if cell["cell_type"] == "markdown")
+        description = re.search(r"^> (.+)", text, flags=re.MULTILINE)[1]
+        lines.append(f"- [**{title_of(path)}** {description}](explorers/{path.name})")
+    return lines
+
+
 def glass_page(live: Path | None) -> str:
     parts = front("The glass encoder", "Words become pieces, pieces become vectors, layer by layer to an answer: watch "
                   "a model at work, in this page.", toc="false", repo_actions="false")  # fmt: skip
@@ -396,6 +422,7 @@ def glass_page(live: Path | None) -> str:
               "- [layer upon layer](model/04_encoder.ipynb)", "- [from vectors to words](model/06_heads.ipynb)",
               "- [gap by gap](course/17_writing_by_unmasking.ipynb)",
               "- [the same with letters, by hand](course/01_inside_the_encoder.ipynb)", ""]  # fmt: skip
+    parts += ["## More to explore", "", "::: {.cards}", "", *explorer_links(), "", ":::", ""]
     return "\n".join(parts)
 
 
@@ -590,6 +617,34 @@ def keep_used_icons(docs: Path) -> None:
     loaded.save(font)
 
 
+def shorten_style(css: str, used: set[str]) -> str:
+    "Drop the rules of a minified style whose classes are not among those in use."
+
+    def kept(rule: re.Match) -> str:
+        selectors = []
+        for selector in re.split(r",(?![^(]*\))", rule[1]):
+            needed = re.sub(r":(?:not|is|where|has)\([^)]*\)", "", selector)
+            if set(re.findall(r"\.(-?[A-Za-z_][\w-]*)", needed)) <= used:
+                selectors.append(selector)
+        return f"{','.join(selectors)}{{{rule[2]}}}" if selectors else ""
+
+    css = re.sub(r"([^{};@]+)\{([^{}]*)\}", kept, css)
+    return re.sub(r"@(?:media|supports)[^{}]*\{\}", "", css)
+
+
+def keep_used_rules(docs: Path) -> None:
+    "Drop the rules of Bootstrap's styles, half of a page's first view, that no page or script uses."
+    used = {
+        word
+        for pattern in ("*.html", "*.js")
+        for path in docs.rglob(pattern)
+        for word in re.findall(r"[\w-]+", path.read_text(encoding="utf-8"))
+    }
+    for style in docs.glob("site_libs/bootstrap/bootstrap-*.min.css"):
+        css = style.read_text(encoding="utf-8")
+        style.write_text(shorten_style(css, used), encoding="utf-8")
+
+
 def as_markdown(path: Path) -> str:
     "Return a staged page as Markdown, for programs that read."
     if path.suffix == ".qmd":
@@ -630,3 +685,4 @@ def finish(docs: Path, staged: Path) -> None:
     mend_search(docs)
     write_markdown(docs, staged)
     keep_used_icons(docs)
+    keep_used_rules(docs)

@@ -1,6 +1,12 @@
 // The exported model in the site's pages: a box that fills gaps, and the glass encoder. Nothing of the model
 // is fetched before the reader asks; until then the answer that came with the page stands there.
 
+const svg = (tag, attributes, text = "") => {
+  const element = document.createElementNS("http://www.w3.org/2000/svg", tag);
+  for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
+  element.textContent = text;
+  return element;
+};
 const percent = (share) => `${(100 * share).toFixed(share < 0.0995 ? 1 : 0)} %`;
 
 async function open(root) {
@@ -100,6 +106,8 @@ class Glass extends Box {
   constructor(root) {
     super(root);
     Object.assign(this, { chosen: 0, layer: null, head: -1, before: null });
+    this.shared = new URLSearchParams(location.hash.slice(1)); // somebody else's sentence, and what they chose
+    if (this.shared.has("text")) this.part("textarea").value = this.shared.get("text").slice(0, 2000);
     this.part("#glass-layer").addEventListener("change", (event) => { this.layer = Number(event.target.value); this.draw(); });
     this.part("#glass-head").addEventListener("change", (event) => { this.head = Number(event.target.value); this.draw(); });
     this.part(".swap").addEventListener("submit", (event) => { event.preventDefault(); this.swap(); });
@@ -126,14 +134,72 @@ class Glass extends Box {
       this.layer = page.layers - 1;
       const options = (id, names) => this.part(id).replaceChildren(...names.map(([value, text]) => new Option(text, value)));
       options("#glass-layer", Array.from({ length: page.layers }, (_, i) => [i, `${i + 1} of ${page.layers}`]));
+      const chosen = (name, most, otherwise) => { const number = parseInt(this.shared.get(name) ?? "", 10); return number >= 0 && number < most ? number : otherwise; };
+      this.layer = chosen("layer", page.layers, this.layer);
+      this.head = chosen("head", page.heads, this.head);
+      this.chosen = chosen("piece", answer.pieces.length, -1);
       options("#glass-head", [[-1, "mean of all"], ...Array.from({ length: page.heads }, (_, i) => [i, `${i + 1} of ${page.heads}`])]);
     }
-    this.part("#glass-layer").value = this.layer;
+    Object.assign(this.part("#glass-layer"), { value: this.layer });
+    Object.assign(this.part("#glass-head"), { value: this.head });
     this.part(".steps").hidden = false;
     this.part(".static").hidden = true;
-    this.chosen = answer.gaps.find((place) => place === this.chosen) ?? answer.gaps[0] ?? 0;
+    const wanted = this.chosen;
+    this.chosen = answer.gaps.find((place) => place === wanted) ?? answer.gaps[0] ?? 0;
     super.show(answer);
     this.draw();
+    this.grid();
+    if (this.shared.has("piece") && wanted >= 0 && wanted !== this.chosen) this.choose(wanted);
+    this.shared.delete("piece");
+  }
+
+  // Everything at once: pieces below, a row of points for each layer above them, and from the chosen piece in each layer
+  // an arc to each piece that it looks at, as strong as its share, in the colour of the head.
+  picture(from) {
+    const { answer, head } = this, { page, draw } = this.parts, { pieces } = answer;
+    const x = (place) => 190 + 54 * place, y = (layer) => 20 + 56 * (page.layers - layer), right = x(pieces.length);
+    const heads = head < 0 ? Array.from({ length: page.heads }, (_, i) => i) : [head], shape = { heads: page.heads, length: pieces.length };
+    const marks = [], lens = answer.lens[from];
+    for (let layer = 0; layer <= page.layers; layer++) {
+      for (const one of layer ? heads : []) {
+        const colour = `hsl(${(360 * one) / page.heads + 210} 75% 50%)`;
+        draw.looks(answer.attention, shape, layer - 1, one, from).forEach((share, to) => {
+          if (share < 0.03) return;
+          const bend = (one - (page.heads - 1) / 2) * 8; // heads that look at the same piece stand side by side
+          marks.push(svg("path", { d: `M${x(from)} ${y(layer)} Q${(x(from) + x(to)) / 2 + bend} ${y(layer) + 20} ${x(to)} ${y(layer - 1)}`,
+            fill: "none", stroke: colour, "stroke-width": 1 + 5 * share, "stroke-opacity": Math.min(1, 0.15 + share) }));
+        });
+      }
+      pieces.forEach((_, place) => marks.push(svg("circle", { cx: x(place), cy: y(layer), r: place === from ? 5 : 3, class: place === from ? "from" : "" })));
+      const guess = lens ? `: ${lens[layer][0][0]} ${percent(lens[layer][0][1])}` : "";
+      marks.push(svg("text", { x: 0, y: y(layer) + 4 }, (layer ? `layer ${layer}` : "embedding") + guess));
+    }
+    pieces.forEach((word, place) => marks.push(svg("text", { x: x(place), y: y(0) + 24, "text-anchor": "middle", class: answer.gaps.includes(place) ? "gap" : "" }, word)));
+    const drawing = svg("svg", { class: "curve all", role: "img", width: right, height: y(0) + 34, viewBox: `0 0 ${right} ${y(0) + 34}`,
+      "aria-label": `From ${pieces[from]} in each layer, arcs to the pieces that it looks at; the best guess after each layer is at the left` });
+    drawing.append(...marks);
+    this.part(".picture").replaceChildren(drawing);
+  }
+
+  // A small square for each head of each layer: every piece (down) looking at every piece (across).
+  grid() {
+    const { answer } = this, { page, draw } = this.parts, colour = getComputedStyle(this.part(".main")).backgroundColor;
+    const cells = Array.from({ length: page.layers * page.heads }, (_, i) => {
+      const layer = Math.floor(i / page.heads), head = i % page.heads, canvas = document.createElement("canvas");
+      draw.headPicture(canvas, answer.attention, { heads: page.heads, length: answer.pieces.length }, layer, head, colour);
+      const label = `Layer ${layer + 1}, head ${head + 1}`, button = Object.assign(document.createElement("button"), { type: "button", title: label });
+      button.setAttribute("aria-label", label);
+      button.append(canvas);
+      button.addEventListener("click", () => {
+        Object.assign(this, { layer, head });
+        Object.assign(this.part("#glass-layer"), { value: layer });
+        Object.assign(this.part("#glass-head"), { value: head });
+        this.draw();
+      });
+      return button;
+    });
+    this.part(".grid-of").style.setProperty("--heads", page.heads);
+    this.part(".grid-of").replaceChildren(...cells);
   }
 
   draw(from = this.chosen) {
@@ -157,6 +223,9 @@ class Glass extends Box {
     this.part(".said").textContent = `${answer.pieces[from]} (piece ${from + 1}, number ${answer.ids[from]} of the vocabulary) looks most at `
       + order.map((place) => `${answer.pieces[place]} ${percent(shares[place])}`).join(", ") + ".";
     const lens = answer.lens[this.chosen];
+    this.picture(from);
+    const { text } = answer;
+    if (from === this.chosen) history.replaceState(null, "", `#${new URLSearchParams({ text, piece: from, layer, head })}`);
     this.part(".lens").replaceChildren(...(lens ? [draw.lensTable(answer.pieces[this.chosen], lens)] : []));
     this.part("#glass-word").value = answer.pieces[this.chosen].replace(/^##/, "");
   }

@@ -268,6 +268,13 @@ def test_a_rendered_page_loads_nothing_and_scrolls():
     assert '<div class="scrolls" tabindex="0" role="region" aria-label="Table"><table' in mended
 
 
+def test_a_style_keeps_the_rules_that_pages_use():
+    css = '@charset "UTF-8";a,.used,.gone b{color:red}.gone{x:y}@media print{.gone{x:y}}@media all{.used:not(.gone){x:y}}'
+    assert landing.shorten_style(css, {"used"}) == (
+        '@charset "UTF-8";a,.used{color:red}@media all{.used:not(.gone){x:y}}'
+    )
+
+
 def edit(name: str, old: str, new: str):
     def change(staged: Path) -> None:
         path = staged / name

@@ -4,6 +4,7 @@
 """
 
 import functools
+import gzip
 import html.parser
 import http.server
 import os
@@ -208,6 +209,16 @@ def test_search_answers_questions_and_knows_every_option(browser, address):
     assert errors == []
 
 
+def test_the_first_view_is_small(browser, address):
+    page = browser.new_context(viewport={"width": 1400, "height": 900}).new_page()
+    responses: list = []
+    page.on("response", lambda response: responses.append(response))
+    page.goto(f"{address}index.html")
+    page.wait_for_load_state("networkidle")
+    sizes = {response.url: len(gzip.compress(response.body())) for response in responses}
+    assert sum(sizes.values()) < 200_000, sizes
+
+
 needs_model = pytest.mark.skipif(
     not (SITE / "live/page.json").is_file(), reason="the site was made without a model"
 )
@@ -234,7 +245,15 @@ def test_the_glass_encoder_shows_attention_and_swaps(browser, address):
     pieces.first.wait_for(timeout=120_000)
     shares = [float(text.rstrip(" %")) for text in page.locator(".piece .share").all_inner_texts()]
     assert sum(shares) == pytest.approx(100, abs=0.6 * len(shares))
-    before = page.locator(".said").inner_text()
+    assert page.locator(".picture path").count() and page.locator(".picture text.gap").count()
+    page.get_by_role("button", name="Layer 1, head 2").click()
+    assert page.locator("#glass-head").input_value() == "1"
+    shared, said = page.url, page.locator(".said").inner_text()
+    assert "layer=0&head=1" in shared and "#text=" in shared
+    other, _ = visit(browser, "", shared, 1400, "light")  # what the address of the page keeps
+    other.get_by_role("button", name="Fill the gaps").click()
+    other.locator(".said").get_by_text(said).wait_for(timeout=120_000)
+    before = said
     page.locator("button.piece[aria-pressed=true]").focus()
     page.keyboard.press("ArrowRight")
     page.wait_for_function(
