@@ -227,11 +227,16 @@ def similarity_scorer(
 def reciprocal_rank_fusion(
     *scores_QN: np.ndarray,  # of each system
     k: float = 60,  # smooths the difference of the first ranks
+    weights: Sequence[float] | None = None,  # of each system; None: equal
 ) -> np.ndarray:  # (Q, N)
     "Combine the rankings of several systems (Cormack et al. 2009, eq. 1)."
     from scipy.stats import rankdata
 
-    return sum(1 / (k + rankdata(-scores, "max", axis=1)) for scores in scores_QN)
+    weights = [1.0] * len(scores_QN) if weights is None else weights
+    return sum(
+        weight / (k + rankdata(-scores, "max", axis=1))
+        for weight, scores in zip(weights, scores_QN, strict=True)
+    )
 
 
 def reranked_scores(

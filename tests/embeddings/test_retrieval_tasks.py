@@ -167,6 +167,10 @@ def test_ranks_of_systems_are_fused_and_a_reranker_moves_the_best():
     scores = np.array([[3.0, 2, 1, 0]]), np.array([[0.0, 0, 5, 0]])  # ranks 1 2 3 4 and 4 4 1 4
     fused = reciprocal_rank_fusion(*scores, k=1)[0]
     assert fused == pytest.approx([1 / 2 + 1 / 5, 1 / 3 + 1 / 5, 1 / 4 + 1 / 2, 1 / 5 + 1 / 5])
+    weighted = reciprocal_rank_fusion(*scores, k=1, weights=(1, 0.5))[0]
+    assert weighted == pytest.approx(
+        [1 / 2 + 1 / 10, 1 / 3 + 1 / 10, 1 / 4 + 1 / 4, 1 / 5 + 1 / 10]
+    )
     asked = []
 
     def score(pairs):
