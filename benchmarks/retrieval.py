@@ -4,7 +4,8 @@
 
 Every stage is the real command and begins with the same model; no module of the task's test is in training. The
 model is a sentence encoder, such as all-MiniLM-L6-v2; with --quick or without --model it is a tiny one of random
-weights. The accuracies of a run do not depend on the machine's load; its seconds do.
+weights. The accuracies of a run do not depend on the machine's load; its seconds do, and its core-seconds less. A
+stage that was stopped continues at its last checkpoint. Memory stays below 4 GB: gradients are cached.
 """
 
 import contextlib
@@ -18,7 +19,8 @@ from sides import BUILD, Ledger, common_parser, machine, run_child, spread, writ
 
 import bertlab
 
-STAGES = "dense", "mined", "reranker"  # that are trained, in this order
+STAGES = "dense", "mined", "reranker", "distilled"  # that are trained, in this order
+CHECKPOINT_STEPS = 10
 MEASURES = "recall_1", "recall_10", "recall_100", "mrr_10", "ndcg_10"
 
 
@@ -58,8 +60,12 @@ def write_tiny_model(directory: Path) -> Path:
     return BiEncoder(BertLabModel(config), tokenizer).save(directory)
 
 
-def mine(case: dict, folder: Path, output: Path, *words) -> Path:
-    "Mine negatives with the model that was trained on pairs alone."
+def mine(case: dict, folder: Path, name: str, *words) -> Path:
+    "Mine negatives with the model that was trained on pairs alone, once for each such model."
+    output = folder / f"{name}-{case['negatives']}-{case['margin']}.jsonl"
+    trained = (folder / "dense" / "model.safetensors").stat().st_mtime
+    if output.exists() and output.stat().st_mtime > trained:
+        return output
     output.unlink(missing_ok=True)
     limits = ["--num_negatives", case["negatives"], "--relative_margin", case["margin"]]
     command(
@@ -75,24 +81,39 @@ def mine(case: dict, folder: Path, output: Path, *words) -> Path:
     return output
 
 
+def start_or_resume(case: dict, output: Path) -> list:
+    "Return the options that continue the same case in a directory, or start anew."
+    record = output.with_suffix(".case.json")
+    is_same = record.exists() and json.loads(record.read_text()) == case
+    record.write_text(json.dumps(case))
+    return ["--resume"] if is_same and (output / "checkpoints").exists() else ["--overwrite"]
+
+
 def train(case: dict, folder: Path) -> dict[str, float]:
     "Train one stage by its command, and return its seconds, mining included."
+    from bertlab.core.devices import peak_memory_bytes
+
     stage, output = case["stage"], folder / case["stage"]
     words = ["--model.pretrained_model_name_or_path", case["model"], "--run.output", output,
-             "--run.progress", "none", "--run.num_epochs", case["epochs"], "--overwrite"]  # fmt: skip
-    start = time.perf_counter()
+             "--run.progress", "none", "--run.num_epochs", case["epochs"],
+             "--run.checkpoint_every_steps", CHECKPOINT_STEPS, *start_or_resume(case, output)]  # fmt: skip
+    start, core_start = time.perf_counter(), time.process_time()
     if stage == "reranker":
-        table = mine(case, folder, folder / "labeled.jsonl", "--labeled")
+        table = mine(case, folder, "labeled", "--labeled")
         words += ["--run.seeds", f"[{case['seed']}]", "--run.baselines", "false"]
         words += ["--data.max_sequence_length", case["pair_length"]]
         words += ["--model.problem_type", "regression"]
         command("finetune", table, *words)
     else:
         table = folder / "pairs.jsonl"
-        if stage == "mined":
-            table = mine(case, folder, folder / "mined.jsonl")
+        if stage != "dense":
+            table = mine(case, folder, "mined")
+        if stage == "distilled":
+            words += ["--data.teacher", folder / "reranker", "--model.distillation", "kl"]
+        words += ["--model.gradcache_rows", case["gradcache_rows"]]
         command("embed", "finetune", table, *words, "--seed_everything", case["seed"])
-    return {"seconds": time.perf_counter() - start}
+    seconds, core_seconds = time.perf_counter() - start, time.process_time() - core_start
+    return {"seconds": seconds, "core_seconds": core_seconds, "peak_bytes": peak_memory_bytes()}
 
 
 def evaluate(case: dict, folder: Path) -> dict[str, dict]:
@@ -109,10 +130,13 @@ def evaluate(case: dict, folder: Path) -> dict[str, dict]:
     models |= {name: folder / name for name in case["stages"] if name != "reranker"}
     for name, directory in models.items():
         scores = retrieval.similarity_scorer(load_bi_encoder(str(directory)))(*sides)
-        systems |= {name: scores, f"{name}, hybrid": reciprocal_rank_fusion(scores, words)}
+        systems[name] = scores
+        for weight in case["words_weights"]:
+            fused = reciprocal_rank_fusion(scores, words, weights=(1, weight))
+            systems[f"{name}, hybrid {weight:g}"] = fused
     if "reranker" in case["stages"]:
         best, score = (
-            systems[f"{[*models][-1]}, hybrid"],
+            systems[f"{[*models][-1]}, hybrid {case['words_weights'][0]:g}"],
             load_reranker(str(folder / "reranker")).score,
         )
         reranked = retrieval.reranked_scores(score, *sides, best, case["rerank_k"])
@@ -121,8 +145,9 @@ def evaluate(case: dict, folder: Path) -> dict[str, dict]:
             "reranked, hybrid": reciprocal_rank_fusion(reranked, best),
         }
     results = retrieval.evaluate_retrieval(task, systems)
-    if {"dense", "mined"} <= systems.keys():
-        results |= retrieval.paired_differences(results, "dense", ["mined"])
+    for base, name in (("dense", "mined"), ("mined", "distilled")):
+        if {base, name} <= systems.keys():
+            results |= retrieval.paired_differences(results, base, [name])
     return {
         name: {measure: retrieval.bootstrap_ci(values[measure]) for measure in MEASURES}
         for name, values in results.items()
@@ -142,6 +167,15 @@ def main() -> None:
     add("--epochs", type=int, default=1, help="of each stage")
     add("--negatives", type=int, default=4, help="mined for each pair")
     add("--margin", type=float, default=0.05, help="share of its positive that a negative is below")
+    add("--gradcache_rows", type=int, default=32, help="rows of 128 tokens in memory at once")
+    add(
+        "--words_weights",
+        type=float,
+        nargs="+",
+        default=[0.1, 0.3, 1],
+        help="of BM25's ranks in a "
+        "hybrid, where the vectors' are 1; the reranker reads the first hybrid's best",
+    )
     add("--pair_length", type=int, default=128, help="tokens of a pair in training")
     add("--rerank_k", type=int, default=100, help="documents that the reranker reads")
     add("--stages", nargs="*", choices=STAGES, default=STAGES, help="that are trained")
@@ -149,13 +183,16 @@ def main() -> None:
     if options.case:
         print(json.dumps(run_case(options.case)))
         return
+    if "distilled" in options.stages and not {"reranker", "mined"} <= {*options.stages}:
+        parser.error("the stage distilled needs mined and reranker")
     folder = BUILD / "retrieval"
     folder.mkdir(parents=True, exist_ok=True)
     if options.quick or options.model is None:
         options.model, options.seeds = str(write_tiny_model(folder / "tiny")), options.seeds[:1]
         options.margin = 0.0  # its cosines are all alike
-    shared = {name: getattr(options, name) for name in
-              ("model", "epochs", "negatives", "margin", "pair_length", "rerank_k", "quick")}  # fmt: skip
+    names = "model", "epochs", "negatives", "margin", "gradcache_rows", "pair_length", "quick"
+    shared = {name: getattr(options, name) for name in names}
+    measured = {name: getattr(options, name) for name in ("words_weights", "rerank_k", "stages")}
     ledger, runs = Ledger("retrieval", options.fresh), {}
     train_pairs = load_task(options.quick).train
     rows = [{"query": row.query, "positive": row.positive} for row in train_pairs.rows()]
@@ -166,7 +203,7 @@ def main() -> None:
         runs[seed] = {}
         for stage in (*options.stages, "evaluate"):
             case = {**shared, "stage": stage, "seed": seed, "folder": str(path)}
-            case |= {"stages": [*options.stages]} if stage == "evaluate" else {}
+            case |= measured if stage == "evaluate" else {}
             measure = lambda case=case: run_child(__file__, case, options.threads)
             figures = ledger.get(json.dumps([case, options.threads], sort_keys=True), measure)
             runs[seed][stage] = figures
@@ -179,7 +216,11 @@ def main() -> None:
         for name in systems
     }
     shared["model"] = Path(options.model).name
-    content = {"bertlab": bertlab.__version__, **machine(options.threads), "settings": shared}
+    content = {
+        "bertlab": bertlab.__version__,
+        **machine(options.threads),
+        "settings": shared | measured,
+    }
     write_result(options, {**content, "means": means, "seeds": runs})
 
 
