@@ -218,7 +218,7 @@ def main() -> None:
     shared["model"] = Path(options.model).name
     content = {
         "bertlab": bertlab.__version__,
-        **machine(options.threads),
+        "machine": machine(options.threads),
         "settings": shared | measured,
     }
     write_result(options, {**content, "means": means, "seeds": runs})
