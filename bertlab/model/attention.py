@@ -160,7 +160,7 @@ def sdpa_attention(
     if scoring.bias_1HLL is not None:
         bias_1HLL = scoring.bias_1HLL.to(q_BHLK.dtype)
         mask = bias_1HLL.masked_fill(~mask, torch.finfo(bias_1HLL.dtype).min)
-    elif q_BHLK.is_cuda:
+    elif q_BHLK.is_cuda or torch.compiler.is_exporting():  # OpenVINO answers NaN to a row of False
         mask = _unmask_empty_rows(mask)
     y_BHLK = F.scaled_dot_product_attention(q_BHLK, k_BHLK, v_BHLK, mask, dropout)
     # With a bool mask torch itself gives 0 to a query without a key, but not on every GPU.

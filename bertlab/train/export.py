@@ -328,6 +328,9 @@ def export_openvino(
 
     example, axes = example_inputs(module)
     free = {name: dict.fromkeys(sizes, torch.export.Dim.DYNAMIC) for name, sizes in axes.items()}
+    has_sdpa = any(getattr(part, "_supports_sdpa", False) for part in module.model.modules())
+    if has_sdpa and "attentions" not in module.outputs:
+        module.model.config._attn_implementation = "sdpa"  # OpenVINO writes out no scores of it
     try:
         with quiet_exporters(), torch.no_grad():
             program = torch.export.export(
