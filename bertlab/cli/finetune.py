@@ -32,7 +32,7 @@ from ..finetuning.config import GLUE, FinetuneRunConfig, glue_options
 from ..finetuning.data import FinetuningDataModule
 from ..finetuning.models import save_predictor
 from ..finetuning.module import FinetuningModule
-from ..finetuning.predictions import WRITERS, check_output, evaluate
+from ..finetuning.predictions import check_output, evaluate
 from ..finetuning.predictions import load_predictor, predict_file
 from ..finetuning.runs import BestCheckpoint, Patience, ScoreLines
 from ..finetuning.runs import SeedResults, compare_with_baselines, epoch_options
@@ -403,12 +403,9 @@ def predict(
     predictor = load_predictor(directory, max_sequence_length, backend, precision)
     answers = {"num_best": num_best, "null_threshold": null_threshold}
     options = {k: v for k, v in answers.items() if k in predictor.task.prediction_options}
-    rows, result = predict_file(
-        predictor, file, output, text_column, format, overwrite, reader_kwargs,
+    _, result = predict_file(
+        predictor, file, output or "-", text_column, format, overwrite, reader_kwargs,
         batch_size=batch_size, all_probabilities=all_probabilities, **options,
     )  # fmt: skip
-    if output is None:
-        sys.stdout.write(WRITERS["jsonl"](rows))
-        sys.stdout.flush()
     written = "" if output is None else f"; written to {output}"
     print(result.describe(predictor.task) + written, file=sys.stderr, flush=True)

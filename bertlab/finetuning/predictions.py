@@ -7,29 +7,34 @@ __all__ = ['WRITERS', 'Predictions', 'Predictor', 'load_predictor', 'evaluate', 
 
 # %% ../../nbs/finetuning/12_predictions.ipynb #9cf56245
 import csv
-import io
 import json
 import os
+import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
 from inspect import signature
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import torch
 
 from ..core.devices import num_devices
 from ..core.files import atomic_write
-from ..core.names import check_choice, check_range
-from ..data.readers import ErrorHandler, reading_like
+from ..core.names import check_choice, check_range, resolve
+from ..data.readers import ErrorHandler, ReadOptions, read_rows, reading_like
 from ..data.rows import IGNORE_INDEX, compute_by_length, padded_batches
 from ..data.tokenizers import load_tokenizer
 from .data import find_column, read_row, request_columns, usual_columns
 from .evaluation import Evaluation
-from .files import CONLLU, Table, flatten, guess_format, read_labelled
+from .files import CONLLU, LABELLED, Table, flatten, guess_format
+from .files import read_labelled
 from .models import without_reports
 from .task import LabelNames, Task, count_long, get_task, load_task
 from ..model.huggingface import check_tokenizer, load_model, read_config, stored_head
@@ -47,10 +52,13 @@ class Predictions:
     num_long: int = 0  # texts that do not fit into one row
     scores: dict[str, float] = field(default_factory=dict)  # if the rows have labels
     num_scored: int = 0  # rows with a known label
+    num_read: int = 0  # rows of a file, which are not in `rows`
 
     def describe(self, task: Task) -> str:
         "Return one line for a person."
-        parts = [f"{len(self.rows):,} rows"] + [f"{self.num_blank:,} blank"] * bool(self.num_blank)
+        parts = [f"{len(self.rows) or self.num_read:,} rows"] + [
+            f"{self.num_blank:,} blank"
+        ] * bool(self.num_blank)
         what = "read in pieces" if task.reads_whole else "cut"
         parts += [f"{self.num_long:,} too long: {what}"] * bool(self.num_long)
         scores = [f"{name} {value:.4f}" for name, value in self.scores.items()]
@@ -189,36 +197,23 @@ class Predictor:
         if not len(rows):
             return Predictions([])
         table = Table.of(rows, "input")
-        columns = self.find_columns(table, text_column)
+        options |= {"batch_size": batch_size, "all_probabilities": all_probabilities}
+        return self.predict_table(table, self.find_columns(table, text_column), options)
+
+    def predict_table(
+        self,
+        table: Table,
+        columns: Mapping[str, str],  # of `find_columns`
+        options: Mapping[str, Any],  # of `predict_rows`
+    ) -> Predictions:
+        "Predict for every row of a table, in its order. Raises `ValueError` that names a bad row."
         texts = table.map(lambda row: self.read_row(row, columns)).rows
         full = [row for row in texts if row is not None]
-        result = self.predict_rows(full, batch_size, all_probabilities, **options)
-        predicted, blank = iter(result.rows), self.task.blank(all_probabilities)
+        result = self.predict_rows(full, **options)
+        predicted = iter(result.rows)
+        blank = self.task.blank(options.get("all_probabilities", False))
         predictions = [dict(blank) if row is None else next(predicted) for row in texts]
         return Predictions(predictions, len(texts) - len(full), result.num_long)
-
-    def score(
-        self, table: Table, predictions: Predictions, text_column: Any = None
-    ) -> Predictions:  # with scores, if the rows have labels that the model knows
-        "Compare predictions with the labels of their rows."
-        task, role = self.task, self.task.label_column
-        label = self.label_column or usual_columns(task, table)[role]
-        is_there = {*flatten([label])} <= {*table.columns}
-        if not is_there or isinstance(label, str) and not table.is_labelled(label, -1):
-            return predictions
-        columns = {**self.find_columns(table, text_column), role: label}
-        cells = [cell for row in table if isinstance(cell := row.get(str(label)), str)]
-        read_cell, rows, answers = task.cell_reader(cells), [], []
-        for row, answer in zip(table, predictions.rows):
-            try:
-                row = read_row(task, row, columns, read_cell)
-                value = row[role] if task.labels is None else _as_names(row[role])
-                rows.append({**row, role: task.name_label(value)})
-                answers.append(answer)
-            except ValueError:  # a blank row, or a label that the model does not have
-                continue
-        scores = task.score(rows, answers) if rows else {}
-        return replace(predictions, scores=scores, num_scored=len(rows))
 
     def scores(self, rows: Sequence, **options: Any) -> list[float]:
         "Return one number for each row: the predicted value, or the probability of the last label."
@@ -306,6 +301,31 @@ def evaluate(
     return task.evaluate(rows, predictions)
 
 # %% ../../nbs/finetuning/12_predictions.ipynb #d303c360
+@contextmanager
+def _open_input(
+    source: str | os.PathLike,
+    file_format: str | None,
+    earlier: Mapping[str, Any] | None,
+    reading: Mapping[str, Any],
+) -> Iterator[tuple[Path, str, dict[str, Any]]]:  # a file, a key of LABELLED, and `ReadOptions`
+    "Find a file and how to read it; standard input is a temporary file meanwhile."
+    if str(source) == "-":
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "standard input"
+            with path.open("wb") as file:
+                shutil.copyfileobj(sys.stdin.buffer, file)
+            with path.open("rb") as file:
+                guess = "jsonl" if file.read(4096).lstrip().startswith(b"{") else None
+            with _open_input(path, file_format or guess, earlier, reading) as opened:
+                yield opened
+        return
+    path = Path(source).expanduser()
+    if not path.is_file():
+        raise ValueError(f"there is no file {source}")
+    options = reading_like(path, earlier or {}) | reading
+    yield path, file_format or guess_format(path) or "lines", options
+
+
 def read_input(
     source: str | os.PathLike,  # a file, or "-": standard input
     file_format: str | None = None,  # a key of LABELLED; None: by name and contents
@@ -313,37 +333,45 @@ def read_input(
     **reading: Any,  # of `ReadOptions`: header, delimiter, encoding, ...
 ) -> Table:
     "Read a file into a table. Raises `ValueError`."
-    if str(source) == "-":
-        with tempfile.TemporaryDirectory() as folder:
-            path, text = Path(folder) / "standard input", sys.stdin.buffer.read()
-            path.write_bytes(text)
-            guess = "jsonl" if text.lstrip().startswith(b"{") else None
-            return read_input(path, file_format or guess, earlier, **reading)
-    path = Path(source).expanduser()
-    if not path.is_file():
-        raise ValueError(f"there is no file {source}")
-    file_format = file_format or guess_format(path) or "lines"
-    reading = reading_like(path, earlier or {}) | reading
-    handle = ErrorHandler(reading.pop("on_error", "raise"), warns=True)
-    return read_labelled([path], file_format, handle, **reading)
+    with _open_input(source, file_format, earlier, reading) as (path, file_format, options):
+        handle = ErrorHandler(options.pop("on_error", "raise"), warns=True)
+        return read_labelled([path], file_format, handle, **options)
+
+
+def _read_blocks(
+    path: Path,
+    file_format: str,  # a key of LABELLED
+    options: Mapping[str, Any],  # of `ReadOptions`
+    warns: bool = False,  # of malformed rows
+    size: int = 4096,  # rows of a block
+) -> Iterator[Table]:
+    "Read a file as tables of some rows each."
+    reader = resolve(file_format, LABELLED, f"{path}: file_format")
+    reading = ReadOptions(file_format=reader, **options)
+    rows = read_rows(path, reading, handle=ErrorHandler(reading.on_error, warns=warns))
+    while block := list(islice(rows, size)):
+        places = [f"{path.name} {place}" for place, _ in block]
+        yield Table([row for _, row in block], places, file_format=file_format)
 
 # %% ../../nbs/finetuning/12_predictions.ipynb #c5d20dc1
-def _as_json_lines(rows: Sequence[Mapping]) -> str:
-    return "".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows)
+_Rows = Iterable[Mapping[str, Any]]
 
 
-def _as_table(rows: Sequence[Mapping], delimiter: str = ",") -> str:
-    names, text = list(dict.fromkeys(name for row in rows for name in row)), io.StringIO()
-    table = csv.writer(text, delimiter=delimiter, lineterminator="\n")
+def _write_json_lines(rows: _Rows, names: Sequence[str], file: IO) -> None:
+    for row in rows:
+        file.write(json.dumps(row, ensure_ascii=False, default=str) + "\n")
+
+
+def _write_table(rows: _Rows, names: Sequence[str], file: IO, delimiter: str = ",") -> None:
+    table = csv.writer(file, delimiter=delimiter, lineterminator="\n")
     is_text = lambda value: value is None or isinstance(value, str)
     cell = lambda v: v if is_text(v) else json.dumps(v, ensure_ascii=False, default=str)
-    table.writerows([names, *([cell(row.get(name)) for name in names] for row in rows)])
-    return text.getvalue()
+    table.writerow(names)
+    table.writerows([cell(row.get(name)) for name in names] for row in rows)
 
 
-def _as_conllu(rows: Sequence[Mapping]) -> str:
+def _write_conllu(rows: _Rows, names: Sequence[str], file: IO) -> None:
     "Write sentences as they were read, with each word's tag in its MISC."
-    blocks = []
     for row in rows:
         tags, lines = dict(zip(row["ID"], row["predicted_tags"], strict=True)), []
         for line in row["lines"]:
@@ -352,25 +380,33 @@ def _as_conllu(rows: Sequence[Mapping]) -> str:
                 misc = [c for c in (cells.pop(), f"Predicted={tags[number]}") if c != "_"]
                 line = "\t".join([number, *cells, "|".join(misc)])
             lines.append(line)
-        blocks.append("\n".join(lines) + "\n\n")
-    return "".join(blocks)
+        file.write("\n".join(lines) + "\n\n")
 
 
-def _write_parquet(rows: Sequence[Mapping]) -> bytes:
+def _write_parquet(rows: _Rows, names: Sequence[str], file: IO) -> None:
+    "Write parts and join them: the type of a column is known after its last row."
     import pyarrow
     from pyarrow import parquet
 
-    names, file = list(dict.fromkeys(name for row in rows for name in row)), io.BytesIO()
-    columns = {name: [row.get(name) for row in rows] for name in names}
-    parquet.write_table(pyarrow.table(columns), file)
-    return file.getvalue()
+    rows, parts = iter(rows), []
+    with tempfile.TemporaryDirectory() as folder:
+        while block := list(islice(rows, 4096)):
+            parts.append(Path(folder, f"{len(parts)}.parquet"))
+            columns = {name: [row.get(name) for row in block] for name in names}
+            parquet.write_table(pyarrow.table(columns), parts[-1])
+        none = pyarrow.schema([(name, pyarrow.null()) for name in names])
+        schemas = [parquet.read_schema(part) for part in parts]
+        schema = pyarrow.unify_schemas([none, *schemas], promote_options="permissive")
+        with parquet.ParquetWriter(file, schema) as writer:
+            for part in parts:
+                writer.write_table(parquet.read_table(part).cast(schema))
 
 
-WRITERS: dict[str, Callable[[Sequence[Mapping]], str | bytes]] = {
-    "jsonl": _as_json_lines,
-    "csv": _as_table,
-    "tsv": lambda rows: _as_table(rows, "\t"),
-    "conllu": _as_conllu,
+WRITERS: dict[str, Callable[[_Rows, Sequence[str], IO], None]] = {
+    "jsonl": _write_json_lines,
+    "csv": _write_table,
+    "tsv": partial(_write_table, delimiter="\t"),
+    "conllu": _write_conllu,
     "parquet": _write_parquet,
 }
 
@@ -395,35 +431,111 @@ def check_output(
     return ending
 
 # %% ../../nbs/finetuning/12_predictions.ipynb #c5d20dc3
+class _Scored:
+    "The labels that a file has, and the predictions of their rows."
+
+    def __init__(self, predictor: Predictor, table: Table, columns: Mapping[str, str]):
+        self.task, role = predictor.task, predictor.task.label_column
+        self.label = predictor.label_column or usual_columns(self.task, table)[role]
+        self.columns, self.cells = {**columns, role: self.label}, []
+        self.has_column = {*flatten([self.label])} <= {*table.columns}
+        self.is_labelled = self.has_column and not isinstance(self.label, str)
+        self.rows, self.predictions = [], []
+
+    def read_cells(self, table: Table) -> None:
+        "Keep the labels that are text: all of them decide how each is read."
+        if self.has_column and isinstance(self.label, str):
+            self.is_labelled |= table.is_labelled(self.label, -1)
+            self.cells += [cell for row in table if isinstance(cell := row.get(self.label), str)]
+
+    def add(self, table: Table, predictions: Sequence[Mapping]) -> None:
+        if not self.is_labelled:
+            return
+        task, read_cell = self.task, self.task.cell_reader(self.cells)
+        for row, prediction in zip(table, predictions):
+            try:
+                label = read_row(task, row, self.columns, read_cell)[task.label_column]
+                label = task.name_label(label if task.labels is None else _as_names(label))
+            except ValueError:  # a blank row, or a label that the model does not have
+                continue
+            self.rows.append({task.label_column: label})
+            self.predictions.append(prediction)
+
+    def scores(self) -> dict[str, float]:
+        return self.task.score(self.rows, self.predictions) if self.rows else {}
+
+
+def _output_columns(task: Task, table: Table, ending: str, options: Mapping[str, Any]) -> list[str]:
+    "List the columns of an output. Raises `ValueError` for a format or a name that cannot be."
+    is_conllu = table.file_format == "conllu"
+    if ending == "conllu" and not (is_conllu and task.name == "token_classification"):
+        raise ValueError("output .conllu: only tags for the words of CoNLL-U are written so")
+    new_columns = task.blank(options.get("all_probabilities", False))
+    if taken := sorted(new_columns.keys() & set(table.columns)):
+        (place,) = table.places
+        raise ValueError(f"{place} has the columns {taken} already; rename them")
+    hidden = {"lines"} if is_conllu and ending != "conllu" else set()
+    return [name for name in (*table.columns, *new_columns) if name not in hidden]
+
+
+def _output_row(
+    row: Mapping[str, Any], prediction: Mapping[str, Any], file_format: str, ending: str
+) -> dict[str, Any]:
+    row = {**row, **prediction}
+    if file_format == "conllu" and ending != "conllu":
+        del row["lines"]  # the columns say the same
+        row |= {k: ["_" if cell == IGNORE_INDEX else cell for cell in row[k]] for k in CONLLU}
+    return row
+
+
 def predict_file(
     predictor: Predictor,
     source: str | os.PathLike,  # a file, or "-"
-    output: str | os.PathLike | None = None,  # a file to write; None: only rows are returned
+    output: str | os.PathLike | None = None,  # a file, or "-": JSON lines to standard output
     text_column: Any = None,
     file_format: str | None = None,  # of what is read
     overwrite: bool = False,  # an output that exists
     reader_kwargs: Mapping[str, Any] | None = None,  # of `ReadOptions`, over those of training
-    **options: Any,  # of `Predictor.predict`
-) -> tuple[list[dict], Predictions]:  # rows with their predictions
-    "Read, predict, write. Raises `ValueError` before the model runs, if that is possible."
-    task, ending = predictor.task, output and check_output(output, source, overwrite)
-    reading = {"file_format": file_format, "earlier": predictor.reader, **(reader_kwargs or {})}
-    table = read_input(source, **reading)
-    is_conllu = table.file_format == "conllu"
-    if ending == "conllu" and not (is_conllu and task.name == "token_classification"):
-        raise ValueError(f"output {output}: only tags for the words of CoNLL-U are written so")
-    new_columns = task.blank(options.get("all_probabilities", False))
-    if taken := sorted(new_columns.keys() & set(table.columns)):
-        raise ValueError(f"{source} has the columns {taken} already; rename them")
-    result = predictor.predict(table, text_column, **options)
-    result = predictor.score(table, result, text_column)
-    rows = [{**row, **prediction} for row, prediction in zip(table, result.rows, strict=True)]
-    if is_conllu and ending != "conllu":
-        for row in rows:
-            del row["lines"]  # the columns say the same
-            row |= {k: ["_" if cell == IGNORE_INDEX else cell for cell in row[k]] for k in CONLLU}
-    if output is not None:
-        content = WRITERS[ending](rows)
-        with atomic_write(Path(output).expanduser()) as temporary:
-            temporary.write_bytes(content.encode() if isinstance(content, str) else content)
-    return rows, result
+    **options: Any,  # of `Predictor.predict_rows`
+) -> tuple[list[dict], Predictions]:  # rows with predictions, if there is no output; and counts
+    """Read, predict, write, some thousand rows at a time; labels are kept for the scores.
+
+    Raises `ValueError` before the model runs, if that is possible.
+    """
+    ending = "jsonl" if output in (None, "-") else check_output(output, source, overwrite)
+    check_range("batch_size", options.get("batch_size", 1), 1)
+    reading = {"file_format": file_format, **(reader_kwargs or {})}
+    opened = _open_input(source, reading.pop("file_format"), predictor.reader, reading)
+    with opened as (path, file_format, reading):
+        read = partial(_read_blocks, path, file_format, reading)
+        names = dict.fromkeys(name for table in read(warns=True) for name in table.columns)
+        head = Table([names] * bool(names), [path.name], file_format=file_format)
+        names = _output_columns(predictor.task, head, ending, options)
+        columns = predictor.find_columns(head, text_column) if len(head) else {}
+        scored, counts = _Scored(predictor, head, columns), Counter()
+        for table in read():
+            table.map(lambda row: predictor.read_row(row, columns))
+            scored.read_cells(table)
+
+        def predict() -> Iterator[dict]:
+            for table in read():
+                result = predictor.predict_table(table, columns, options)
+                scored.add(table, result.rows)
+                counts.update(
+                    num_read=len(table), num_blank=result.num_blank, num_long=result.num_long
+                )
+                for row, prediction in zip(table, result.rows, strict=True):
+                    yield _output_row(row, prediction, file_format, ending)
+
+        rows = []
+        if output is None:
+            rows = list(predict())
+        elif output == "-":
+            WRITERS[ending](predict(), names, sys.stdout)
+            sys.stdout.flush()
+        else:
+            text = {} if ending == "parquet" else {"encoding": "utf-8", "newline": ""}
+            with atomic_write(Path(output).expanduser()) as temporary:
+                with temporary.open("w" if text else "wb", **text) as file:
+                    WRITERS[ending](predict(), names, file)
+    return rows, Predictions([], **counts, scores=scored.scores(), num_scored=len(scored.rows))

@@ -4,6 +4,7 @@ import io
 import json
 import math
 import sys
+from functools import partial
 
 import datasets
 import numpy as np
@@ -13,6 +14,7 @@ from sklearn.calibration import calibration_curve
 from test_finetuning import asked, data_for, module_for, predict, tagged, texts_of, tokenizer
 from transformers import pipeline
 
+from bertlab.finetuning import predictions
 from bertlab.finetuning.data import FinetuningDataModule
 from bertlab.finetuning.evaluation import Calibration, classification_table
 from bertlab.finetuning.predictions import (
@@ -201,7 +203,8 @@ def test_a_file_comes_back_with_its_rows(trained, tmp_path, ending):
     source = tmp_path / "in.csv"
     source.write_text('id,text\n1,"the fig, here"\n2,\n3,"the\nsaw"\n')
     predictor, output = load_predictor(trained["classification"][2]), tmp_path / f"out.{ending}"
-    rows, result = predict_file(predictor, source, output)
+    _, result = predict_file(predictor, source, output)
+    rows, _ = predict_file(predictor, source)
     assert result.num_blank == 1 and rows[1]["predicted_label"] is None
     if ending == "parquet":
         back = datasets.Dataset.from_parquet(
@@ -213,6 +216,36 @@ def test_a_file_comes_back_with_its_rows(trained, tmp_path, ending):
     assert [row["predicted_label"] or None for row in back] == [
         row["predicted_label"] for row in rows
     ]
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "csv", "parquet", "-"])
+def test_a_long_file_is_read_and_written_in_blocks(trained, tmp_path, monkeypatch, capsys, ending):
+    "The label of the first block is unknown, and a column begins in the second."
+    rows = [{"text": text, "label": None} for text in ("", "", "")]
+    rows += [{"text": "the fig", "label": "fruit", "id": n} for n in range(5)]
+    source = tmp_path / "in.jsonl"
+    source.write_text("\n".join(json.dumps(row) for row in rows))
+    predictor = load_predictor(trained["classification"][2])
+    expected, once = predict_file(predictor, source)
+    sizes, predict_table = [], predictions.Predictor.predict_table
+
+    def count(self, table, *arguments):
+        sizes.append(len(table))
+        return predict_table(self, table, *arguments)
+
+    monkeypatch.setattr(predictions.Predictor, "predict_table", count)
+    monkeypatch.setattr(predictions, "_read_blocks", partial(predictions._read_blocks, size=3))
+    output = ending if ending == "-" else tmp_path / f"out.{ending}"
+    written, result = predict_file(predictor, source, output)
+    assert sizes == [3, 3, 2] and not written
+    assert (result.num_read, result.num_blank, result.num_scored) == (8, 3, 5)
+    assert result.scores == once.scores
+    if ending == "-":
+        output = tmp_path / "printed.jsonl"
+        output.write_text(capsys.readouterr().out)
+    for row, known in zip(read_input(output), expected, strict=True):
+        assert str(row.get("id") or 0) == str(known.get("id") or 0)
+        assert (row["predicted_label"] or None) == known["predicted_label"]
 
 
 CONLLU = """\
@@ -229,7 +262,8 @@ def test_conllu_keeps_its_lines_and_gets_tags_in_misc(trained, tmp_path):
     source, output = tmp_path / "in.conllu", tmp_path / "out.conllu"
     source.write_text(CONLLU)
     predictor = load_predictor(trained["token_classification"][2])
-    rows, _ = predict_file(predictor, source, output)
+    predict_file(predictor, source, output)
+    rows, _ = predict_file(predictor, source)
     before, after = CONLLU.split("\n"), output.read_text().split("\n")
     tagged_lines = [2, 3]
     for n, (old, new) in enumerate(zip(before, after, strict=True)):
