@@ -9,6 +9,7 @@ __all__ = ['resolve_task', 'build_finetuning', 'check_same_finetuning', 'run_see
 # %% ../../nbs/cli/05_finetune.ipynb #d5292709
 import gc
 import math
+import shutil
 import sys
 from collections.abc import Mapping
 from functools import partial
@@ -18,6 +19,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch.callbacks import Callback
+from torch import nn
 
 from ..core.devices import find_accelerator
 from ..core.files import RUN_FILE, atomic_write, check_run_directory, lock_directory
@@ -39,6 +41,7 @@ from ..finetuning.runs import SeedResults, compare_with_baselines, epoch_options
 from ..finetuning.runs import evaluate_run, fit_probe, load_best, metric_rank, prepare
 from ..model.config import SPECIAL_TOKEN_IDS, BertLabConfig
 from ..train.estimate import MemoryEstimate, estimate_steps, step_options
+from ..train.export import FILES, check_backend, export_model
 from ..train.resume import check_same_run, read_checkpoint, run_fingerprint
 from ..train.reports import environment
 from ..train.run import MODEL, TOKENIZER, Run, RunParts, check_not_moved, check_one_process
@@ -116,6 +119,8 @@ def build_finetuning(
     "Check a configuration; then read the rows, and make data and module, for `Run`."
     run, model = FinetuneRunConfig(**config["run"]), dict(config["model"])
     trainer = trainer_options(config["trainer"])
+    if run.int8:
+        check_backend("openvino", "nncf")
     with reporting_unknown_options():
         FinetuningModule(**model).check_model()  # before the rows are read
         data = data or _load_data(config, saved)
@@ -146,7 +151,7 @@ def build_finetuning(
 # %% ../../nbs/cli/05_finetune.ipynb #55527584
 # Settings that a resume may change although seeds are finished: results do not depend on them.
 _FREE = {"compile_model", "gradient_checkpointing", "output", "seeds", "progress", "baselines",
-         "checkpoint_every_steps"}  # fmt: skip
+         "checkpoint_every_steps", "int8"}  # fmt: skip
 _TRAINER = {"accumulate_grad_batches", "gradient_clip_val", "limit_train_batches",
             "gradient_clip_algorithm", "limit_val_batches", "plugins", "callbacks"}  # fmt: skip
 
@@ -241,6 +246,34 @@ def _describe_use(directory: Path) -> str:  # of a model for a task
     return f"{first}load it with transformers.pipeline({task!r}, {str(directory)!r}), or: {command}"
 
 
+def _export_int8(
+    output: Path, data: FinetuningDataModule, split: str
+) -> dict[str, Any]:  # scores of the file and of torch
+    "Export the saved model to OpenVINO in int8, and score it on a split."
+    predictor, rows, directory = load_predictor(output), data.rows[split], output / "openvino-int8"
+    task, metric = predictor.task, predictor.task.monitor
+
+    def score(model: nn.Module | None) -> float:
+        predictor.model = predictor.model if model is None else model
+        return task.score(rows, predictor.predict_rows(rows.rows).rows)[metric]
+
+    def texts(split: str) -> list[tuple[str, ...]]:
+        values = (
+            [row[role] for role in task.text_columns if role in row] for row in data.rows[split]
+        )
+        return [tuple(t if isinstance(t, str) else " ".join(t) for t in row) for row in values]
+
+    if directory.exists():  # of a run that was resumed
+        shutil.rmtree(directory)
+    options = {"to": "openvino", "calibration": texts("train"), "score": score}
+    report = export_model(output, directory, texts=texts(split), **options)
+    score_int8, score_torch = report["files"][FILES["openvino"]["int8"]]["scores"]
+    print(f"int8     {metric} {score_int8:.4f} ({score_torch:.4f} in torch): {directory}; bertlab "
+          f"predict {quote(str(directory))} FILE --backend openvino --precision int8",
+          flush=True)  # fmt: skip
+    return {"metric": metric, "score": score_int8, "score_in_torch": score_torch}
+
+
 def _save_best(parts: RunParts, output: Path, seed: int, metrics: Mapping[str, float]) -> None:
     "Write model, tokenizer and evaluation of the best seed, and report them."
     module, data = parts.module, parts.data
@@ -256,6 +289,12 @@ def _save_best(parts: RunParts, output: Path, seed: int, metrics: Mapping[str, f
         evaluation = evaluate(module, data, split)
         evaluation.write(output)
         print(f"{split} rows, best seed:\n{evaluation.table()}", flush=True)
+        if FinetuneRunConfig(**parts.config["run"]).int8:
+            try:
+                evaluation.numbers["int8"] = _export_int8(output, data, split)
+                evaluation.write(output)
+            except ValueError as error:  # which must not cost the model
+                print(f"int8     is not there: {error}", flush=True)
     print(f"written  {output}: {_describe_use(output)}", flush=True)
 
 

@@ -34,6 +34,7 @@ class FinetuneRunConfig:
     checkpoint_every_steps: int = 500  # optimizer steps between checkpoints to resume from
     average: float | None = None  # decay of a moving average to validate and keep; such as 0.99
     baselines: bool = True  # compute what simple methods reach on the same rows
+    int8: bool = False  # also write `openvino-int8`, an 8-bit export, and score it on the same rows
     progress: str = "auto"  # how progress is shown
 
     def __post_init__(self):

@@ -16,6 +16,7 @@ from called import config_of
 from test_finetuning import CONFIG, asked, data_for, tagged, texts_of, tokenizer
 from transformers import pipeline
 
+from bertlab.cli import finetune as finetuning
 from bertlab.cli.finetune import build_finetuning, resolve_task
 from bertlab.cli.main import main, run_command
 from bertlab.finetuning.config import GLUE
@@ -23,6 +24,7 @@ from bertlab.finetuning.module import FinetuningModule
 from bertlab.finetuning.predictions import evaluate, load_predictor
 from bertlab.finetuning.runs import finetune
 from bertlab.model.loading import read_state_dict
+from bertlab.train.export import FILES
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 CONFIGS = Path(__file__).parents[2] / "bertlab/configs"
@@ -433,6 +435,29 @@ def test_a_seed_is_not_begun_over_a_damaged_checkpoint(copied, capsys):
     shutil.rmtree(copied / "seed-1")
     assert run("--resume", copied, "--run.seeds", "[1, 0]", "--run.baselines", "false") == 0
     assert metrics_of(copied)["seeds"] == [1, 0]
+
+
+@pytest.mark.parametrize("is_real", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_the_score_of_the_int8_file_is_in_the_evaluation(
+    tok, rows, output, monkeypatch, capsys, is_real
+):
+    pytest.importorskip("nncf")
+    if not is_real:
+
+        def export(directory, target, texts, calibration, score, to):
+            assert len(calibration) == 48 and len(texts) == 11 and to == "openvino"
+            return {"files": {FILES[to]["int8"]: {"scores": [score(None) / 2, score(None)]}}}
+
+        monkeypatch.setattr(finetuning, "export_model", export)
+    assert run(*words_for(tok, rows, output), "--run.int8", "true") == 0
+    numbers = json.loads((output / "evaluation.json").read_text())
+    accuracy, int8 = numbers["accuracy"], numbers["int8"]
+    assert int8["score_in_torch"] == pytest.approx(accuracy, abs=1e-6) and accuracy > 0
+    assert int8["score"] == pytest.approx(accuracy, abs=0.2) if is_real else accuracy / 2
+    assert f"accuracy {int8['score']:.4f} ({accuracy:.4f} in torch)" in capsys.readouterr().out
+    if is_real:
+        predictor = load_predictor(output / "openvino-int8", None, "openvino", "int8")
+        assert len(predictor.predict(texts_of(3)).rows) == 3
 
 
 def test_a_picture_that_fails_costs_no_model(tok, rows, output, monkeypatch):
