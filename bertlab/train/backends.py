@@ -137,6 +137,22 @@ def _report(directory: Path) -> dict[str, Any]:  # of `export_model`; empty for 
     return load_json(directory / REPORT) if (directory / REPORT).is_file() else {}
 
 
+def _find_weights(source: str | os.PathLike, backend: str) -> list[Path]:
+    "Find the files of weights; there are none in a directory that was exported for this backend."
+    try:
+        return weight_files(source)
+    except ValueError:
+        exported = [name for name in FILES if Path(source, FILES[name]["float32"]).is_file()]
+        if backend in exported:
+            return []
+        if not exported:
+            raise
+        raise ValueError(
+            f"{source} has no weights, only files for {', '.join(exported)}: choose "
+            f"backend={exported[0]!r}"
+        ) from None
+
+
 def _find_exported(directory: Path, weights: Sequence[Path], file: str) -> tuple[Path, int] | None:
     "Return an exported file and the tokens it reads."
     path = directory / file
@@ -169,16 +185,13 @@ def open_model(
     inputs: Sequence[str] = INPUTS[:2],  # of INPUTS: what the tokenizer makes
 ) -> nn.Module:  # in evaluation mode, called as the one in torch
     "Load a model for a backend. Raises `ValueError`, and `ImportError` without the backend."
+    look_up(backend, BACKENDS, "backend")
+    check_backend(backend)
+    weights = _find_weights(source, backend)
     if backend == "torch":
         precision = choose_precision(backend, precision)
         return load().to(getattr(torch, precision))
-    look_up(backend, BACKENDS, "backend")
-    check_backend(backend)
     directory = Path(find_model_directory(source))
-    try:
-        weights = weight_files(source)
-    except ValueError:  # an exported directory
-        weights = []
     directory = weights[0].parent if weights else directory
     small = _find_exported(directory, weights, FILES[backend]["int8"])
     measured = _report(directory).get("files", {}).get(FILES[backend]["int8"], {})
@@ -202,7 +215,5 @@ def open_model(
     exported = None if weights else _find_exported(directory, (), FILES[backend]["float32"])
     if exported:
         return _open(exported[0], backend, precision, config, exported[1])
-    if not weights:
-        weight_files(source)  # raises
     with _converted(directory, weights, load, outputs, inputs, backend) as (path, length):
         return _open(path, backend, precision, config, length)

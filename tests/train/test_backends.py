@@ -274,6 +274,12 @@ def test_a_graph_of_openvino_writes_out_no_scores(exported):
     assert "Softmax" not in operations
 
 
+@pytest.mark.parametrize("backend", ["torch", "onnx"])
+def test_an_exported_directory_names_its_backend(exported, backend):
+    with pytest.raises(ValueError, match="openvino has no weights.*backend='openvino'"):
+        BiEncoder.load(exported[0] / "openvino", backend)
+
+
 def test_an_export_that_loses_too_much_is_not_written(directory, exported, monkeypatch, tmp_path):
     def copy(precision):  # which saves seconds
         source = exported[0] / "openvino" / FILES["openvino"][precision]
