@@ -189,6 +189,14 @@ WRONG_ANSWERS = [
     return {piece for piece in ours if ours[piece] != theirs.get(piece)}""", "missing, not moved"),
     ("real_encoder", "moved_pieces", ("def moved_pieces",), """def moved_pieces(ours, theirs):
     return ours.keys() & theirs.keys()""", "has not moved"),
+    ("names_in_text", "sort_mistakes", ("def sort_mistakes",), """def sort_mistakes(found, true):
+    overlap = lambda a, b: a[2] == b[2] and a[0] <= b[1] and b[0] <= a[1]
+    return Counter("right" if t in found else "border" if any(overlap(t, f) for f in found) else "missed" for t in true)
+""", "only touch"),
+    ("names_in_text", "sort_mistakes", ("def sort_mistakes",), """def sort_mistakes(found, true):
+    overlap = lambda a, b: a[2] == b[2] and a[0] < b[1] and b[0] < a[1]
+    return Counter("right" if t in found else "border" if any(overlap(t, f) for f in found) else "missed" for t in true)
+""", "another type"),
     ("torch_refresher", "gradients", ("def gradients",), """def gradients(forget):
     a, b = (torch.zeros((), requires_grad=True) for _ in range(2))
     (a * words_N + b - chars_N).square().mean().backward()
