@@ -197,6 +197,10 @@ WRONG_ANSWERS = [
     overlap = lambda a, b: a[2] == b[2] and a[0] < b[1] and b[0] < a[1]
     return Counter("right" if t in found else "border" if any(overlap(t, f) for f in found) else "missed" for t in true)
 """, "another type"),
+    ("the_field", "attend", ("def attend",), """def attend(x_LD, at):
+    return (x_LD @ x_LD[at]).softmax(0) @ x_LD""", "square root of D"),
+    ("the_field", "attend", ("def attend",), """def attend(x_LD, at):
+    return x_LD.mean(0)""", "same share"),
     ("torch_refresher", "gradients", ("def gradients",), """def gradients(forget):
     a, b = (torch.zeros((), requires_grad=True) for _ in range(2))
     (a * words_N + b - chars_N).square().mean().backward()
