@@ -140,7 +140,7 @@ def find_columns(
     return resolved
 
 # %% ../../nbs/embeddings/05_pairs.ipynb #5pair002
-_TEXTS, _NUMBERS = r"""\s*\[\s*(["'\]]|null)""", r"\s*\["  # beginnings of lists
+_TEXTS, _NUMBERS = r"""(?s)\s*\[\s*(\]|(["']|null).*\])\s*$""", r"\s*\["  # lists
 
 
 def _as_list(value: Any, begin: str) -> list:

@@ -60,7 +60,7 @@ def test_columns_have_their_usual_names_or_given_ones(tmp_path):
 
 
 @pytest.mark.parametrize("cell, expected", [
-    ("[1] See the appendix.", ["[1] See the appendix."]), ("[2019]", ["[2019]"]), ("[MASK] token", ["[MASK] token"]),
+    ("[1] See the appendix.", ["[1] See the appendix."]), ("[2019]", ["[2019]"]), ("[MASK] token", ["[MASK] token"]), ("[] (Pdb) n", ["[] (Pdb) n"]),
     ('["c", "d"]', ["c", "d"]), ("[]", []), ("", []), (["[1] c", "d"], ["[1] c", "d"]),
 ])  # fmt: skip
 def test_a_negative_may_begin_with_a_bracket(cell, expected):
