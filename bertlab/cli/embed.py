@@ -45,7 +45,7 @@ def finetune_embeddings(
     seed_everything: int = 0,  # of weights, dropout and order
     resume: bool | str = False,  # continue the run in --run.output, or in a DIRECTORY
     overwrite: bool = False,  # start again; an earlier run there is moved into previous-N
-    estimate: bool = False,  # print memory and minutes, measured in four steps, and stop
+    estimate: bool = False,  # print memory and minutes, measured in a few steps, and stop
 ) -> None:
     """Train text vectors on pairs.
 
@@ -59,7 +59,8 @@ def finetune_embeddings(
     if estimate:
         parts = build_embedding(config)
         loader, options = parts.data.train_dataloader(), step_options(parts.trainer)
-        estimate = estimate_steps(parts.module, loader, options, parts.save)
+        validation = parts.data if parts.validates else None
+        estimate = estimate_steps(parts.module, loader, options, parts.save, validation=validation)
         print(estimate.describe(), flush=True)
         return
     run = Run(config, build_embedding, bool(resume), overwrite, notes)

@@ -24,7 +24,6 @@ from torch import nn
 from ..core.devices import find_accelerator
 from ..core.files import RUN_FILE, atomic_write, check_run_directory, lock_directory
 from ..core.files import prepare_run_directory, write_json
-from ..core.names import check_choice
 from ..core.serialization import as_recorded, load_json, load_yaml, save_run_file
 from ..data.sources import is_dataset_directory
 from ..data.tokenizers import resolve_tokenizer, save_tokenizer, train_tokenizer
@@ -130,9 +129,6 @@ def build_finetuning(
             model["model_config_kwargs"] = {"vocab_size": len(data.tokenizer), **ids, **settings}
         module = FinetuningModule(**model)
         monitor = prepare(module, data, run.monitor or run.glue and GLUE[run.glue][1])
-    if monitor is not None:
-        names = [f"val_{name}" for name in ("loss", *module.task.metric_names)]
-        check_choice("run.monitor", monitor, names)
     data.seed = config["seed_everything"]
     callbacks = [BestCheckpoint(run.output, monitor)]
     callbacks += [] if run.patience is None else [Patience(monitor, run.patience)]
@@ -384,7 +380,7 @@ def _fit_seeds(
 def estimate_finetuning(
     config: Mapping[str, Any],  # complete, in sections
 ) -> MemoryEstimate:
-    "Estimate memory and time of all seeds of a run, by four steps. Nothing is written."
+    "Estimate memory and time of all seeds of a run, by a few steps. Nothing is written."
     parts = build_finetuning({**resolve_task(config), "seed_everything": 0})
     run = FinetuneRunConfig(**config["run"])
     if run.method == "probe":
@@ -400,14 +396,15 @@ def estimate_finetuning(
         save_predictor(parts.module.model, directory, parts.data.tokenizer)
 
     loader, options = parts.data.train_dataloader(), step_options(parts.trainer)
-    return estimate_steps(parts.module, loader, options, save, len(run.seeds))
+    validation = parts.data if parts.validates else None
+    return estimate_steps(parts.module, loader, options, save, len(run.seeds), validation)
 
 
 def run_finetuning(
     config: dict[str, Any],  # complete, in sections
     resume: bool | str = False,  # continue the run in --run.output, or in a DIRECTORY
     overwrite: bool = False,  # start again; an earlier run there is moved into previous-N
-    estimate: bool = False,  # print memory and minutes, measured in four steps, and stop
+    estimate: bool = False,  # print memory and minutes, measured in a few steps, and stop
 ) -> None:
     """Fine-tune a model on a task, by configuration files and flags.
 

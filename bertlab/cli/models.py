@@ -177,6 +177,7 @@ def estimate_run(
         "cuda" if device_type == "cuda" else "cpu",
         config["run"]["models"],
         trainer={**step_options(trainer), "accelerator": "gpu" if device_type == "cuda" else "cpu"},
+        val_rows=data["val_batch_size"] if trainer["limit_val_batches"] != 0 else 0,
     )  # fmt: skip
     strategy = get_strategy(build_objects(trainer["strategy"]) or "auto")
     if not isinstance(strategy, FullyShardedStrategy):

@@ -450,8 +450,10 @@ def retain_freed_memory() -> bool:  # whether it is kept now
     """Let the C library keep what torch frees on a CPU for the next step (`mallopt(3)`).
 
     The process then never shrinks. Nothing changes without glibc, or if an environment variable
-    `MALLOC_...` or `GLIBC_TUNABLES` configures the allocator.
+    `MALLOC_...` or `GLIBC_TUNABLES` configures the allocator. oneDNN, which would keep a kernel for
+    each of the last 1,024 shapes, keeps 64: the number of labels differs from step to step.
     """
+    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")  # read before its first kernel
     is_configured = any(name.startswith("MALLOC_") for name in os.environ)
     if is_configured or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", ""):
         return False

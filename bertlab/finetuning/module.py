@@ -219,6 +219,12 @@ class FinetuningModule(TrainingModule):
         weights_C = settle_class_weights(class_weights, self.task, data)
         self.class_weights_C = None if weights_C is None else weights_C.to(self.device)
 
+    def check_labels(self, task: Task) -> None:  # of data that was read
+        "Raise `ValueError` for options that do not fit the labels, before rows are tokenized."
+        self._take_task(task)
+        if self.hparams.class_weights != "balanced":  # which counts the encoded labels
+            settle_class_weights(self.hparams.class_weights, task)
+
     def _take_task(self, task: Task) -> None:  # of the data
         "Take the task of the data over. Raises `ValueError` if another was requested."
         requested, of_data = _describe_labels(self.task), _describe_labels(task)

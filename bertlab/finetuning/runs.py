@@ -151,17 +151,23 @@ def prepare(
         data.tokenizer = resolve_tokenizer([data.tokenizer], source)
         check_tokenizer_matches(source, data.tokenizer)
     data.prepare_data()
-    data.setup()
-    if "train" not in data.datasets:
+    data.read()
+    if "train" not in data.rows:
         raise ValueError("there is no train split: name train_split, or set_datasets(train=...)")
-    module.settle(data)
-    if "validation" in data.datasets:
-        return monitor or module.monitor
+    module.check_labels(data.task)
+    is_validated = "validation" in data.rows
     if monitor is not None:
-        raise ValueError(
-            f"monitor={monitor!r} needs rows to validate on: name val_split, or hold a share out, as "
-            "validation_fraction=0.1"
-        )
+        if not is_validated:
+            raise ValueError(
+                f"monitor={monitor!r} needs rows to validate on: name val_split, or hold a share "
+                "out, as validation_fraction=0.1"
+            )
+        names = [f"val_{name}" for name in ("loss", *data.task.metric_names)]
+        check_choice("monitor", monitor, names)
+    data.setup()
+    module.settle(data)
+    if is_validated:
+        return monitor or module.monitor
     rank_zero_info("there are no validation rows: the last weights are kept")
     return None
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
+from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -25,7 +26,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.data import DataLoader
 
 from ..core.devices import canonical_precision, check_device, default_precision
-from ..core.devices import peak_memory_bytes, resident_memory_bytes
+from ..core.devices import peak_memory_bytes, resident_memory_bytes, retain_freed_memory
 from ..core.names import check_choice, check_range
 from ..model.activation_checkpointing import MemoryTracker
 from ..model.adapters import add_adapter, freeze_weights
@@ -236,6 +237,7 @@ class MemoryEstimate:
 
 def _process_bytes() -> int:
     "What a process holds before its model is there, with the libraries that a step loads."
+    retain_freed_memory()
     with torch.random.fork_rng(devices=[]):
         model = BertLabForMaskedLM(modernbert_tiny(**_TOY))
         for half in (False, True):
@@ -309,21 +311,35 @@ def _example_batch(
     return batch | {"label_positions": positions}
 
 
+_FEWEST_STEPS, _MOST_STEPS, _MOST_SECONDS = 4, 32, 20.0
+
+
+def _varied_batch(objective: str, rows: int, length: int, label_rate: float) -> dict[str, Tensor]:
+    "An example batch of which up to a tenth of the labels is dropped: no two sizes are equal."
+    batch = _example_batch(objective, rows, length, label_rate, torch.device("cpu"))
+    positions = torch.rand(rows, length).argsort(1)
+    if "label_positions" in batch:
+        batch["label_positions"] = positions[:, : batch["label_positions"].shape[1]].contiguous()
+    dropped = torch.rand(rows, length) < 0.1 * torch.rand(())
+    return batch | {"labels": batch["labels"].masked_fill(dropped, -100)}
+
+
 class _Stopwatch(Callback):
-    "Note when steps end, and stop after four."
+    "Note when steps end, and stop after the fewest once the time is up."
 
     def __init__(self):
-        self.ends: list[float] = []
+        self.start, self.ends = time.thread_time(), []  # a busy machine takes as many steps
 
     def on_train_batch_end(self, trainer, *_: Any) -> None:
         if trainer.global_step > len(self.ends):
             self.ends.append(time.perf_counter())
-        trainer.should_stop = len(self.ends) == 4
+        is_late = time.thread_time() - self.start > _MOST_SECONDS
+        trainer.should_stop = is_late and len(self.ends) >= _FEWEST_STEPS
 
 
 @dataclass(frozen=True)
 class _FewSteps:
-    "What four steps took."
+    "What a few steps and a validation took."
 
     seconds: list[float]  # of the steps after the first
     peak: int  # bytes of the process, or of the GPU's tensors
@@ -332,18 +348,22 @@ class _FewSteps:
 
 def _train_a_few(
     module: Any,  # it is trained
-    batches: Sequence[dict[str, Tensor]],  # four
+    batches: Sequence[dict[str, Tensor]],  # one for each step
     trainer: Mapping[str, Any],  # options of `make_trainer`
+    validation: Any = None,  # batches or a data module, of which four batches are validated
 ) -> _FewSteps:
-    "Train four steps, and measure them."
+    "Train a few steps, validate, and measure both."
     watch, window = _Stopwatch(), trainer.get("accumulate_grad_batches", 1)
     micro_batches = [batch for batch in batches for _ in range(window)]
+    steps = {"max_steps": len(batches), "limit_val_batches": 4}
     with isolate_rng():
-        fitted = make_trainer(**trainer, callbacks=[watch])
+        fitted = make_trainer(**{**trainer, **steps}, callbacks=[watch])
         fitted.fit(module, DataLoader(micro_batches, batch_size=None))
+        states = sum(map(optimizer_state_bytes, fitted.optimizers))
+        if validation is not None:
+            fitted.validate(module, validation, verbose=False)
     is_gpu = module.device.type == "cuda"
     peak = torch.cuda.max_memory_allocated() if is_gpu else peak_memory_bytes()
-    states = sum(map(optimizer_state_bytes, fitted.optimizers))
     return _FewSteps([b - a for a, b in zip(watch.ends, watch.ends[1:])], peak, states)
 
 
@@ -357,6 +377,7 @@ def estimate_memory(
     saves_models: bool = True,  # whether the run writes model directories
     find_largest: bool = True,  # the largest micro-batch that fits: a few traces more
     trainer: Mapping[str, Any] | None = None,  # of `make_trainer`; trains a few steps if they fit
+    val_rows: int = 0,  # of a validation batch; 0: the run does not validate
 ) -> MemoryEstimate:
     "Estimate the memory of a run, without allocating it unless it fits. Raises `ValueError`."
     h, config = module.hparams, module.config
@@ -395,9 +416,14 @@ def estimate_memory(
         step, process, saving, _available_bytes(device), rows, length, None, device
     )
     if trainer is not None and estimate.fits is not False:
-        batch = _example_batch(h.objective, rows, length, label_rate, torch.device("cpu"))
-        steps = _train_a_few(module, [batch] * 4, {**trainer, "precision": precision})
-        minutes = min(steps.seconds) * trainer["max_steps"] / 60
+        make_batch = partial(_varied_batch, h.objective, length=length, label_rate=label_rate)
+        validation = [make_batch(val_rows) for _ in range(4)] if val_rows else None
+        if validation:
+            validation = DataLoader(validation, batch_size=None)
+        with isolate_rng():
+            batches = [make_batch(rows) for _ in range(_MOST_STEPS)]
+        steps = _train_a_few(module, batches, {**trainer, "precision": precision}, validation)
+        minutes = median(steps.seconds) * trainer["max_steps"] / 60
         estimate = replace(estimate, measured=steps.peak, minutes=minutes)
     if find_largest and estimate.available is not None:
         room, peak_of = estimate.available - process, lambda n: estimate.held(step_of(n))
@@ -410,14 +436,13 @@ def estimate_memory(
 def _typical_batches(
     loader: Iterable[dict[str, Tensor]],  # of training batches
     most: int = 1000,  # batches to look at
-) -> tuple[list[dict[str, Tensor]], float]:  # four; their positions by those of four average ones
-    "Choose batches of the quartiles of their sizes and the largest, in this order."
-    batches = sorted(islice(loader, most), key=lambda batch: batch["input_ids"].numel())
-    last = len(batches) - 1
-    chosen = [batches[round(share * last)] for share in (0.25, 0.5, 0.75, 1)]
-    sizes = [batch["input_ids"].numel() for batch in batches]
-    timed = sum(batch["input_ids"].numel() for batch in chosen[1:])
-    return chosen, 3 * sum(sizes) / len(sizes) / timed
+) -> tuple[list[dict[str, Tensor]], float]:  # and the average number of positions of a batch
+    "Choose batches of the quartiles of their sizes and the largest, then others in their order."
+    batches = list(islice(loader, most))
+    by_size = sorted(batches, key=lambda batch: batch["input_ids"].numel())
+    chosen = [by_size[round(share * (len(batches) - 1))] for share in (0.25, 0.5, 0.75, 1)]
+    mean_size = sum(batch["input_ids"].numel() for batch in batches) / len(batches)
+    return chosen + batches[: _MOST_STEPS - len(chosen)], mean_size
 
 
 _STEP_OPTIONS = ("max_steps", "accumulate_grad_batches", "gradient_clip_val", "accelerator",
@@ -437,27 +462,29 @@ def estimate_steps(
     trainer: Mapping[str, Any],  # of `make_trainer`: max_steps, accelerator, ...
     save: Callable[[Path], None],  # does in a directory what the run does at its end
     num_runs: int = 1,  # as long as this one: seeds
+    validation: Any = None,  # the run's data module, if it validates
 ) -> MemoryEstimate:
-    "Estimate a run whose rows are at hand, by four steps on batches of its own and a save."
+    "Estimate a run whose rows are at hand, by a few steps on its batches, a validation and a save."
     module.configure_model()
     device = check_device(trainer.get("accelerator", "auto"), trainer.get("precision", "auto"))
     device = "cuda" if device == "cuda" else "cpu"
     weights = sum(p.nbytes for p in module.parameters())
     gradients = sum(p.nbytes for p in module.parameters() if p.requires_grad)
     process = (resident_memory_bytes() or 0) - weights if device == "cpu" else 0
-    batches, share = _typical_batches(loader)
-    rows, length = batches[-1]["input_ids"].shape
+    batches, mean_size = _typical_batches(loader)
+    rows, length = batches[3]["input_ids"].shape
     least = StepMemory(weights, gradients, 2 * gradients, 0, 0, 0)
     estimate = MemoryEstimate(
         least, process, 0, _available_bytes(device), rows, length, None, device
     )
     if estimate.fits is False:
         return estimate
-    steps = _train_a_few(module, batches, trainer)
+    steps = _train_a_few(module, batches, trainer, validation)
     with TemporaryDirectory() as directory:
         save(Path(directory))
     peak = max(steps.peak, peak_memory_bytes()) if device == "cpu" else steps.peak
     held = max(0, steps.peak - process - weights - gradients - steps.states)
     step = StepMemory(weights, gradients, steps.states, held, 0, peak - steps.peak)
-    minutes = share * sum(steps.seconds) / 3 * trainer["max_steps"] * num_runs / 60
+    timed_size = sum(batch["input_ids"].numel() for batch in batches[1 : 1 + len(steps.seconds)])
+    minutes = sum(steps.seconds) * mean_size / timed_size * trainer["max_steps"] * num_runs / 60
     return replace(estimate, step=step, measured=peak, minutes=minutes)

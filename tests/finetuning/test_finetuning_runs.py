@@ -199,6 +199,17 @@ def test_a_pretrained_model_brings_its_tokenizer_in_python_too(tmp_path):
         )
 
 
+@pytest.mark.parametrize("options, monitor, words", [
+    ({"class_weights": [1.0, 2.0, 3.0]}, None, "class_weights=.*2 numbers"), ({"num_labels": 5}, None, "num_labels=5"),
+    ({"id2label": {0: "x", 1: "y", 2: "z"}}, None, "id2label=.*'z'"), ({}, "val_bleu", "monitor.*val_bleu"),
+])  # fmt: skip
+def test_options_meet_the_labels_before_rows_are_tokenized(options, monitor, words):
+    data = data_for()
+    data.setup = lambda stage=None: pytest.fail("the rows were tokenized")
+    with pytest.raises(ValueError, match=words):
+        prepare(module_for(**options), data, monitor)
+
+
 # --- few labels, and runs that learn nothing ------------------------------------------------------
 
 
