@@ -34,7 +34,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_N
 from transformers.utils import can_return_tuple
 
 from ..core.files import find_model_directory, recover_directory
-from ..core.serialization import load_json
+from ..core.serialization import load_json, one_line
 from ..core.names import look_up
 from ..data.sources import offline_if_unreachable
 from ..data.tokenizers import TOKENIZER_FILES, num_token_ids, save_tokenizer
@@ -115,15 +115,17 @@ def read_config(
             # False and not None, for which transformers would ask at the keyboard.
             config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
     except Exception as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        reason, advice = one_line(error), "correct its config.json"
+        if not (Path(source).expanduser() / "config.json").exists():
+            reason = reason.partition(". ")[0]  # the hub's client goes on with general advice
+            advice = "name a model on the hub or a directory with its config.json"
         if "trust_remote_code" in str(error):
             raise ValueError(
                 f"{str(source)!r} needs Python code from its repository (auto_map in config.json), "
                 "which bertlab never runs; name a model of a class that transformers has"
             ) from error
         raise ValueError(
-            f"{str(source)!r} cannot be loaded: {reason}; name a model on the hub or a "
-            "directory with its config.json"
+            f"{str(source)!r} cannot be loaded: {reason.rstrip('.')}; {advice}"
         ) from error
     if re.search(r"[/:@|]", str(kernel := config._attn_implementation)):
         raise ValueError(f"{source}: attn_implementation={kernel!r} would download code; remove it")

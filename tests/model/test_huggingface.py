@@ -13,6 +13,7 @@ import transformers
 from huggingface_hub.errors import StrictDataclassFieldValidationError
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import (
+    AutoConfig,
     BertForPreTraining,
     BertModel,
     ModernBertForMaskedLM,
@@ -30,6 +31,7 @@ from bertlab.model.config import (
     roberta_base,
 )
 from bertlab.model.huggingface import (
+    read_config,
     ARCHITECTURES,
     BertLabModelWithPooler,
     from_huggingface,
@@ -609,3 +611,15 @@ def test_a_classifier_needs_no_mask_token(tmp_path):
     maskless.mask_token = None
     model = ARCHITECTURES["ForSequenceClassification"](modernbert_tiny(**SHAPE))
     assert (save_model(model, maskless, tmp_path / "a") / "model.safetensors").exists()
+
+
+def test_the_reason_of_a_wrong_configuration_is_told_in_full(tmp_path, monkeypatch):
+    (tmp_path / "config.json").write_text('{"model_type": "bertlab"}')
+    message = "Class validation error:\n    num_hidden_layers (1) must equal layer_types (2)"
+
+    def refuse(*args, **kwargs):
+        raise ValueError(message)
+
+    monkeypatch.setattr(AutoConfig, "from_pretrained", refuse)
+    with pytest.raises(ValueError, match="layer_types.*correct its config.json"):
+        read_config(tmp_path)
