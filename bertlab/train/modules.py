@@ -610,10 +610,13 @@ class PretrainingModule(TrainingModule):
         check_same_vocabulary(self.tokenizer, getattr(datamodule, "tokenizer", None))
         if self.rows_padded_because and getattr(datamodule, "packing", False):
             raise ValueError(f"packing=True needs bertlab's encoder: {self.rows_padded_because}")
-        if stage != "fit":
-            return
-        is_random = options.pretrained_model_name_or_path is None and not self.trainer.ckpt_path
-        if options.adapter is not None and is_random:
+        if stage == "fit" and not self.trainer.ckpt_path:
+            self.check_adapter()
+
+    def check_adapter(self) -> None:
+        "Raise `ValueError` for an adapter of random weights."
+        options = self.options
+        if options.adapter is not None and options.pretrained_model_name_or_path is None:
             raise ValueError(
                 f"adapter={options.adapter!r} trains beside a model whose weights are random: name "
                 "pretrained_model_name_or_path"

@@ -642,6 +642,7 @@ def check_options(config: Mapping[str, Any]) -> None:  # of `resolve_config`
     if model[MODEL] is None:  # else it is known when it is loaded
         with isolate_rng(), reporting_unknown_options():
             module = PretrainingModule(**{**model, TOKENIZER: None})
+            module.check_adapter()
             check_model(module, _total_steps(trainer), config["run"]["ema_decay"])
         shape = module.config
     strategy = get_strategy(build_objects(trainer["strategy"]) or "auto")

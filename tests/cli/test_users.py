@@ -126,6 +126,7 @@ WRONG = [  # words, and parts of the answer: what it is about, and what to do
     (["finetune", "surplus.csv", "--model.learning_rate", "-1"], ["learning_rate=-1.0"]),
     (["embed", "finetune", "surplus.csv", "--model.learning_rate", "-1"], ["learning_rate=-1.0"]),
     (["finetune", "surplus.csv", "--model.warmup_steps", "-3"], ["warmup_steps=-3"]),
+    (["pretrain", "surplus.csv", "--model.adapter", "lora"], ["adapter='lora'", "pretrained_model_name_or_path"]),
     (["finetune", "surplus.csv", "--model.adapter", "lorra"], ["adapter='lorra'", "lora"]),
     (["embed", "finetune", "surplus.csv", "--model.model_config_kwargs", "{}", "--model.adapter", "lorra"], ["adapter='lorra'"]),
 ]  # fmt: skip
