@@ -201,6 +201,12 @@ WRONG_ANSWERS = [
     return (x_LD @ x_LD[at]).softmax(0) @ x_LD""", "square root of D"),
     ("the_field", "attend", ("def attend",), """def attend(x_LD, at):
     return x_LD.mean(0)""", "same share"),
+    ("smaller_and_faster", "quantize_symmetric", ("def quantize_symmetric",), """def quantize_symmetric(w):
+    scale = w.abs().max() / 127
+    return (w / scale).round().to(torch.int8), scale""", "a scale for each row"),
+    ("smaller_and_faster", "quantize_symmetric", ("def quantize_symmetric",), """def quantize_symmetric(w):
+    scales = (w.abs().amax(1, keepdim=True) / 127).clamp(min=1e-12)
+    return (w / scales).round(), scales""", "must be int8"),
     ("torch_refresher", "gradients", ("def gradients",), """def gradients(forget):
     a, b = (torch.zeros((), requires_grad=True) for _ in range(2))
     (a * words_N + b - chars_N).square().mean().backward()
