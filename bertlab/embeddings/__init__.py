@@ -12,4 +12,5 @@ __getattr__, __dir__ = _lazy_parts(__name__, (
     "module",
     "retrieval",
     "search",
+    "app",
 ))

@@ -8,3 +8,4 @@ from . import pairs as pairs
 from . import module as module
 from . import retrieval as retrieval
 from . import search as search
+from . import app as app

@@ -11,7 +11,7 @@ from bertlab.data.corpus import make_corpus
 from bertlab.data.documents import Document
 from bertlab.embeddings.module import retrieval_scores
 from bertlab.embeddings.retrieval import (RETRIEVAL_TASKS, RetrievalTask, WordVectors, alignment, bm25_scores, bootstrap_ci, evaluate_retrieval,
-                                      _first_sentence, load_retrieval_task, mteb_scores, paired_differences, reciprocal_rank_fusion,
+                                      first_sentence, load_retrieval_task, mteb_scores, paired_differences, reciprocal_rank_fusion,
                                       reranked_scores, retrieval_table, signatures, similarity_scorer, tfidf_scores, uniformity)  # fmt: skip
 
 
@@ -80,15 +80,15 @@ def test_a_query_that_is_a_document_does_not_find_itself():
     assert knows_nothing.tolist() == pytest.approx([1 / 3, 1 / 2, 1 / 3]), "it has one rival less"
 
 
-def test_a_docstring_is_parted_after_its_first_sentence():
+def test_a_docstring_is_parted_after_itsfirst_sentence():
     text = "Return the name, e.g. a word.\n\nThe rest of it says considerably more than that first line does."
-    query, body = _first_sentence(text)
+    query, body = first_sentence(text)
     assert (
         query.startswith("Return the name")
         and body.endswith("line does.")
         and query + " " + body == " ".join(text.split())
     )
-    assert _first_sentence("Short. no") is None
+    assert first_sentence("Short. no") is None
 
 
 def test_signatures_are_those_of_documented_functions(tmp_path):

@@ -400,7 +400,7 @@ PACKAGE_OF = {
 }
 # In an extra; flash-attn is used where it is installed; ipython comes with ipywidgets.
 ELSEWHERE = {"torch-xla", "pytorch-optimizer", "triton", "flash-attn", "ipython", "datatrove", "loguru", "streaming-community",
-             "mteb", "optuna", "peft", "ray", "wandb", "sentence-transformers", "onnx", "onnx-ir", "onnxruntime", "openvino", "nncf", "protobuf", "trackio"}  # fmt: skip
+             "mteb", "optuna", "peft", "ray", "wandb", "sentence-transformers", "onnx", "onnx-ir", "onnxruntime", "openvino", "nncf", "protobuf", "pypdf", "trackio"}  # fmt: skip
 
 
 INDIRECT = {"jinja2"}  # huggingface_hub fills the template of a model card with it
