@@ -275,7 +275,8 @@ def main() -> None:
             cases = cases_of(use, length, options)
             runs = take_turns(use, length, cases, options)
             compared[f"{use}, {length} tokens"] = summarize(use, runs, cases)
-    seconds = "of the processor" if options.cpu_time else "of the clock"
+    shared = "of the processor, on one core: other programs used the machine"
+    seconds = shared if options.cpu_time else "of the clock"
     result = {"machine": machine(options.threads) | _versions(options), "seconds": seconds}
     write_result(options, result | {"compared": compared})
 
