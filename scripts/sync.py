@@ -44,8 +44,9 @@ PACKAGES = {**CHAPTERS, "course": ("Course", "checks of puzzles and exercises")}
 PAGES = ("training_path.ipynb", "extending.ipynb")
 # Guides in the order of the sidebar; others follow them.
 GUIDES = ("install", "own_text", "configurations", "own_tokenizer", "resume", "finetune_csv", "named_entities",
-          "continue_model", "save_and_share", "serve", "search", "long_documents", "devices", "out_of_memory", "several_machines", "diagnose", "migrate",
-          "migrate_transformers", "own_parts", "faq")  # fmt: skip
+          "continue_model", "save_and_share", "serve", "search", "sentence_transformers", "long_documents", "devices",
+          "out_of_memory", "several_machines", "diagnose", "migrate", "migrate_transformers", "own_parts",
+          "faq")  # fmt: skip
 # Between these two lines of nbs/course/index.ipynb is the map; in nbs/index.ipynb the course's pages.
 MAP_BEGIN, MAP_END = "<!-- course: written by scripts/sync.py -->", "<!-- end of course -->"
 CHECKS_BEGIN, CHECKS_END = "# checks: written by scripts/sync.py", "# end of checks"
