@@ -207,6 +207,12 @@ WRONG_ANSWERS = [
     ("smaller_and_faster", "quantize_symmetric", ("def quantize_symmetric",), """def quantize_symmetric(w):
     scales = (w.abs().amax(1, keepdim=True) / 127).clamp(min=1e-12)
     return (w / scales).round(), scales""", "must be int8"),
+    ("look_inside", "gradient_times_input", ("def gradient_times_input",), """def gradient_times_input(f, x_LD):
+    x_LD = x_LD.detach().requires_grad_()
+    return torch.autograd.grad(f(x_LD), x_LD)[0].sum(-1)""", "multiply it by the vector"),
+    ("look_inside", "gradient_times_input", ("def gradient_times_input",), """def gradient_times_input(f, x_LD):
+    x_LD = x_LD.detach().requires_grad_()
+    return (torch.autograd.grad(f(x_LD), x_LD)[0] * x_LD).abs().sum(-1).detach()""", "keep the signs"),
     ("torch_refresher", "gradients", ("def gradients",), """def gradients(forget):
     a, b = (torch.zeros((), requires_grad=True) for _ in range(2))
     (a * words_N + b - chars_N).square().mean().backward()
