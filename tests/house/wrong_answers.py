@@ -213,6 +213,12 @@ WRONG_ANSWERS = [
     ("look_inside", "gradient_times_input", ("def gradient_times_input",), """def gradient_times_input(f, x_LD):
     x_LD = x_LD.detach().requires_grad_()
     return (torch.autograd.grad(f(x_LD), x_LD)[0] * x_LD).abs().sum(-1).detach()""", "keep the signs"),
+    ("whose_text", "redact", ("def redact",), """def redact(text):
+    text = re.sub(r"[\\w.+-]+@[\\w-]+(?:\\.[\\w-]+)+", "<EMAIL>", text)
+    return re.sub(r"\\+?\\d{7,}", "<PHONE>", text)""", "number in groups"),
+    ("whose_text", "redact", ("def redact",), """def redact(text):
+    text = re.sub(r"[\\w.+-]+@[\\w-]+(?:\\.[\\w-]+)+", "<EMAIL>", text)
+    return re.sub(r"\\+?\\d[\\d .-]*\\d", "<PHONE>", text)""", "fewer than seven digits"),
     ("torch_refresher", "gradients", ("def gradients",), """def gradients(forget):
     a, b = (torch.zeros((), requires_grad=True) for _ in range(2))
     (a * words_N + b - chars_N).square().mean().backward()
