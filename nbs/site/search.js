@@ -8,7 +8,7 @@ const SYNONYMS = {
   "out of memory": "out of memory", "cuda out of memory": "out of memory", oom: "out of memory", memory: "memory",
   ner: "named entities", "named entity recognition": "named entities", "sequence labeling": "tokens", pos: "tokens",
   "token classification": "tokens", "text classification": "csv", classifier: "fine-tune", classification: "csv", sentiment: "csv",
-  inference: "serve", deploy: "serve", deployment: "serve", quantize: "int8", quantization: "int8", predictions: "predict",
+  inference: "serve", deploy: "serve", deployment: "serve", quantize: "serve", quantization: "serve", predictions: "predict",
   install: "install", installation: "install", setup: "install", requirements: "install", extras: "install",
   cite: "cite", citation: "cite", bibtex: "cite", paper: "cite", checkpoint: "resume", checkpoints: "resume",
   "continue training": "resume", restart: "resume", crash: "resume", preempted: "resume", faq: "questions", help: "questions",
