@@ -396,7 +396,7 @@ class Run:
         if was_finished:
             return load_json(path)
         validation = self._validate_last()
-        if advice := self._compare_losses():
+        if (advice := self._compare_losses()) and self.trainer.is_global_zero:
             print_line(advice)
         if self.parts.save is not None and self.trainer.is_global_zero:
             self.parts.save(self.output)
