@@ -352,7 +352,7 @@ def _train_a_few(
     trainer: Mapping[str, Any],  # options of `make_trainer`
     validation: Any = None,  # batches or a data module, of which four batches are validated
 ) -> _FewSteps:
-    "Train a few steps, validate, and measure both."
+    "Train a few steps, save, validate, and measure."
     watch, window = _Stopwatch(), trainer.get("accumulate_grad_batches", 1)
     micro_batches = [batch for batch in batches for _ in range(window)]
     steps = {"max_steps": len(batches), "limit_val_batches": 4}
@@ -360,6 +360,8 @@ def _train_a_few(
         fitted = make_trainer(**{**trainer, **steps}, callbacks=[watch])
         fitted.fit(module, DataLoader(micro_batches, batch_size=None))
         states = sum(map(optimizer_state_bytes, fitted.optimizers))
+        with TemporaryDirectory() as directory:
+            fitted.save_checkpoint(Path(directory) / "last.ckpt")  # and a model directory beside it
         if validation is not None:
             fitted.validate(module, validation, verbose=False)
     is_gpu = module.device.type == "cuda"

@@ -4,8 +4,9 @@ import copy
 import json
 import re
 import resource
+from collections import Counter
 from dataclasses import replace
-from functools import partial
+from functools import partial, wraps
 
 import pytest
 import torch
@@ -212,6 +213,33 @@ def test_a_run_that_does_not_fit_takes_no_step(monkeypatch):
     estimate = estimate_memory(module, 2, 64, precision="32-true", trainer=trainer)
     assert estimate.measured is estimate.minutes is None and not estimate.fits
     assert module.model is None and "does not fit" in estimate.describe()
+
+
+def test_measured_steps_differ_and_are_validated_and_saved(monkeypatch):
+    "Sizes that differ, a validation and a saved model make the heap of a run larger."
+    calls, sizes = Counter(), set()
+
+    def count(name):
+        original = getattr(PretrainingModule, name)
+
+        @wraps(original)
+        def counted(self, *args, **kwargs):
+            calls[name] += 1
+            if name == "training_step":
+                sizes.add(int((args[0]["labels"] != -100).sum()))
+            return original(self, *args, **kwargs)
+
+        monkeypatch.setattr(PretrainingModule, name, counted)
+
+    for name in ("training_step", "validation_step", "save_directory"):
+        count(name)
+    module, trainer = (
+        PretrainingModule(modernbert_tiny(**SHAPE).to_diff_dict()),
+        {"max_steps": 100, "accelerator": "cpu"},
+    )
+    estimate_memory(module, 2, 64, 0.3, "32-true", find_largest=False, trainer=trainer, val_rows=3)
+    assert calls["validation_step"] == 4 and calls["save_directory"] == 1
+    assert calls["training_step"] >= 4 and len(sizes) > 1
 
 
 @pytest.fixture
