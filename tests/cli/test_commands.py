@@ -253,7 +253,6 @@ def test_a_wrong_option_is_refused_before_the_text_is_read(
 @pytest.mark.parametrize("options", [
     ["--model.parameter_overrides", '{"*blocks.1.*": {lr: 1.0e-4}}'],
     ["--model.parameter_overrides", '{"*decoder*": {lr: 1.0e-4}}', "--model.objective", "enhanced_mlm"],
-    ["--model.parameter_overrides", '{"*lora_*": {weight_decay: 0.0}}', "--model.adapter", "lora"],
     ["--model.parameter_overrides", '{"*blocks.1.mlp*": {hidden: false}}', "--model.optimizer_class", "muon"],
     ["--model.parameter_overrides", '{"*blocks.1.*": {lr: 1.0e-4}}', "--model.freeze", "1"],
 ])  # fmt: skip
@@ -274,6 +273,8 @@ def test_parts_that_a_continued_model_lacks_are_refused(folder, words, tmp_path,
     ):
         assert part in refuse(capsys, "pretrain", *words, *model, f"--model.{option}", value)
     assert not (tmp_path / "run").exists()
+    overrides = '{"*lora_*": {weight_decay: 0.0}}'
+    built([*words, *model, "--model.adapter", "lora", "--model.parameter_overrides", overrides])
     run = built(
         [
             *words,
