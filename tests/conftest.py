@@ -86,9 +86,11 @@ def pytest_xdist_auto_num_workers(config) -> int:
     return min(8, os.cpu_count() or 1)
 
 
-# Here each case stands alone; elsewhere a file shares its fixtures. In this order, after all others: the last cases are
-# short, so all workers end together.
-SPREAD = ["", "test_notebooks.py", "test_house.py"]
+# Each case of these stands alone; elsewhere a file shares its fixtures.
+SPREAD = {"test_house.py", "test_notebooks.py"}
+# What has crashed in a process in which most of the suite had run comes first: torch's ONNX exporter, and starting an
+# interpreter in test_house.py. The notebooks come last: they are many and short, so all workers end together.
+ORDER = {"test_export.py": 0, "test_house.py": 1, "test_notebooks.py": 3}
 
 
 @pytest.hookimpl(optionalhook=True)  # of pytest-xdist
@@ -105,9 +107,7 @@ def pytest_xdist_make_scheduler(config, log):
 
 
 def pytest_collection_modifyitems(items):
-    # torch's ONNX exporter has crashed in a process in which the tests of embeddings had run before.
-    place = lambda name: SPREAD.index(name) if name in SPREAD else -(name == "test_export.py")
-    items.sort(key=lambda item: place(item.path.name))
+    items.sort(key=lambda item: ORDER.get(item.path.name, 2))
     for mark, why in REASONS.items():
         marked = [item for item in items if item.get_closest_marker(mark)]
         if marked and (reason := why()):
