@@ -391,6 +391,7 @@ def _open_app(
 ) -> dict[str, Any]:
     "Return the settings of an app, stored or new. Raises `ValueError` for settings that differ."
     names = [path for path in output.iterdir() if path.name != ".lock"]
+    names.sort(key=lambda path: path.name == _APP)  # deleted last: a kill leaves the rest ours
     if names and not (output / _APP).is_file():
         raise ValueError(f"output {output} holds other files; name a new or empty directory")
     for path in names if overwrite else ():

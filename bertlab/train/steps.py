@@ -541,8 +541,8 @@ class TrainingModule(L.LightningModule):
             nan = {name: torch.as_tensor(value) for name, value in undefined.items()}
             self.trainer.callback_metrics.update(nan)
             rank_zero_warn(
-                f"{', '.join(undefined)} cannot be computed: no row of the set has a label, all have "
-                "the same, or the loss is not finite"
+                f"{', '.join(undefined)} cannot be computed: no row of the set has a label, all "
+                "labels are equal, or the loss is not finite"
             )
         self._leave_averages()  # before a callback writes a checkpoint
 

@@ -8,13 +8,14 @@ import signal
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from app_cases import small_model, write_files
 from embedding_cases import draw_pairs
 
 from bertlab.cli import embed
-from bertlab.cli.embed import embed_app
+from bertlab.cli.embed import _open_app, embed_app
 from bertlab.cli.main import main
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -179,3 +180,18 @@ def test_the_program_serves_until_ctrl_c_and_starts_again(folder, built, tmp_pat
         assert len(json.loads(connection.getresponse().read())["hits"]) == 10
         process.send_signal(signal.SIGINT)
         assert "ended" in process.stdout.read() and process.wait(60) == 0
+
+
+def test_an_overwrite_that_was_killed_can_be_repeated(tmp_path, monkeypatch):
+    def kill(path):
+        raise KeyboardInterrupt
+
+    given = {"folder": "texts", "model": None}
+    _open_app(tmp_path, False, given, {"model": "first"})
+    (tmp_path / "model").mkdir()
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("shutil.rmtree", kill)
+        patch.setattr(Path, "iterdir", lambda self: iter(sorted(self.glob("*"))))  # app.json first
+        _open_app(tmp_path, True, given, {"model": "second"})
+    assert _open_app(tmp_path, True, given, {"model": "second"})["model"] == "second"
+    assert [path.name for path in tmp_path.iterdir()] == ["app.json"]
