@@ -139,10 +139,19 @@ def pytest_collection_finish():
     gc.freeze()
 
 
-@pytest.fixture(scope="session")
-def chromium() -> str:
-    "The path of the browser; tests that use it carry the mark `browser`."
-    return find_chromium()
+@pytest.fixture(scope="module")
+def browser():
+    "Chromium, driven by playwright."
+    if reason := why_no_browser():
+        pytest.skip(reason)
+    from playwright.sync_api import sync_playwright
+
+    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
+             "--disable-background-networking", "--disable-component-update", "--disable-sync"]  # fmt: skip
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=find_chromium(), args=flags)
+        yield browser
+        browser.close()
 
 
 @pytest.fixture

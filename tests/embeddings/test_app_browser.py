@@ -2,7 +2,7 @@
 
 import pytest
 from app_cases import FILES, make_index, serving
-from test_browser import CLIPPED, CONTRAST, FLAGS
+from test_browser import CLIPPED, CONTRAST
 
 pytestmark = [pytest.mark.slow, pytest.mark.browser, pytest.mark.timeout(300)]
 REPORT = "             recall_10\nBM25         0.500 (0.400-0.600)\n" + "wide " * 60
@@ -12,16 +12,6 @@ LONG = {
     + "\n\n"
     + "long text of red things " * 30
 }
-
-
-@pytest.fixture(scope="module")
-def browser(chromium):
-    from playwright.sync_api import sync_playwright
-
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=chromium, args=FLAGS)
-        yield browser
-        browser.close()
 
 
 @pytest.fixture(scope="module")

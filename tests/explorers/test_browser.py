@@ -14,10 +14,6 @@ from conftest import ROOT
 from explorer_cases import CASES, SETUP
 
 pytestmark = [pytest.mark.slow, pytest.mark.browser, pytest.mark.timeout(300)]
-FLAGS = [
-    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
-    "--disable-background-networking", "--disable-component-update", "--disable-sync",
-]  # fmt: skip
 STDERR, ERROR = "application/vnd.jupyter.stderr", "application/vnd.jupyter.error"
 SETTINGS = {  # all cells stay in the page, to be looked at wherever it is scrolled to; nobody asks about news
     "notebook-extension/tracker": {"windowingMode": "none"},
@@ -167,16 +163,6 @@ def lab(folder) -> str:
     finally:
         os.killpg(server.pid, signal.SIGTERM)
         server.wait(20)
-
-
-@pytest.fixture(scope="module")
-def browser(chromium):
-    from playwright.sync_api import sync_playwright
-
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=chromium, args=FLAGS)
-        yield browser
-        browser.close()
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ import re
 import time
 
 import pytest
-from test_browser import ERROR, SETTINGS, browser, lab  # noqa: F401 (fixtures)
+from test_browser import ERROR, SETTINGS, lab  # noqa: F401 (fixtures)
 
 pytestmark = [pytest.mark.slow, pytest.mark.browser, pytest.mark.timeout(300)]
 

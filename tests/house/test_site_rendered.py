@@ -13,7 +13,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, find_chromium, why_no_browser
+from conftest import ROOT
 from test_site import check_answers
 
 SITE = Path(os.environ.get("BERTLAB_SITE", ROOT / "_docs"))
@@ -141,21 +141,6 @@ def address():
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}/"
         server.shutdown()
-
-
-@pytest.fixture(scope="module")
-def browser():
-    if why_no_browser():
-        pytest.skip(why_no_browser())
-    from playwright.sync_api import sync_playwright
-
-    with sync_playwright() as playwright:
-        opened = playwright.chromium.launch(
-            executable_path=find_chromium(),
-            args=["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic"],
-        )
-        yield opened
-        opened.close()
 
 
 def visit(browser, address: str, name: str, width: int, scheme: str):

@@ -20,10 +20,6 @@ pytestmark = [
     pytest.mark.timeout(900),
     pytest.mark.filterwarnings("ignore"),
 ]
-FLAGS = [
-    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
-    "--disable-background-networking", "--disable-component-update", "--disable-sync",
-]  # fmt: skip
 KINDS = ("wordpiece", "bpe", "unigram")
 
 
@@ -52,16 +48,6 @@ def folders(tmp_path_factory):
     if shutil.which("npm") is None or subprocess.run(command).returncode:
         pytest.skip("npm cannot install the packages of the page")
     return Pages(path, path / "node_modules")
-
-
-@pytest.fixture(scope="module")
-def browser(chromium):
-    from playwright.sync_api import sync_playwright
-
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=chromium, args=FLAGS)
-        yield browser
-        browser.close()
 
 
 @pytest.fixture
