@@ -208,3 +208,25 @@ def test_commands_in_messages_exist():
                 for option in re.findall(r"--([\w.]+)", words[1]):
                     assert option in {"overwrite", "resume"} | {*COMMANDS[name].options}, text
     assert {"pretrain", "predict", "lengthen", "tokenizer", "card"} <= named
+
+
+SETTING = re.compile(
+    r"--([a-z][a-z0-9_.]*[a-z0-9])|(?<![\w./])((?:model|data|run|trainer)\.[a-z0-9_.]*[a-z0-9_])(?![(\w])"
+)
+# Flags of every command and of other programs, files, and attributes of Lightning's trainer.
+NO_SETTINGS = set("help version config print_config shm project run.yaml model.safetensors.index.json "
+                  "trainer.predict trainer.validate trainer.callback_metrics".split())  # fmt: skip
+
+
+def test_settings_that_messages_and_docstrings_name_exist():
+    settings = {key for command in COMMANDS.values() for key in [*command.options, *command.keys]}
+    settings |= NO_SETTINGS | {key.rpartition(".")[2] for key in settings if "." in key}
+    named = {}
+    for path in PACKAGE.rglob("[a-z]*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                for match in SETTING.finditer(node.value):
+                    named[match[1] or match[2]] = f"{path.name}:{node.lineno}"
+    is_setting = lambda name: name in settings or name.rpartition(".")[0] in settings  # a key of it
+    assert len(named) > 50
+    assert {name: place for name, place in named.items() if not is_setting(name)} == {}
