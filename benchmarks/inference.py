@@ -27,7 +27,7 @@ import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "build" / "benchmarks" / "inference"
-COUNTS = {30: 3000, 250: 400, 512: 150, 8192: 6}  # texts by length
+COUNTS = {30: 1500, 250: 200, 512: 100, 8192: 4}  # texts by length
 USES = ("encode", "classify", "pairs")
 OURS = [("torch", "float32"), ("torch", "bfloat16"), ("openvino", "float32"),
         ("openvino", "bfloat16"), ("openvino", "int8"), ("onnx", "float32"), ("onnx", "int8")]  # fmt: skip
