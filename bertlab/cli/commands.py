@@ -308,7 +308,7 @@ _COMMANDS = (
     Command("embed encode", "cli/embed.py:embed_encode", "model *source", models="model", sources="source"),
     Command("embed mine", "cli/embed.py:embed_mine", "pairs model", models="model cross_encoder", sources="pairs", new="output"),
     Command("embed search", "cli/embed.py:embed_search", "model place *queries", models="model reranker", local="place"),
-    Command("embed app", "cli/embed.py:embed_app", "folder", models="model", local="folder"),
+    Command("embed app", "cli/embed.py:embed_app", "folder", models="model reranker", local="folder"),
     Command("embed evaluate", "cli/embed.py:embed_evaluate", "model", models="model other reranker", sources="data", new="output"),
 )  # fmt: skip
 COMMANDS = {command.name: command for command in _COMMANDS}

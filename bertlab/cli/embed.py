@@ -28,7 +28,7 @@ from ..core.names import check_choice, check_range
 from ..core.serialization import load_json
 from ..data.readers import ReadOptions
 from ..data.sources import check_not_inside
-from ..embeddings.app import FolderIndex, Passage, SearchServer, compare_models
+from ..embeddings.app import FolderIndex, Passage, SearchServer, best_system, compare_models
 from ..embeddings.app import follow_changes, held_out_task, load_read, passage_pairs
 from ..embeddings.app import read_folder, save_read, split_pairs
 from ..embeddings.bi_encoder import BiEncoder, Reranker, find_similarity
@@ -448,18 +448,17 @@ def _train_app(model: str, output: Path, num_pairs: int, available: int) -> None
 def _measure_app(
     models: dict[str, BiEncoder],  # by name
     pairs: dict[str, PairDataset],  # by split
+    reranker: Reranker | None,
 ) -> dict[str, Any]:  # chosen model, report and results
     "Choose a model by the validation pairs, and measure by the test pairs."
-    chosen = "given with BM25"
+    chosen = "given with BM25" + ", reranked" * (reranker is not None)
     if len(pairs["validation"]):
-        results = compare_models(held_out_task(pairs["validation"]), models)
-        systems = [name for name in results if name != "BM25"]
-        chosen = max(systems, key=lambda name: results[name]["mrr"].mean())
+        chosen = best_system(compare_models(held_out_task(pairs["validation"]), models, reranker))
     if not len(pairs["test"]):
         report = "The folder offers no pairs of a heading and a text, so nothing was measured."
         return {"chosen": chosen, "report": report, "results": {}}
     task = held_out_task(pairs["test"], pairs["train"].positives + pairs["validation"].positives)
-    results = compare_models(task, models)
+    results = compare_models(task, models, reranker, chosen.removesuffix(", reranked"))
     results |= paired_differences(results, "BM25", [chosen])
     lines = [
         f"{len(task.queries):,} held-out headings look for their text among "
@@ -477,6 +476,7 @@ def _build_app(
     settings: dict[str, Any],
     options: ReadOptions,
     load: Callable[[str], BiEncoder],
+    reranker: Reranker | None,
 ) -> FolderIndex:
     "Read, train, measure and encode what is not done yet."
     report_file, stored = output / "report.json", output / "passages.jsonl"
@@ -499,11 +499,12 @@ def _build_app(
         if settings["train_pairs"] and len(pairs["train"]):
             _train_app(settings["model"], output, settings["train_pairs"], len(pairs["train"]))
             models["trained"] = load(str(output / "model"))
-        write_json(report_file, _measure_app(models, pairs))
+        write_json(report_file, _measure_app(models, pairs, reranker))
     report = load_json(report_file)
-    name, *with_words = report["chosen"].split(" with ")
-    model = load(str(output / "model") if name == "trained" else settings["model"])
-    index = FolderIndex(model, root, output, options, hybrid=bool(with_words))
+    chosen = report["chosen"]
+    model = load(str(output / "model") if chosen.startswith("trained") else settings["model"])
+    reranker = reranker if chosen.endswith(", reranked") else None
+    index = FolderIndex(model, root, output, options, " with BM25" in chosen, reranker)
     with tqdm(unit=" passages", disable=not sys.stderr.isatty()) as bar:
         num_encoded = index.update(lambda count: bar.update(count - bar.n))
     print(f"{report['report']}\nindex    {num_encoded:,} passages encoded now", flush=True)
@@ -530,6 +531,8 @@ def embed_app(
     model: str | None = None,  # directory or hub name; null: all-MiniLM-L6-v2 from the hub
     output: str | None = None,  # directory of model and index; null: FOLDER-search, here
     train_pairs: int | None = None,  # to train on, with repetitions; 0: none; null: 9000
+    # Model that reads query and passage together, to reorder the best if that finds more.
+    reranker: str | None = None,
     port: int = 8000,  # of the page on 127.0.0.1; 0: any that is free
     serve: bool = True,  # false: stop when the index is ready
     overwrite: bool = False,  # train and encode again
@@ -550,15 +553,20 @@ def embed_app(
     target = Path(output).expanduser() if output else Path(f"{root.name}-search")
     check_not_inside(target, [root], "output")
     options = ReadOptions(**(reader_kwargs or {}))
-    if model is not None and Path(model).expanduser().exists():
-        model = str(Path(model).expanduser().resolve())
+    model, reranker = (
+        str(Path(name).expanduser().resolve())
+        if name and Path(name).expanduser().exists()
+        else name
+        for name in (model, reranker)
+    )
     given = {"folder": str(root), "model": model, "train_pairs": train_pairs}
-    given["reader_kwargs"] = reader_kwargs
+    given |= {"reranker": reranker, "reader_kwargs": reader_kwargs}
     server = SearchServer(port) if serve else None
     with lock_directory(target):
         settings = _open_app(target, overwrite, given, {"model": APP_MODEL, "train_pairs": 9000})
         load = lambda source: load_bi_encoder(source, None, None, backend, precision)
-        index = _build_app(target, root, settings, options, load)
+        judge = load_reranker(settings["reranker"], backend, precision)
+        index = _build_app(target, root, settings, options, load, judge)
         if server is not None:
             server.index, server.report = index, load_json(target / "report.json")["report"]
             _serve_app(server, index)

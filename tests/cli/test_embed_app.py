@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from app_cases import small_model, write_files
 from embedding_cases import draw_pairs
+from test_reranker import save_head
 
 from bertlab.cli import embed
 from bertlab.cli.embed import _open_app, embed_app
@@ -99,6 +100,18 @@ def test_other_settings_need_overwrite(folder, built, capsys, tmp_path):
         assert name in message and "--overwrite" in message
     assert main(build_words(folder, tmp_path / "app", "--overwrite")[:-3] + ["--train_pairs", "0", "--overwrite", "--serve", "false"]) == 0  # fmt: skip
     assert not (tmp_path / "app/model").exists()
+
+
+def test_a_reranker_is_measured_and_remembered(folder, capsys, tmp_path):
+    save_head(tmp_path / "head", num_labels=1, problem_type="regression")
+    words = build_words(folder, tmp_path / "app", "--train_pairs", "0")
+    words = [word for n, word in enumerate(words) if "130" not in words[n : n + 2]]
+    assert main([*words, "--reranker", str(tmp_path / "head")]) == 0
+    report = json.loads((tmp_path / "app/report.json").read_text())
+    assert any(name.endswith(", reranked") for name in report["results"])
+    assert main(words) == 0 and "0 passages encoded now" in capsys.readouterr().out
+    message = refuse(capsys, *words[2:], "--reranker", folder / "model")
+    assert "reranker=" in message and "--overwrite" in message
 
 
 def test_mistakes_are_one_line(folder, capsys, tmp_path, monkeypatch):

@@ -8,12 +8,14 @@ import re
 import sys
 import threading
 from collections import Counter
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from app_cases import FILES, make_index, serving, small_model, write_files
+from embedding_cases import draw_pairs
 
-from bertlab.embeddings.app import (MAX_CHARS, MAX_QUERY, Passage, SearchServer, compare_models, follow_changes,
+from bertlab.embeddings.app import (MAX_CHARS, MAX_QUERY, Passage, SearchServer, best_system, compare_models, follow_changes,
                                     held_out_task, load_read, passage_pairs, read_folder, read_passages, save_read,
                                     split_pairs)  # fmt: skip
 from bertlab.embeddings.pairs import PairDataset
@@ -241,6 +243,31 @@ def test_words_and_vectors_are_searched_together(index):
     assert index.search("what is red?")[0].headings == ("what is red?",)
     vector = index.search(index.index.passages[3].text)[0]
     assert vector == index.index.passages[3] and len(index.search("zzz", top_k=4)) == 4
+
+
+def test_a_reranker_orders_the_best_and_leaves_the_rest(index):
+    shortest = SimpleNamespace(score=lambda pairs: np.array([-len(text) for _, text in pairs]))
+    without = index.search("what is red?", top_k=99)
+    index.reranker, index.rerank_k = shortest, 4
+    try:
+        reranked = index.search("what is red?", top_k=99)
+    finally:
+        index.reranker = None
+    by_length = sorted(without[:4], key=lambda passage: len(passage.text))
+    assert reranked[:4] == by_length != without[:4]
+    assert reranked[4:] == without[4:] and len(without) > 5
+
+
+def test_a_reranker_is_measured_on_the_best_system_or_the_named_one():
+    task = held_out_task(PairDataset.from_rows(draw_pairs(30).rows()))
+    answers = dict(zip(task.queries, (task.documents[d[0]] for d in task.relevant)))
+    score = lambda pairs: np.array([float(answers[query] == text) for query, text in pairs])
+    oracle, models = SimpleNamespace(score=score), {"small": small_model()}
+    best = best_system(compare_models(task, models))
+    for named in (None, "small"):
+        results = compare_models(task, models, oracle, named, len(task.documents))
+        assert results[f"{named or best}, reranked"]["recall_1"].mean() == 1
+    assert best_system(results) == "small, reranked"
 
 
 def test_a_folder_without_words_can_be_searched(tmp_path):
