@@ -25,6 +25,7 @@ import yaml
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
+import joins  # noqa: E402
 import landing  # noqa: E402
 import reference  # noqa: E402
 from sync import Address, directives, notebooks, source_of  # noqa: E402
@@ -159,7 +160,7 @@ def part_headings(text: str, explained: set[str]) -> str:
 
     def own(match: re.Match) -> str:
         heading = match[0]
-        same = not heading.endswith("}") and anchors(heading) & explained
+        same = not heading.endswith("}") and reference.anchors(heading) & explained
         return f"{heading} {{#about-{same.pop()}}}" if same else heading
 
     return reference.outside_fences(
@@ -262,8 +263,12 @@ def stage(model: Path | None = None) -> Path:
     explained = {
         name: set(map(reference.anchor, shown_names(page))) for name, page in pages.items()
     }
+    explained |= dict.fromkeys(joins.LEFT_OUT, set())
+    for name in pages.keys() - set(joins.LEFT_OUT):
+        document_names(pages[name], name, explained)
+    code_at = f"{address.git_url}/blob/{address.branch}/nbs"
+    pages, moved = joins.join(pages, {name: f"{code_at}/{name}" for name in joins.LEFT_OUT})
     for name, notebook in pages.items():
-        document_names(notebook, name, explained)
         if name in RENAMED:  # with another address, too
             head = re.sub(r"^output-file: .*\n", "", notebook.cells[0].source, flags=re.MULTILINE)
             notebook.cells[0].source = re.sub("^title: .*", "title: Overview", head, flags=re.M)
@@ -280,9 +285,11 @@ def stage(model: Path | None = None) -> Path:
     texts = {**reference.pages(explained), **landing.pages(live, ROOT)}
     for name, text in texts.items():
         (staged / name).parent.mkdir(parents=True, exist_ok=True)
-        (staged / name).write_text(text, encoding="utf-8")
+        (staged / name).write_text(moved.links(text, name, name), encoding="utf-8")
     bars = yaml.safe_load((staged / "sidebar.yml").read_text(encoding="utf-8"))
-    bars["website"]["sidebar"][-1]["contents"] += reference.sidebar()
+    for bar in bars["website"]["sidebar"]:
+        bar["contents"] = joins.kept_entries(bar["contents"], moved)
+    bars["website"]["sidebar"][-1]["contents"][:0] = reference.sidebar()
     (staged / "sidebar.yml").write_text(yaml.safe_dump(bars, sort_keys=False), encoding="utf-8")
     (staged / "llms.txt").write_text(
         landing.llms(staged, bars["website"]["sidebar"]), encoding="utf-8"
@@ -298,7 +305,7 @@ def read_page(path: Path) -> SimpleNamespace:
     if path.suffix == ".qmd":
         _, front, text = path.read_text(encoding="utf-8").split("---\n", 2)
         return SimpleNamespace(
-            front=yaml.safe_load(front), text=text, code=[], anchors=anchors(text)
+            front=yaml.safe_load(front), text=text, code=[], anchors=reference.anchors(text)
         )
     cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
     front = (
@@ -314,7 +321,7 @@ def read_page(path: Path) -> SimpleNamespace:
         [*(source_of(cell) for cell in cells if cell["cell_type"] == "markdown"), *displayed]
     )
     return SimpleNamespace(
-        front=yaml.safe_load(front) or {}, text=text, code=code, anchors=anchors(text)
+        front=yaml.safe_load(front) or {}, text=text, code=code, anchors=reference.anchors(text)
     )
 
 
@@ -322,20 +329,6 @@ def without_code(text: str) -> str:
     return re.sub(
         r"`[^`\n]*`", "", re.sub(r"^(```+).*?^\1", "", text, flags=re.MULTILINE | re.DOTALL)
     )
-
-
-def anchors(text: str) -> set[str]:
-    "Return the identifiers that Pandoc gives to the headings of a text."
-    identifiers = set()
-    fenced_out = re.sub(r"^(```+).*?^\1", "", text, flags=re.MULTILINE | re.DOTALL)
-    for heading in re.findall(r"^#{1,6}\s+(.+?)\s*$", fenced_out, flags=re.MULTILINE):
-        if explicit := re.search(r"\{#([\w.:-]+)[^}]*\}$", heading):
-            identifiers.add(explicit[1])
-            continue
-        plain = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading)
-        plain = re.sub(r"[^\w\s.-]", "", plain).strip().lower()
-        identifiers.add(re.sub(r"^[^a-z]+", "", re.sub(r"\s+", "-", plain)) or "section")
-    return identifiers
 
 
 def links(text: str) -> list[str]:

@@ -6,6 +6,7 @@ written, with the comments of its parameters, and its code is folded below it.
 
 import ast
 import html
+import itertools
 import json
 import posixpath
 import re
@@ -264,6 +265,20 @@ def outside_fences(text: str, change) -> str:
     )
 
 
+def anchors(text: str) -> set[str]:
+    "Return the identifiers that Pandoc gives to the headings of a text."
+    identifiers = set()
+    fenced_out = re.sub(r"^(```+).*?^\1", "", text, flags=re.MULTILINE | re.DOTALL)
+    for heading in re.findall(r"^#{1,6}\s+(.+?)\s*$", fenced_out, flags=re.MULTILINE):
+        if explicit := re.search(r"\{#([\w.:-]+)[^}]*\}$", heading):
+            identifiers.add(explicit[1])
+            continue
+        plain = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading)
+        plain = re.sub(r"[^\w\s.-]", "", plain).strip().lower()
+        identifiers.add(re.sub(r"^[^a-z]+", "", re.sub(r"\s+", "-", plain)) or "section")
+    return identifiers
+
+
 LIST_ITEM = r"(?:[-*+]|\d+[.)])\s+\S"
 
 
@@ -376,53 +391,71 @@ addEventListener("DOMContentLoaded", () => {
 """
 
 
-def name_table(names: list[tuple[Module, str]], explained: dict[str, set[str]]) -> list[str]:
-    "Return a table of names, each with the first line of its docstring."
+def name_table(
+    names: list[tuple[Module, str]], top: str, explained: dict[str, set[str]]
+) -> list[str]:
+    "Return a table of names, each with the first line of its docstring; `top` leads to the root of the site."
     lines = ["| name | what it is |", "|:---|:-------|"]
     for module, name in names:
         is_explained = anchor(name) in explained.get(module.notebook, ())
-        target = f"../../{module.notebook}#{anchor(name)}"
+        target = f"{top}{module.notebook}#{anchor(name)}"
         linked = f"[`{name}`]({target})" if is_explained else f"`{name}`"
         lines.append(f"| {linked} | {cell(first_line(module.found[name].doc))} |")
     return [*lines, ""]
 
 
-def api_page(chapter: str, explained: dict[str, set[str]]) -> str:
-    "Return the page with the names of a chapter: first those of `bertlab` itself, then each module's others."
+def is_public(module: Module, name: str) -> bool:
+    "Return whether a name can be imported from `bertlab` itself."
     import bertlab
 
-    title, sentence = CHAPTERS[chapter]
-    members = [m for m in modules().values() if m.notebook.startswith(f"{chapter}/") and m.public]
-    names = [(m, name) for m in members for name in sorted(m.public, key=str.lower)]
-    is_public = lambda m, name: bertlab._PLACES.get(name) == m.name.removeprefix("bertlab.")
-    parts = [*front(f"bertlab.{chapter}", f"{title}: {sentence}."), FILTER]
-    if public := sorted((n for n in names if is_public(*n)), key=lambda n: n[1].lower()):
-        parts += ["## Public names {#public}", "", "To import from `bertlab` itself, such as `from bertlab import "
-                  f"{public[0][1]}`.", "", *name_table(public, explained)]  # fmt: skip
-    parts += [
-        "# In its modules {#modules}",
-        "",
-        "What these are made of; import it from the module.",
-        "",
+    return bertlab._PLACES.get(name) == module.name.removeprefix("bertlab.")
+
+
+def names_of(chapter: str) -> list[tuple[Module, str]]:
+    "Return the names of a chapter by module and alphabet."
+    members = [m for m in modules().values() if m.notebook.startswith(f"{chapter}/")]
+    return [(m, name) for m in members for name in sorted(m.public, key=str.lower)]
+
+
+def names_page(explained: dict[str, set[str]]) -> str:
+    "Return the page with every name that is not in `bertlab` itself, module by module."
+    parts = [
+        *front("Names by module", "What the public names are made of: import it from the module."),
+        FILTER,
     ]
-    for module in members:
-        parts += [f"## {module.name} {{#{module.name.replace('.', '-')}}}", "",
-                  f"{module.doc} [Explained](../../{module.notebook})", ""]  # fmt: skip
-        if others := [n for n in names if n[0] is module and not is_public(*n)]:
-            parts += name_table(others, explained)
+    for chapter, (title, sentence) in CHAPTERS.items():
+        parts += [f"# {title} {{#{chapter}}}", "", f"{sentence[0].upper()}{sentence[1:]}.", ""]
+        for module, named in itertools.groupby(names_of(chapter), key=lambda pair: pair[0]):
+            parts += [f"## {module.name} {{#{module.name.replace('.', '-')}}}", "",
+                      f"{module.doc} [Explained](../{module.notebook})", ""]  # fmt: skip
+            if others := [n for n in named if not is_public(*n)]:
+                parts += name_table(others, "../", explained)
     return "\n".join(parts)
 
 
-def api_index() -> str:
-    "Return the page with the chapters of the package."
-    parts = front("Names in Python", "Every public name of the package, a page for each chapter.")
-    parts += ["| chapter | what it is for | names |", "|:---|:-------|---:|"]
-    for chapter, (_, sentence) in CHAPTERS.items():
-        count = sum(
-            len(m.public) for m in modules().values() if m.notebook.startswith(f"{chapter}/")
-        )
-        parts.append(f"| [bertlab.{chapter}](reference/api/{chapter}.qmd) | {sentence} | {count} |")
-    return "\n".join([*parts, ""])
+def reference_page(explained: dict[str, set[str]]) -> str:
+    "Return the first page of the reference: the commands, and the names of `bertlab` itself."
+    parts = front("Reference", "Every command of the program, and every name of the package.")
+    parts += [
+        FILTER,
+        "## Commands",
+        "",
+        "Each command answers `--help`; follow its link for its options.",
+        "",
+    ]
+    parts += ["| command | what it does |", "|:---|:-------|"]
+    for name, command in commands().items():
+        parts.append(f"| [`bertlab {name}`]({command_address(name)}) | {cell(command.about)} |")
+    parts += ["", "## Public names {#public}", "", "`from bertlab import pack_best_fit` imports such a name. What they are "
+              "made of is listed [by module](reference/names.qmd).", ""]  # fmt: skip
+    for chapter, (title, sentence) in CHAPTERS.items():
+        if public := [n for n in names_of(chapter) if is_public(*n)]:
+            parts += [
+                f"### {title}: {sentence} {{#{chapter}}}",
+                "",
+                *name_table(public, "", explained),
+            ]
+    return "\n".join(parts)
 
 
 def commands() -> dict:
@@ -431,8 +464,32 @@ def commands() -> dict:
     return COMMANDS
 
 
+# The pages of commands: a title, a description, and the commands that people use together.
+COMMAND_PAGES = {
+    "pretrain": ("Commands: pretrain", "Pretrain an encoder: demo, pretrain, validate, distill, tokenize, tune.",
+                 ("pretrain", "validate", "distill", "demo", "tokenize", "tune")),
+    "finetune": ("Commands: fine-tune", "Fine-tune on labels, and predict.", ("finetune", "predict")),
+    "embed": ("Commands: embed", "Train and use text-embedding models.",
+              ("embed finetune", "embed encode", "embed mine", "embed search", "embed app", "embed evaluate")),
+    "tokenizer": ("Commands: tokenizers", "Train, compare and change tokenizers.",
+                  ("tokenizer train", "tokenizer compare", "tokenizer extend", "tokenizer trim", "tokenizer transplant")),
+    "models": ("Commands: models", "Try, describe, publish, export and change a trained model.",
+               ("fill-mask", "write", "card", "push", "export", "average", "lengthen", "devices")),
+}  # fmt: skip
+
+
+def slug(name: str) -> str:
+    return name.replace(" ", "-")
+
+
 def command_file(name: str) -> str:
-    return f"reference/commands/{name.replace(' ', '-')}.qmd"
+    "Return the page on which a command is."
+    page = next(page for page, (_, _, names) in COMMAND_PAGES.items() if name in names)
+    return f"reference/commands/{page}.qmd"
+
+
+def command_address(name: str) -> str:
+    return f"{command_file(name)}#{slug(name)}"
 
 
 def code_in_table(text: str) -> str:
@@ -442,28 +499,28 @@ def code_in_table(text: str) -> str:
     return f"<code>{html.escape(text).replace('|', '&#124;')}</code>"
 
 
-# Commands whose options are those of another: listed once, on the page of that one.
+# Commands whose options are those of another: listed once, with that one.
 SAME_OPTIONS = {"validate": "pretrain", "distill": "pretrain"}
 
 
-def option_anchor(key: str) -> str:
-    return f"option-{key.replace('.', '-')}"
+def option_anchor(name: str, key: str) -> str:
+    return f"option-{slug(name)}-{key.replace('.', '-')}"
 
 
 def own_options(name: str) -> dict:
-    "Return the options of a command that its page lists."
+    "Return the options of a command that are listed with it."
     shared = commands()[SAME_OPTIONS[name]].options if name in SAME_OPTIONS else {}
     return {key: option for key, option in commands()[name].options.items() if key not in shared}
 
 
-def command_page(name: str) -> str:
-    "Return the page of a command: its usage, and a table of its options by section."
+def command_lines(name: str) -> list[str]:
+    "Return a command in Markdown: its usage, and a table of its options by section."
     from bertlab.cli.parser import type_name
 
     command = commands()[name]
     usage = re.sub(r"\s+", " ", command.help().partition("usage: ")[2].partition("\n\n")[0])
     about = re.sub(r"\s+", " ", command.about)
-    parts = front(f"bertlab {name}", f"{about[0].upper()}{about[1:]}.")
+    parts = [f"# bertlab {name} {{#{slug(name)}}}", "", f"{about[0].upper()}{about[1:]}.", ""]
     parts += ["```sh", f"$ {usage}", "```", ""]
     options, by_section = own_options(name), {}
     if set(command.sections) - {""}:
@@ -471,59 +528,53 @@ def command_page(name: str) -> str:
                   f"`data` of the file that `bertlab {name} --config FILE` reads.", ""]  # fmt: skip
     if name in SAME_OPTIONS:
         other = SAME_OPTIONS[name]
-        parts += [f"It takes the options of [`bertlab {other}`]({other}.qmd)"
+        parts += [f"It takes the options of [`bertlab {other}`](#{slug(other)})"
                   + (", and these:" if options else "."), ""]  # fmt: skip
     for key, option in options.items():
         by_section.setdefault(key.rpartition(".")[0], []).append((key, option))
-    parts += [FILTER] if len(options) > 20 else []
     for section, rows in by_section.items():
-        parts += [f"## {section} {{#{section}}}", ""] if section else []
+        parts += [f"## {section} {{#{slug(name)}-{section}}}", ""] if section else []
         parts += ["| option | type | default | meaning |", "|:--|:--|:--|:-----|"]
         for key, option in rows:
             default = "required" if option.required else code_in_table(json.dumps(option.default))
             kind = code_in_table(type_name(option.type))
             parts.append(
-                f"| [`--{key}`]{{#{option_anchor(key)}}} | {kind} | {default} | {cell(option.help)} |"
+                f"| [`--{key}`]{{#{option_anchor(name, key)}}} | {kind} | {default} | {cell(option.help)} |"
             )
         parts.append("")
-    return "\n".join(parts)
+    return parts
 
 
-def commands_index() -> str:
-    parts = front("Commands", "What the program bertlab can do, with a page for each command.")
-    parts += ["Each command answers `--help`; the pages below are made from it.", ""]
-    parts += ["| command | what it does |", "|:---|:-------|"]
-    for name, command in commands().items():
-        target = command_file(name).removeprefix("reference/commands/")
-        parts.append(f"| [`bertlab {name}`]({target}) | {cell(command.about)} |")
-    return "\n".join([*parts, ""])
+def command_page(page: str) -> str:
+    "Return a page of commands."
+    title, description, names = COMMAND_PAGES[page]
+    parts = [*front(title, description), FILTER]
+    return "\n".join([*parts, *(line for name in names for line in command_lines(name))])
 
 
 def search_entries() -> list[dict]:
-    "Return an entry of the site's search for each option of each command."
+    "Return an entry of the site's search for each command, and for each option of each."
     entries = []
-    for name in commands():
+
+    def add(address: str, title: str, section: str, text: str) -> None:
+        entries.append({"objectID": address, "href": address, "title": title, "section": section, "text": text,
+                        "crumbs": ["Reference", "Commands"]})  # fmt: skip
+
+    for name, command in commands().items():
         page = Path(command_file(name)).with_suffix(".html").as_posix()
+        add(f"{page}#{slug(name)}", f"bertlab {name}", "", command.about)
         for key, option in own_options(name).items():
-            address = f"{page}#{option_anchor(key)}"
-            entries.append({"objectID": address, "href": address, "title": f"--{key}",
-                            "section": f"bertlab {name}", "text": option.help, "crumbs": ["Reference", "Commands"]})  # fmt: skip
+            add(f"{page}#{option_anchor(name, key)}", f"--{key}", f"bertlab {name}", option.help)
     return entries
 
 
 def pages(explained: dict[str, set[str]]) -> dict[str, str]:
     "Return all pages of the reference by file."
-    texts = {"api.qmd": api_index(), "reference/commands/index.qmd": commands_index()}
-    texts |= {command_file(name): command_page(name) for name in commands()}
-    texts |= {f"reference/api/{chapter}.qmd": api_page(chapter, explained) for chapter in CHAPTERS}
-    return texts
+    texts = {"api.qmd": reference_page(explained), "reference/names.qmd": names_page(explained)}
+    return texts | {f"reference/commands/{page}.qmd": command_page(page) for page in COMMAND_PAGES}
 
 
-def sidebar() -> list[dict]:
+def sidebar() -> list[str]:
     "Return the sidebar entries of the reference; each has its page's title."
-    return [
-        {"section": "Commands", "href": "reference/commands/index.qmd",
-         "contents": [command_file(name) for name in commands()]},
-        {"section": "Names in Python", "href": "api.qmd",
-         "contents": [f"reference/api/{chapter}.qmd" for chapter in CHAPTERS]},
-    ]  # fmt: skip
+    commands_pages = [f"reference/commands/{page}.qmd" for page in COMMAND_PAGES]
+    return ["api.qmd", *commands_pages, "reference/names.qmd"]

@@ -41,7 +41,7 @@ CHAPTERS = {
 # With the package of the course, which has no public names.
 PACKAGES = {**CHAPTERS, "course": ("Course", "checks of puzzles and exercises")}
 # Pages about the whole package, listed before the chapters.
-PAGES = ("training_path.ipynb", "extending.ipynb")
+PAGES = ("parts.ipynb", "training_path.ipynb", "extending.ipynb")
 # Guides in the order of the sidebar; others follow them.
 GUIDES = ("install", "own_text", "configurations", "own_tokenizer", "resume", "finetune_csv", "named_entities",
           "continue_model", "save_and_share", "serve", "search", "sentence_transformers", "long_documents", "devices",

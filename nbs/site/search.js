@@ -64,7 +64,7 @@ function scoreOf(needed, fields) {
 // A page before its parts, and guides before the reference and lists of modules. Options come by their names.
 function standing(doc) {
   const place = /^(guides\/|index|cite)/.test(doc.href) ? 1.6 : /^(reference\/commands|course)/.test(doc.href) ? 1.2
-    : /^(reference\/api|changelog|(?!course)\w+\/index)/.test(doc.href) ? 0.5 : 1;
+    : /^(api|reference\/names|changelog|parts)/.test(doc.href) ? 0.5 : 1;
   return place * (doc.section ? 1 : 1.3) * (doc.href.includes("#option-") ? 0.5 : 1);
 }
 

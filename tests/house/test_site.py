@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import docs
+import joins
 import landing
 import pytest
 import reference
@@ -18,8 +19,14 @@ import yaml
 from conftest import ROOT
 
 pytestmark = pytest.mark.slow
-NOTEBOOKS = [docs.RENAMED.get(name, name) for name in
-             (path.relative_to(ROOT / "nbs").as_posix() for path in sync.notebooks(ROOT))]  # fmt: skip
+SOURCES = [path.relative_to(ROOT / "nbs").as_posix() for path in sync.notebooks(ROOT)]
+PART_OF = {name: names[0] for _, _, names in joins.GROUPS for name in names}
+# The pages that are made of notebooks, each with its sources.
+NOTEBOOKS: dict[str, list[str]] = {}
+for source in SOURCES:
+    if source not in joins.LEFT_OUT:
+        page = PART_OF.get(source, source)
+        NOTEBOOKS.setdefault(docs.RENAMED.get(page, page), []).append(source)
 
 
 @pytest.fixture(scope="module")
@@ -63,12 +70,56 @@ def test_every_notebook_is_staged_with_its_first_cell(site):
     staged = site / "_proc"
     paths = {path.relative_to(staged).as_posix() for path in staged.rglob("*.ipynb")}
     assert paths == set(NOTEBOOKS)
-    for name in NOTEBOOKS:
+    for name, sources in NOTEBOOKS.items():
         text = staged_text(site, name)
-        if Path(name).parent.name not in sync.CHAPTERS or Path(name).name != "index.ipynb":
-            assert "[Open in Colab](https://colab.research.google.com/" in text, name
-        if re.match(r"\d\d_", Path(name).name):
-            assert "**You can now**" in text and "**Takes**" in text, name
+        for source in sources:
+            if Path(source).parent.name not in sync.CHAPTERS or Path(source).name != "index.ipynb":
+                assert re.search(rf"\[Open in Colab\]\(https:\S+/{source}\)", text), source
+        numbered = sum(bool(re.match(r"\d\d_", Path(source).name)) for source in sources)
+        assert text.count("**You can now**") >= numbered and text.count("**Takes**") >= numbered
+
+
+def test_there_are_at_most_170_pages(site):
+    staged = site / "_proc"
+    assert len([*staged.rglob("*.ipynb"), *staged.rglob("*.qmd")]) <= 170
+
+
+def test_groups_name_notebooks_once_and_of_one_folder():
+    names = [name for _, _, group in joins.GROUPS[1:] for name in group]
+    assert len(names) == len(set(names)) and set(names) | set(joins.LEFT_OUT) <= set(SOURCES)
+    assert all(len({Path(name).parent for name in group}) == 1 for _, _, group in joins.GROUPS[1:])
+
+
+def test_links_lead_to_the_part_of_a_joined_page():
+    moved = joins.Moved({"c/left.ipynb": "https://example.org/left"})
+    moved.places |= {
+        "a/one.ipynb": ("a/one.ipynb", {"": "part-one"}),
+        "a/two.ipynb": ("a/one.ipynb", {"": "part-two", "recap": "recap-two"}),
+        "b/three.ipynb": ("a/one.ipynb", {"": "part-three"}),
+    }
+    expected = {
+        ("../a/two.ipynb", "b/x.ipynb", "b/x.ipynb"): "../a/one.ipynb#part-two",
+        ("../a/two.ipynb#recap", "b/x.ipynb", "b/x.ipynb"): "../a/one.ipynb#recap-two",
+        ("../a/two.ipynb#name", "b/x.ipynb", "b/x.ipynb"): "../a/one.ipynb#name",
+        ("#recap", "a/two.ipynb", "a/one.ipynb"): "#recap-two",
+        ("one.ipynb", "a/two.ipynb", "a/one.ipynb"): "#part-one",
+        ("x.ipynb", "b/three.ipynb", "a/one.ipynb"): "../b/x.ipynb",
+        ("../c/left.ipynb#x", "b/x.ipynb", "b/x.ipynb"): "https://example.org/left",
+        ("x.ipynb#recap", "b/y.ipynb", "b/y.ipynb"): "x.ipynb#recap",
+    }
+    assert {key: moved.target(*key) for key in expected} == expected
+    text = '[a](one.ipynb) <a href="one.ipynb">a</a>\n```\n[a](one.ipynb)\n```\n'
+    assert moved.links(text, "a/x.ipynb", "a/x.ipynb") == (
+        '[a](one.ipynb#part-one) <a href="one.ipynb#part-one">a</a>\n```\n[a](one.ipynb)\n```\n'
+    )
+
+
+def test_parts_of_a_page_have_identifiers_of_their_own():
+    taken: set[str] = set()
+    joins.rename_anchors("## Recap\n### fit {#fit .name}", taken, "one")
+    text, renamed = joins.rename_anchors("## Recap\n## Recap\n### fit {#fit .name}", taken, "two")
+    assert text == "## Recap {#recap-two}\n## Recap {#recap-two-2}\n### fit {#fit-two .name}"
+    assert renamed == {"recap": "recap-two", "fit": "fit-two"}
 
 
 def test_hidden_and_exported_cells_do_not_reach_the_site(site):
@@ -129,16 +180,18 @@ def test_the_reference_has_every_name_command_and_key(site):
         chapter = module.name.split(".")[1]
         if chapter not in sync.CHAPTERS:  # the checks of the course are no reference
             continue
-        text = qmd(site, f"reference/api/{chapter}.qmd")
+        page = PART_OF.get(module.notebook, module.notebook)
         for name in module.public:
-            link = f"[`{name}`](../../{module.notebook}#{reference.anchor(name)})"
-            assert link in text, name
+            public = reference.is_public(module, name)
+            text = qmd(site, "api.qmd" if public else "reference/names.qmd")
+            top = "" if public else "../"
+            assert f"[`{name}`]({top}{page}#{reference.anchor(name)}" in text, name
     entries = {entry["href"] for entry in reference.search_entries()}
     for name, command in reference.commands().items():
         listed = reference.SAME_OPTIONS.get(name, name)
         for key in command.options:
             page = name if key in reference.own_options(name) else listed
-            anchor = reference.option_anchor(key)
+            anchor = reference.option_anchor(page, key)
             assert f"[`--{key}`]{{#{anchor}}}" in qmd(site, reference.command_file(page)), key
             assert reference.command_file(page).replace(".qmd", f".html#{anchor}") in entries
 
@@ -220,7 +273,8 @@ def check_answers(ask: Callable[[list[str]], list[list[str]]]) -> None:
     answers = ask(list(QUESTIONS))
     missing = {query: found[:4] for (query, expected), found in zip(QUESTIONS.items(), answers, strict=True)
                if not any(href.startswith(expected) for href in found[:4])}  # fmt: skip
-    entries = {entry["href"]: entry["title"] for entry in reference.search_entries()}
+    entries = {entry["href"]: entry["title"] for entry in reference.search_entries()
+               if entry["title"].startswith("--")}  # fmt: skip
     titles = sorted(set(entries.values()))
     names = titles + [title.rpartition(".")[2] for title in titles]  # with and without section
     missing |= {name: found[:3] for name, found in zip(names, ask(names), strict=True)
@@ -287,9 +341,9 @@ def edit(name: str, old: str, new: str):
 
 
 CHANGES = {
-    "no_such_page.ipynb leads nowhere": edit("api.qmd", "| chapter |", "[x](no_such_page.ipynb)\n"),
+    "no_such_page.ipynb leads nowhere": edit("api.qmd", "## Commands", "[x](no_such_page.ipynb)\n"),
     "no heading for #nowhere": edit(
-        "api.qmd", "| chapter |", "[x](model/01_config.ipynb#nowhere)\n"
+        "api.qmd", "## Commands", "[x](model/01_config.ipynb#nowhere)\n"
     ),
     "the sidebar lacks overview.ipynb": edit("sidebar.yml", "- overview.ipynb", "- api.qmd"),
     "names model/01_gone.ipynb": edit(
