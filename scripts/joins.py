@@ -3,8 +3,10 @@
 The first notebook of a group gives the page its address. Each notebook is a part of the page, under its own title.
 """
 
+import json
 import posixpath
 import re
+from pathlib import Path
 
 import yaml
 from reference import anchors, outside_fences
@@ -168,14 +170,14 @@ def join(pages: dict, left_out: dict[str, str]) -> tuple[dict, Moved]:
     moved = Moved(left_out)
     for name in left_out:
         del pages[name]
-    for _, _, names in GROUPS:
+    for title, _, names in GROUPS:
         taken: set[str] = set()
         for name in names:
-            heading = part_anchor(name)
+            heading = part_anchor(name) if front_of(pages[name])["title"] != title else ""
             moved.places[name] = (names[0], {"": heading})
             for cell in pages[name].cells:
                 if cell.cell_type == "markdown":
-                    suffix = heading.removeprefix("part-")
+                    suffix = part_anchor(name).removeprefix("part-")
                     cell.source, renamed = rename_anchors(cell.source, taken, suffix)
                     moved.places[name][1].update({**renamed, **moved.places[name][1]})
     page_of = {name: place[0] for name, place in moved.places.items()}
@@ -186,8 +188,10 @@ def join(pages: dict, left_out: dict[str, str]) -> tuple[dict, Moved]:
         cells = [mk_cell(front_matter(head | {"title": title, "description": description}), "raw")]
         for name in names:
             part = front_of(pages[name])
-            heading = f"# {part['title']} {{#{part_anchor(name)}}}\n\n{part['description']}"
-            cells += [mk_cell(heading, "markdown"), *pages[name].cells[1:]]
+            if part["title"] != title:
+                heading = f"# {part['title']} {{#{part_anchor(name)}}}\n\n{part['description']}"
+                cells.append(mk_cell(heading, "markdown"))
+            cells += pages[name].cells[1:]
         pages[names[0]].cells = cells
         for name in names[1:]:
             del pages[name]
@@ -207,3 +211,27 @@ def kept_entries(entries: list, moved: Moved) -> list:
             continue
         kept.append(entry)
     return kept
+
+
+def search_entries(root: Path) -> list[dict]:
+    "Return an entry of the site's search for each part of a joined page."
+    entries = []
+    for title, _, names in GROUPS:
+        for name in names:
+            text = heading_of(root / "nbs" / name)
+            part, description = (re.sub("^[#>] ", "", line) for line in text.splitlines()[:2])
+            stem = posixpath.basename(names[0]).partition(".")[0].lstrip("0123456789_")
+            address = (
+                f"{posixpath.join(posixpath.dirname(names[0]), stem)}.html#{part_anchor(name)}"
+            )
+            if part != title:
+                entries.append({"objectID": address, "href": address, "title": part, "section": "",
+                                "text": description, "crumbs": [title]})  # fmt: skip
+    return entries
+
+
+def heading_of(path: Path) -> str:
+    "Return the cell with the title of a notebook."
+    cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+    sources = ("".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown")
+    return next(source for source in sources if source.startswith("# "))

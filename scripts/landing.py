@@ -16,6 +16,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
+import joins  # noqa: E402
 from reference import front, search_entries  # noqa: E402
 from sync import GUIDES, Address, fenced, output_markdown, source_of, title_of  # noqa: E402
 
@@ -567,17 +568,11 @@ def mend(text: str, root: str = "") -> str:
 
 
 def mend_search(docs: Path) -> None:
-    "Put the search of the site in place of Quarto's, and an entry for each option into its index."
+    "Put the search of the site in place of Quarto's, with entries for commands, options and parts of pages."
     index = docs / "search.json"
-    entries = json.loads(index.read_text(encoding="utf-8")) + search_entries()
-    for entry in entries:
-        if (
-            entry["href"].startswith("reference/commands/")
-            and "#" in entry["href"]
-            and entry.get("section")
-            and not entry["title"].startswith("--")
-        ):
-            entry["text"] = ""  # its options have entries of their own
+    entries = json.loads(index.read_text(encoding="utf-8"))
+    entries = [entry for entry in entries if not entry["href"].startswith("reference/commands/")]
+    entries += [*search_entries(), *joins.search_entries(ROOT)]
     index.write_text(json.dumps(entries, ensure_ascii=False), encoding="utf-8")
     (script,) = docs.glob("site_libs/quarto-search/quarto-search.js")
     text = script.read_text(encoding="utf-8")

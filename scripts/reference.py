@@ -369,7 +369,7 @@ def first_line(doc: str) -> str:
 
 FILTER = """\
 ```{=html}
-<p class="filter" hidden><label>Show names with <input type="search" data-filters="table" autocomplete="off"></label>
+<p class="filter" hidden><label>Show rows with <input type="search" data-filters="table" autocomplete="off"></label>
 <span role="status"></span></p>
 <script>
 "use strict";

@@ -279,6 +279,9 @@ def check_answers(ask: Callable[[list[str]], list[list[str]]]) -> None:
     names = titles + [title.rpartition(".")[2] for title in titles]  # with and without section
     missing |= {name: found[:3] for name, found in zip(names, ask(names), strict=True)
                 if not any(entries.get(href, "").endswith(name) for href in found[:3])}  # fmt: skip
+    parts = {entry["title"]: entry["href"] for entry in joins.search_entries(ROOT)}
+    missing |= {title: found[:4] for title, found in zip(parts, ask(list(parts)), strict=True)
+                if parts[title] not in found[:4]}  # fmt: skip
     assert not missing
 
 
@@ -287,6 +290,8 @@ def staged_entries(staged: Path) -> Iterator[dict]:
     for path in sorted([*staged.rglob("*.ipynb"), *staged.rglob("*.qmd")]):
         head = landing.head_of_page(path)
         href = landing.output_of(path.relative_to(staged).as_posix(), head)
+        if href.startswith("reference/commands/"):
+            continue  # their commands and options have entries of their own
         parts = re.split(r"^## (.+)$", landing.as_markdown(path), flags=re.MULTILINE)
         for number, (section, text) in enumerate(zip(["", *parts[1::2]], parts[::2], strict=True)):
             anchor = f"#part-{number}" * bool(section)
@@ -295,7 +300,8 @@ def staged_entries(staged: Path) -> Iterator[dict]:
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="needs Node.js, which runs the search")
 def test_search_answers_questions_and_knows_every_option(site, tmp_path):
-    docs = [*staged_entries(site / "_proc"), *reference.search_entries()]
+    parts = joins.search_entries(ROOT)
+    docs = [*staged_entries(site / "_proc"), *reference.search_entries(), *parts]
     (tmp_path / "docs.json").write_text(json.dumps(docs), encoding="utf-8")
     script = (
         (ROOT / "nbs/site/search.js").read_text(encoding="utf-8")
