@@ -537,6 +537,10 @@ CONTENTS = re.compile(r'<nav id="TOC-body".*?</nav>', re.DOTALL)
 SEARCH_BUTTON = re.compile(r'<button type="button" class="btn quarto-search-button"')
 
 
+# Tables of the reference, by the head of their first column: on a phone, a row of them is a stack.
+STACKED = re.compile(r"<th[^>]*>(?:<strong>)?(?:parameter|option|command|name|method)<")
+
+
 def mend(text: str, root: str = "") -> str:
     """Remove scripts from other hosts, let code and tables scroll by keyboard, and add the script of the site.
 
@@ -562,9 +566,10 @@ def mend(text: str, root: str = "") -> str:
         "</body>", f'<script type="module" src="{root}site/page.js"></script>\n</body>'
     )
     table = re.compile(r'<table(?![^>]*class="plain")[^>]*>.*?</table>', re.DOTALL)
-    box = '<div class="scrolls" tabindex="0" role="region" aria-label="Table">{}</div>'
+    box = '<div class="scrolls{}" tabindex="0" role="region" aria-label="Table">{}</div>'
+    boxed = lambda match: box.format(" stacks" if STACKED.search(match[0]) else "", match[0])
     head, tag, body = text.partition("<main")
-    return head + tag + table.sub(lambda match: box.format(match[0]), body)
+    return head + tag + table.sub(boxed, body)
 
 
 def mend_search(docs: Path) -> None:

@@ -420,7 +420,9 @@ def names_of(chapter: str) -> list[tuple[Module, str]]:
 def names_page(explained: dict[str, set[str]]) -> str:
     "Return the page with every name that is not in `bertlab` itself, module by module."
     parts = [
-        *front("Names by module", "What the public names are made of: import it from the module."),
+        *front(
+            "Names by module", "What the public names are made of; import these from their modules."
+        ),
         FILTER,
     ]
     for chapter, (title, sentence) in CHAPTERS.items():

@@ -204,8 +204,19 @@ STATIC = {"text/html", "image/png", "image/svg+xml"}
 NOISE = re.compile(r"site-packages|torch/distributed/|gemm_4bit")
 
 
+# A progress bar of tqdm: 12%|███ | 3/25, or 90doc [00:00, 1487.12doc/s].
+BAR = re.compile(r"\d%\||\[\d[\d:]*(?:<[\d:?]+)?, +[^\]]*/s")
+
+
+def as_terminal(text: str) -> str:
+    "Return what a terminal shows of a printed text in the end, without progress bars."
+    lines = text.replace("\r\n", "\n").split("\n")
+    shown = [line.rstrip("\r").rpartition("\r")[2] for line in lines]
+    return "\n".join(line for line in shown if not BAR.search(line))
+
+
 def clean_outputs(path: Path) -> None:
-    """Keep what a reader without a kernel needs: static forms of widgets, and compact figures.
+    """Keep what a reader without a kernel needs: static forms of widgets, compact figures, and what commands print.
 
     Live widgets, progress bars and warnings of other packages are removed; figures are stored at the size that the page shows.
     """
@@ -215,6 +226,10 @@ def clean_outputs(path: Path) -> None:
     notebook["metadata"].pop("widgets", None)
     for cell in notebook["cells"]:
         outputs = cell.get("outputs", [])
+        printed = "".join("".join(output.get("text", "")) for output in outputs)
+        if printed != as_terminal(printed) and re.search("^!", source_of(cell), re.MULTILINE):
+            lines = as_terminal(printed).splitlines(keepends=True)
+            outputs = cell["outputs"] = [{**outputs[0], "text": lines}]
         for output in outputs:
             data = output.get("data", {})
             if data.keys() & STATIC:

@@ -326,6 +326,21 @@ def test_outputs_are_stored_for_readers_without_a_kernel(tmp_path):
     assert static["data"] == {"text/html": "<p>"}
 
 
+def test_a_command_is_stored_as_a_terminal_shows_it(tmp_path):
+    texts = [
+        "\rreading: 0doc [00:00, ?doc/s]\rreading: 9doc [00:00, 11.93doc/s]\r\n",
+        "\r 50%|███  | 1/2 [00:00<00:01, 1.5it/s]\rloss  1.5\r\n",
+        "99.0% full, [CLS] of 12/s\r\n",
+    ]
+    outputs = [{"output_type": "stream", "name": "stdout", "text": [text]} for text in texts]
+    path = tmp_path / "page.ipynb"
+    cells = [{"cell_type": "code", "outputs": outputs, "source": ["!bertlab demo"]}]
+    path.write_text(json.dumps({"cells": cells, "metadata": {}}))
+    sync.clean_outputs(path)
+    (output,) = json.loads(path.read_text())["cells"][0]["outputs"]
+    assert output["text"] == ["loss  1.5\n", "99.0% full, [CLS] of 12/s\n"]
+
+
 # --- style ----------------------------------------------------------------------------------------
 
 

@@ -327,6 +327,7 @@ def test_a_rendered_page_loads_nothing_and_scrolls():
     mended = landing.mend(text)
     assert "<script" not in mended and '<pre tabindex="0">' in mended
     assert '<div class="scrolls" tabindex="0" role="region" aria-label="Table"><table' in mended
+    assert 'class="scrolls stacks"' in landing.mend("<main><table><th>option</th></table></main>")
 
 
 def test_a_style_keeps_the_rules_that_pages_use():
