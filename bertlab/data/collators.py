@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['COLLATORS', 'MaskedLanguageModelingCollator', 'MaskedDiffusionCollator', 'EnhancedMaskedLanguageModelingCollator',
-           'FunctionCollator', 'get_collator_cls', 'check_collator_options']
+           'get_collator_cls', 'check_collator_options']
 
 # %% ../../nbs/data/10_collators.ipynb #2a7cdf6e
 import random
@@ -210,7 +210,7 @@ COLLATORS = {
 }
 
 
-class FunctionCollator:
+class _FunctionCollator:
     """Calls a function as torch's loaders do: with a list of rows, each a dict of tensors.
 
     A row has input_ids, attention_mask and, if it is packed, position_ids. The global random
@@ -229,9 +229,9 @@ class FunctionCollator:
         max_sequence_length: int | None = None,  # not used either
         pad_to_multiple_of: int | None = None,
         **options: Any,  # seed, and those of the function
-    ) -> "FunctionCollator":
+    ) -> "_FunctionCollator":
         "Take the options, as a class of `Collator` does."
-        return FunctionCollator(self.function, **options)
+        return _FunctionCollator(self.function, **options)
 
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> Any:
         "Make a batch."
@@ -252,7 +252,7 @@ class FunctionCollator:
 def get_collator_cls(
     objective: str | type[Collator] | Callable,  # a key of COLLATORS, a dotted name, or the object
     argument: str = "objective",  # for messages
-) -> type[Collator] | FunctionCollator:
+) -> type[Collator] | _FunctionCollator:
     "Find a collator by the name of its objective, or a user's own. Raises `ValueError`."
     collator = resolve(objective, COLLATORS, argument, (Collator,))
     if isinstance(collator, type) and hasattr(collator, "from_tokenizer"):
@@ -262,15 +262,15 @@ def get_collator_cls(
             f"{argument}={objective!r:.80} is not a class derived from bertlab.Collator, nor a "
             "function of rows: pass the class, and its options as collator_kwargs"
         )
-    return collator if isinstance(collator, FunctionCollator) else FunctionCollator(collator)
+    return collator if isinstance(collator, _FunctionCollator) else _FunctionCollator(collator)
 
 
 def check_collator_options(
-    collator: type[Collator] | FunctionCollator,
+    collator: type[Collator] | _FunctionCollator,
     options: Mapping[str, Any],  # keyword arguments
 ) -> None:
     "Raise `ValueError` for an option that the collator does not take, or a value it cannot have."
-    if isinstance(collator, FunctionCollator):
+    if isinstance(collator, _FunctionCollator):
         check_options(collator.function, options, "collator_kwargs")
         return
     accepted = [

@@ -295,13 +295,13 @@ class PretrainingDataConfig:
         self.trained_objective = trained
 
     def _check_sources(self) -> None:
-        names = as_list(self.train_dataset_name_or_path)
-        if self.mixture.mixture_weights is not None and len(names) < 2:
+        names, weights = as_list(self.train_dataset_name_or_path), self.mixture.mixture_weights
+        if weights is not None and len(names) < 2:
             raise ValueError(
                 "mixture_weights is for several sources: give a list as train_dataset_name_or_path"
             )
-        if self.mixture.mixture_weights is not None:
-            normalize_weights(self.mixture.mixture_weights, _name_sources(self.sources()[0]))
+        if weights is not None:
+            normalize_weights(weights, _name_sources(self.sources()[0]))
         for name in (names or [None]) if self.streaming else ():
             if not isinstance(name, (str, os.PathLike)) or is_token_directory(name):
                 raise ValueError(
@@ -614,12 +614,12 @@ def _build_stream(
     )
 
 # %% ../../nbs/data/16_module.ipynb #19a7e938
-def _decode_row(row: dict, tokenizer: Any, max_chars: int = 70) -> str:
+def _decode_row(row: dict, tokenizer: Any) -> str:
     "A row as text, the beginning of each document on a line."
     documents_L = np.asarray(row["attention_mask"])
     pieces = [row["input_ids"][documents_L == n] for n in range(1, documents_L.max(initial=0) + 1)]
     lines = [" ".join(tokenizer.decode(piece).split()) for piece in pieces]
-    return "\n".join(f"    {line[:max_chars]}{' ...' * (len(line) > max_chars)}" for line in lines)
+    return "\n".join(f"    {line[:70]}{' ...' * (len(line) > 70)}" for line in lines)
 
 
 def _describe_rows(name: str, dataset: PackedDataset, tokenizer: Any, num_rows: int) -> str:

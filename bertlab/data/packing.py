@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from ..core.files import atomic_write
-from ..core.names import check_range, look_up
+from ..core.names import check_choice, check_range
 from .rows import PADDING
 from .tokens import Block, TokenizedDocuments
 
@@ -68,7 +68,7 @@ class PackingOptions:
     stride: int = 0  # tokens that two windows share
 
     def __post_init__(self):
-        look_up(self.overflow, dict.fromkeys(OVERFLOWS), "overflow")
+        check_choice("overflow", self.overflow, OVERFLOWS)
         if self.stride < 0 or (self.stride and self.overflow != "split"):
             raise ValueError(
                 f"stride={self.stride} with overflow={self.overflow!r}: stride must be 0 or more, "

@@ -322,11 +322,10 @@ def read_lines(
     path: Path,
     options: ReadOptions = ReadOptions(),
     position: Position | None = None,  # where to continue
-    handle: OnError = ErrorHandler(),  # gets lines that do not decode
 ) -> Iterator[Line]:
     "Yield the lines of a text file. Raises `ValueError` with file, line and byte."
     with open_binary(path) as file:
-        yield from SourceFile(path, file, options, position, handle).lines()
+        yield from SourceFile(path, file, options, position).lines()
 
 # %% ../../nbs/data/02_readers.ipynb #663aa0ef
 def _has_room(text: str, following: str, width: int) -> bool:
@@ -802,11 +801,6 @@ READERS = {"text": read_text, "csv": read_csv, "json": read_json, "parquet": rea
 SUFFIXES = {".txt": "text", ".text": "text", ".md": "text", ".rst": "text", ".csv": "csv",
             ".tsv": "csv", ".json": "json", ".jsonl": "json", ".ndjson": "json",
             ".parquet": "parquet", ".arrow": "arrow", ".html": "html", ".htm": "html"}  # fmt: skip
-
-
-def _is_table(path: Path, file_format: str | None = None) -> bool:
-    "Return whether a file has columns."
-    return (file_format or SUFFIXES.get(suffix_of(path), "text")) not in ("text", "html")
 
 
 def read_rows(

@@ -454,7 +454,8 @@ def find_tokens(
     stop: int,  # one past its last
 ) -> tuple[int, int] | None:  # first and last token; None: no token touches the span
     "Find the tokens that touch a span of characters."
-    touching = np.flatnonzero((offsets_L2[:, 1] > start) & (offsets_L2[:, 0] < stop))
+    first_L, stop_L = np.asarray(offsets_L2).T
+    touching = np.flatnonzero((stop_L > start) & (first_L < stop) & (first_L < stop_L))
     return (int(touching[0]), int(touching[-1])) if len(touching) else None
 
 # %% ../../nbs/data/09_supervised.ipynb #64d998d1
@@ -579,16 +580,16 @@ def _place_spans(
     A span that begins or ends within a token is widened to whole tokens. Raises `ValueError` for a
     span without a token.
     """
-    visible = np.flatnonzero(offsets_L2[:, 1] > offsets_L2[:, 0])
-    start, stop, label = np.array(spans, dtype=np.int64).reshape(-1, 3).T
-    first = np.searchsorted(offsets_L2[visible, 1], start, "right")
-    last = np.searchsorted(offsets_L2[visible, 0], stop, "left") - 1
-    for n in np.flatnonzero(first > last)[:1]:
-        raise ValueError(
-            f"the span from character {start[n]} to {stop[n]} has no token: the tokenizer leaves "
-            "its characters out"
-        )
-    return np.stack([visible[first], visible[last], label], axis=1)
+    placed = []
+    for start, stop, label in spans:
+        tokens = find_tokens(offsets_L2, start, stop)
+        if tokens is None:
+            raise ValueError(
+                f"the span from character {start} to {stop} has no token: the tokenizer leaves its "
+                "characters out"
+            )
+        placed.append((*tokens, label))
+    return np.array(placed, dtype=np.int64).reshape(-1, 3)
 
 # %% ../../nbs/data/09_supervised.ipynb #0b7ba7c8
 class SpanClassificationCollator(SupervisedCollator):

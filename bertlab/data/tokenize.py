@@ -184,7 +184,8 @@ FILTERS = {  # name: module and class of datatrove; gopher_quality and c4_qualit
     "fineweb_quality": ("fineweb_quality_filter", "FineWebQualityFilter"),  # Penedo et al. 2024
     "c4_quality": ("c4_filters", "C4QualityFilter"),  # Raffel et al. 2020, sec. 2.2
 }
-EXECUTORS = ("local", "slurm", "ray")
+EXECUTORS = {"local": "LocalPipelineExecutor", "slurm": "SlurmPipelineExecutor",
+             "ray": "RayPipelineExecutor"}  # name: class of datatrove  # fmt: skip
 
 
 def _need_datatrove(what: str) -> None:
@@ -411,18 +412,12 @@ def _stages(job: _TokenizeJob, writes: bool) -> list[tuple[str, list, int]]:  # 
     return stages
 
 
-_EXECUTOR_CLASSES = {"local": "LocalPipelineExecutor", "slurm": "SlurmPipelineExecutor",
-                     "ray": "RayPipelineExecutor"}  # fmt: skip
-
-
 def _executor_class(
     executor: str,  # one of EXECUTORS
     options: Mapping[str, Any],  # of datatrove's executor
 ) -> type:
     "Return datatrove's class. Raises `ValueError` for options it does not take, or no cluster."
-    executor_cls = getattr(
-        import_module(f"datatrove.executor.{executor}"), _EXECUTOR_CLASSES[executor]
-    )
+    executor_cls = getattr(import_module(f"datatrove.executor.{executor}"), EXECUTORS[executor])
     accepted = signature(executor_cls)
     try:
         accepted.bind([], tasks=1, **options)
@@ -617,7 +612,7 @@ def tokenize_dataset(
     check_range("file_tokens", file_tokens, 1)
     if append and overwrite:
         raise ValueError("append adds tokens, overwrite starts again: leave one of them out")
-    look_up(executor, dict.fromkeys(EXECUTORS), "executor")
+    look_up(executor, EXECUTORS, "executor")
     if near_duplicates or executor != "local":
         _need_datatrove("near_duplicates" if near_duplicates else f"executor {executor!r}")
         _executor_class(executor, executor_options or {})

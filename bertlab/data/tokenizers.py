@@ -25,7 +25,7 @@ from ..core.files import explain_missing_content, find_model_directory
 from ..core.files import looks_like_hub_name, summarize_names, write_json
 from ..core.names import check_range, look_up
 from ..core.serialization import load_json
-from .documents import UNSPACED, iter_pieces
+from .documents import UNSPACED_CLASS, iter_pieces
 from .readers import ReadOptions
 from .sources import SourceNotFound, iter_documents, read_column
 from .sources import offline_if_unreachable
@@ -154,8 +154,7 @@ def iter_texts(
 # %% ../../nbs/data/05_tokenizers.ipynb #9a3daf46
 # GPT-2's words, but letters keep the marks after them, which are vowels in Hindi, except in scripts
 # without spaces: there pieces would end inside letters.
-_UNSPACED = "".join(f"{chr(low)}-{chr(high)}" for low, high in UNSPACED)
-_LETTERS = rf"\p{{L}}(?:\p{{L}}|(?![{_UNSPACED}])\p{{M}}){{0,31}}"
+_LETTERS = rf"\p{{L}}(?:\p{{L}}|(?![{UNSPACED_CLASS}])\p{{M}}){{0,31}}"
 _BYTE_WORDS = (
     rf"'s|'t|'re|'ve|'m|'ll|'d| ?{_LETTERS}| ?\p{{N}}{{1,32}}| ?[^\s\p{{L}}\p{{N}}]{{1,32}}"
     r"|\s{1,32}(?!\S)|\s{1,32}"

@@ -90,7 +90,6 @@ class _StoredBlock(NamedTuple):
     "Neighbouring chunks of a dataset's column, which are read on demand."
 
     dataset: Any  # of `datasets`; where it is on disk, a pickle of it is the name of its files
-    column: str
     first: int  # chunk
     stop: int
     excluded: np.ndarray = np.empty(0, np.uint64)  # hashes of documents that are left out
@@ -99,14 +98,14 @@ class _StoredBlock(NamedTuple):
         "Read the block, without a copy where it is one chunk. Raises `StaleTokens`."
         import pyarrow as pa
 
-        chunks = self.dataset.data.column(self.column).chunks[self.first : self.stop]
+        chunks = self.dataset.data.column("input_ids").chunks[self.first : self.stop]
         try:
             array = chunks[0] if len(chunks) == 1 else pa.concat_arrays(chunks)
             array.validate(full=True)  # a wrong offset would read other memory than the file's
             offsets = array.offsets.to_numpy().astype(np.int64)
             tokens = array.values.to_numpy(zero_copy_only=True)[offsets[0] : offsets[-1]]
         except (pa.ArrowException, AttributeError) as error:
-            raise StaleTokens(f"{self.column} is not a column of token ids ({error})") from None
+            raise StaleTokens(f"input_ids is not a column of token ids ({error})") from None
         block = Block(tokens, offsets - offsets[0])
         return _drop_documents(block, self.excluded) if len(self.excluded) else block
 
@@ -115,10 +114,10 @@ def _read_block(block: Block | _StoredBlock) -> Block:
     return block.read() if isinstance(block, _StoredBlock) else block
 
 
-def _group_chunks(dataset: Any, column: str) -> tuple[list[_StoredBlock], list[int]]:
+def _group_chunks(dataset: Any) -> tuple[list[_StoredBlock], list[int]]:
     "Group neighbouring chunks into blocks as long as they fit; count their documents."
     edges, sizes = [], []
-    chunks = dataset.data.column(column).chunks
+    chunks = dataset.data.column("input_ids").chunks
     for chunk_index, chunk in enumerate(chunks):
         size = np.array([len(chunk), chunk.value_lengths().sum().as_py() or 0])
         if sizes and (sizes[-1] + size <= (BLOCK_DOCUMENTS, BLOCK_TOKENS)).all():
@@ -126,7 +125,7 @@ def _group_chunks(dataset: Any, column: str) -> tuple[list[_StoredBlock], list[i
         else:
             edges.append(chunk_index)
             sizes.append(size)
-    blocks = [_StoredBlock(dataset, column, *ab) for ab in zip(edges, [*edges[1:], len(chunks)])]
+    blocks = [_StoredBlock(dataset, *ab) for ab in zip(edges, [*edges[1:], len(chunks)])]
     return blocks, [int(size[0]) for size in sizes]
 
 
@@ -166,12 +165,11 @@ class TokenizedDocuments(Sequence):
     @classmethod
     def from_dataset(
         cls,
-        dataset: Any,  # a `datasets.Dataset`
-        column: str = "input_ids",
+        dataset: Any,  # a `datasets.Dataset` with input_ids
     ) -> "TokenizedDocuments":
         "Use the ids of a dataset where they are, without a copy."
         dataset = dataset.flatten_indices() if dataset._indices is not None else dataset
-        return cls.__new__(cls)._set_blocks(*_group_chunks(dataset, column))
+        return cls.__new__(cls)._set_blocks(*_group_chunks(dataset))
 
     @staticmethod
     def concatenate(parts: Sequence["TokenizedDocuments"]) -> "TokenizedDocuments":
@@ -555,13 +553,12 @@ def check_writable(
     return directory
 
 
-def _encode_texts(texts: Iterable[str], tokenizer: Any, progress: bool | None) -> Iterator[tuple]:
-    "Tokenize batch by batch, with a bar that counts documents."
+def _encode_texts(texts: Iterable[str], tokenizer: Any) -> Iterator[tuple]:
+    "Tokenize batch by batch, with a bar in a terminal that counts documents."
     from tqdm import tqdm
 
     encode = BatchEncoder(serialize_tokenizer(tokenizer))
-    disable = None if progress is None else not progress  # None: a bar in terminals only
-    with tqdm(unit="doc", desc="tokenizing", disable=disable) as bar:
+    with tqdm(unit="doc", desc="tokenizing", disable=None) as bar:
         for batch in text_batches(texts):
             yield encode(batch)
             bar.update(len(batch))
@@ -581,7 +578,6 @@ def tokenize_documents(
     *,
     cache_dir: str | os.PathLike | None = None,  # None: everything stays in memory
     content_key: str | None = None,  # a hash of the texts (`hash_files`), so they need not be read
-    progress: bool | None = None,  # a bar; None: only in a terminal
 ) -> TokenizedDocuments:
     """Tokenize whole documents without special tokens.
 
@@ -593,7 +589,7 @@ def tokenize_documents(
         raise ValueError("texts must be several texts, and this is one string: put it in a list")
     if cache_dir is None:
         parts = [(np.empty(0, np.int32), np.zeros(1, np.int64))]
-        parts += _encode_texts(texts, tokenizer, progress)
+        parts += _encode_texts(texts, tokenizer)
         tokens, lengths = (np.concatenate(arrays) for arrays in zip(*parts))
         return TokenizedDocuments(tokens, np.cumsum(lengths))
     cache_dir = check_writable(cache_dir, "cache_dir")
@@ -608,7 +604,7 @@ def tokenize_documents(
             warnings.warn(f"{error}; it is built again")
             shutil.rmtree(directory)
     done = count_documents(part_record(directory, 0, name, is_finished=False))
-    batches = _encode_texts(islice(texts, done, None), tokenizer, progress)
+    batches = _encode_texts(islice(texts, done, None), tokenizer)
     dtype = id_dtype(len(tokenizer))
     write_part(directory, 0, batches, name, dtype)
     finish_dataset(directory, 1, dtype)

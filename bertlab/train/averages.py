@@ -243,7 +243,6 @@ _NOT_COPIED = shutil.ignore_patterns(
 def save_average(
     models: Sequence[str | os.PathLike],  # model directories of one shape
     output: str | os.PathLike,  # must not be there yet
-    weights: Mapping[str, Tensor] | None = None,  # of `greedy_soup`; None: the uniform mean
 ) -> Path:  # the directory
     """Write the mean of models as a directory like theirs, for plain transformers.
 
@@ -256,11 +255,10 @@ def save_average(
     if output.exists():
         raise ValueError(f"output {output} exists already; choose another one")
     _check_compatible(models)
-    if weights is None:
-        state_dicts = [read_state_dict(model) for model in models]
-        for model, state_dict in zip(models, state_dicts):
-            check_finite(state_dict, model)
-        weights = average_weights(state_dicts)
+    state_dicts = [read_state_dict(model) for model in models]
+    for model, state_dict in zip(models, state_dicts):
+        check_finite(state_dict, model)
+    weights = average_weights(state_dicts)
     with atomic_directory(output, new=True) as temporary:
         shutil.copytree(models[0], temporary, ignore=_NOT_COPIED, dirs_exist_ok=True)
         note = {"average_of": [str(model) for model in models], "how": "mean of weights"}

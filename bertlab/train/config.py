@@ -88,7 +88,7 @@ class PretrainingConfig:
             )
 
     def to_dict(self) -> dict[str, Any]:
-        return {option.name: getattr(self, option.name) for option in fields(self)}
+        return dict(vars(self))
 
 # %% ../../nbs/train/01_config.ipynb #02c11948
 PROGRESS = ("auto", "plain", "json", "none")

@@ -33,6 +33,7 @@ from ..model.adapters import add_adapter, freeze_weights
 from ..model.config import modernbert_tiny
 from ..model.heads import BertLabForMaskedLM
 from ..optim.optimizers import backward_options, forward_context, optimizer_state_bytes
+from .initialization import build_without_weights
 from .modules import apply_activation_checkpointing, build_optimizer
 from ..model.heads import predict_tokens
 from .trainer import make_trainer
@@ -58,12 +59,6 @@ class StepMemory:
         return self.weights + self.states
 
 
-def _on_meta(build: Callable[[], nn.Module]) -> nn.Module:
-    "Build a model of shapes alone."
-    with torch.device("meta"), torch.random.fork_rng(devices=[]):
-        return build()
-
-
 def _trace_step(
     build: Callable[[], nn.Module],  # makes the model; it is called on the meta device
     prepare: Callable[[nn.Module], None],  # recompute, and the like
@@ -75,7 +70,7 @@ def _trace_step(
 ) -> StepMemory:
     "Run two steps of a training on fake tensors, and count (`torch._subclasses`)."
     device, ledger, entered = torch.device(device), MemoryTracker(), []
-    model = _on_meta(build)
+    model = build_without_weights(build)
     with FakeTensorMode(allow_non_fake_inputs=True), ledger:
         model.to_empty(device=device)
         weights = ledger.now

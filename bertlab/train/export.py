@@ -5,9 +5,9 @@
 # %% auto #0
 __all__ = ['OUTPUTS', 'TASK_OUTPUTS', 'INPUTS', 'OPSET', 'FILES', 'REPORT', 'MAX_LOSS', 'TOLERANCE', 'SCRIPT',
            'InspectableMaskedLM', 'TupleOutputs', 'check_exportable', 'load_exportable', 'check_backend',
-           'quiet_exporters', 'example_inputs', 'export_onnx', 'export_openvino', 'ExportedFile', 'RuntimeModel',
-           'top_tokens', 'OnnxModel', 'quantize_int8', 'quantize_openvino', 'convert_float16', 'example_batches',
-           'compare_with_torch', 'check_output', 'check_language', 'describe_export', 'export_model']
+           'quiet_exporters', 'export_onnx', 'export_openvino', 'ExportedFile', 'RuntimeModel', 'top_tokens',
+           'OnnxModel', 'quantize_int8', 'quantize_openvino', 'example_batches', 'compare_with_torch', 'check_output',
+           'describe_export', 'export_model']
 
 # %% ../../nbs/train/25_export.ipynb #e247f9f5
 import contextlib
@@ -265,7 +265,7 @@ def _save_message(message: Any, path: Path) -> None:  # of onnx, its weights as 
     save(message, path, save_as_external_data=is_large, location=_weights_file(path).name)
 
 
-def example_inputs(
+def _example_inputs(
     module: nn.Module,  # with `model` and `inputs`
 ) -> tuple[dict[str, Tensor], dict[str, dict[int, str]]]:  # tensors, and names of free axes
     "Make rows to trace a module with."
@@ -291,7 +291,7 @@ def export_onnx(
     Raises `ValueError` for a model that ONNX cannot express.
     """
     check_backend("onnx")
-    example, axes = example_inputs(module)
+    example, axes = _example_inputs(module)
     try:
         with quiet_exporters(), torch.no_grad():
             program = torch.onnx.export(
@@ -326,7 +326,7 @@ def export_openvino(
     check_backend("openvino")
     import openvino
 
-    example, axes = example_inputs(module)
+    example, axes = _example_inputs(module)
     free = {name: dict.fromkeys(sizes, torch.export.Dim.DYNAMIC) for name, sizes in axes.items()}
     has_sdpa = any(getattr(part, "_supports_sdpa", False) for part in module.model.modules())
     if has_sdpa and "attentions" not in module.outputs:
@@ -645,7 +645,7 @@ def quantize_openvino(
         openvino.save_model(model, target, compress_to_fp16=False)
 
 
-def convert_float16(
+def _convert_float16(
     source: str | os.PathLike,  # of `export_onnx`
     target: str | os.PathLike,  # of the file of half the size
 ) -> None:
@@ -841,7 +841,7 @@ def _choose_rows(
     return rows_to_check, rows[:_MAX_CALIBRATION]
 
 
-def check_language(
+def _check_language(
     tokenizer: Any,  # of transformers
     texts: _Rows,
 ) -> None:
@@ -1075,7 +1075,7 @@ def _write_file(
     elif to == "openvino":
         quantize_openvino(source, path, calibration)
     else:
-        {"int8": quantize_int8, "float16": convert_float16}[precision](source, path)
+        {"int8": quantize_int8, "float16": _convert_float16}[precision](source, path)
     return path
 
 
@@ -1134,7 +1134,7 @@ def export_model(
         texts, calibration, len(columns) > 1 or head == "ForQuestionAnswering"
     )
     if rows_to_calibrate:
-        check_language(tokenizer, rows_to_calibrate)
+        _check_language(tokenizer, rows_to_calibrate)
     batches = example_batches(
         tokenizer, rows_to_check, min(64, max_length), mlm_probability=0.15 * is_masked_lm
     )

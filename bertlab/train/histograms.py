@@ -18,6 +18,7 @@ from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from torch import Tensor, nn
 
 from ..core.files import atomic_write
+from .initialization import build_without_weights
 from .monitors import PeriodicCallback, media_library
 from .steps import full_tensor
 
@@ -131,8 +132,7 @@ class WeightHistograms(PeriodicCallback):
         "Raise `ValueError` for a glob that matches no parameter, also before the model is built."
         model = pl_module
         if next(model.parameters(), None) is None:
-            with torch.device("meta"), torch.random.fork_rng(devices=[]):
-                model = nn.ModuleDict({"model": pl_module.build_fresh()})
+            model = nn.ModuleDict({"model": build_without_weights(pl_module.build_fresh)})
         match_parameters(model, self.patterns)
 
     def observe(self, trainer, pl_module) -> None:

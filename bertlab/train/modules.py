@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['DEFAULT_LEARNING_RATES', 'RATES_BY_STEPS', 'WARMUP_SHARE', 'OPEN_WARMUP_STEPS', 'MUON_RECIPE', 'COOLDOWN_SHARE',
            'CLOCK_RECIPE', 'STATE_FILE', 'default_learning_rate', 'optimizer_options', 'clock_budget',
-           'build_param_groups', 'pretraining_recipe', 'describe_recipe', 'build_schedule', 'build_optimizer',
-           'compile_model', 'resolve_compile', 'check_recomputing', 'apply_activation_checkpointing', 'check_parts',
+           'build_param_groups', 'pretraining_recipe', 'describe_recipe', 'build_optimizer', 'compile_model',
+           'resolve_compile', 'check_recomputing', 'apply_activation_checkpointing', 'check_parts',
            'HuggingFaceCheckpointIO', 'make_loadable', 'PretrainingModule']
 
 # %% ../../nbs/train/05_modules.ipynb #4f3f6a4e
@@ -190,7 +190,7 @@ def describe_recipe(
     return f"{name}, rate {options.learning_rate:.3g} at its peak, {schedule}"
 
 
-def build_schedule(
+def _build_schedule(
     optimizer: torch.optim.Optimizer,  # each group's own rate is its peak
     options: Any,  # attributes named as in `PretrainingConfig`
     total_steps: int | float,  # optimizer steps of the whole run; infinite or -1: no end
@@ -225,7 +225,7 @@ def build_optimizer(
     "Build the optimizer on its parameter groups, and the schedule that Lightning steps."
     groups, kwargs = build_param_groups(model, options), optimizer_options(options)
     optimizer = get_optimizer(options.optimizer_class, groups, kwargs, options.optimizer_quantized)
-    schedule = build_schedule(optimizer, options, total_steps)
+    schedule = _build_schedule(optimizer, options, total_steps)
     return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 # %% ../../nbs/train/05_modules.ipynb #7e0a41bf
@@ -316,7 +316,7 @@ def apply_activation_checkpointing(
 
 def check_parts(
     options: Any,  # attributes named as in `PretrainingConfig`
-    make_schedule: Callable = build_schedule,  # (optimizer, options, total_steps) -> the schedule
+    make_schedule: Callable = _build_schedule,  # (optimizer, options, total_steps) -> the schedule
 ) -> None:
     "Raise `ValueError` for parts that cannot be built, by building them for one small layer."
     check_recomputing(

@@ -65,14 +65,10 @@ def collator_objective(
     return name if name in COLLATORS or not names else names[0]
 
 # %% ../../nbs/train/03_objectives.ipynb #a8c8160f
-def _class_of(model: TokenPredictionModel | type[TokenPredictionModel]) -> type:
-    return model if isinstance(model, type) else type(model)
-
-
-def _model_inputs(model: TokenPredictionModel | type[TokenPredictionModel]) -> set[str]:
+def _model_inputs(model: type[TokenPredictionModel]) -> set[str]:
     "Return the arguments of `forward`, with those of the base class if it passes others on."
     names: set[str] = set()
-    for base in _class_of(model).__mro__:
+    for base in model.__mro__:
         if "forward" in vars(base):
             parameters = inspect.signature(base.forward).parameters.values()
             names |= {parameter.name for parameter in parameters}
@@ -83,7 +79,7 @@ def _model_inputs(model: TokenPredictionModel | type[TokenPredictionModel]) -> s
 
 def check_batch(
     batch: dict[str, Tensor],
-    model: TokenPredictionModel | type[TokenPredictionModel],
+    model: type[TokenPredictionModel],
     objective: str,  # of the module
 ) -> None:
     "Raise `ValueError` for a batch of another objective, or with keys that the model ignores."
@@ -103,6 +99,6 @@ def check_batch(
         )
     if unread := sorted(batch.keys() - _model_inputs(model) - {*NON_MODEL_KEYS}):
         raise ValueError(
-            f"the batch has {', '.join(unread)}, which {_class_of(model).__name__} does not take; leave "
-            "it out in the collator"
+            f"the batch has {', '.join(unread)}, which {model.__name__} does not take; leave it out in "
+            "the collator"
         )

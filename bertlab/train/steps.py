@@ -529,10 +529,6 @@ class TrainingModule(L.LightningModule):
             _check_weights(self)
         self.reset_metrics(stage)
 
-    def _evaluate_batch(self, batch: dict[str, Tensor], dataloader_idx: int) -> Tensor | None:
-        parts = self.update_metrics(batch, dataloader_idx)
-        return None if parts is None else parts.loss_sum / parts.num_labels
-
     def _end_evaluation(self, stage: str) -> None:
         metrics = self.compute_metrics(stage)
         undefined = {k: v for k, v in metrics.items() if not math.isfinite(v)}
@@ -562,18 +558,16 @@ class TrainingModule(L.LightningModule):
     def validation_step(
         self, batch: dict[str, Tensor], batch_idx: int, dataloader_idx: int = 0
     ) -> Tensor | None:  # the mean loss of the batch
-        return self._evaluate_batch(batch, dataloader_idx)
+        parts = self.update_metrics(batch, dataloader_idx)
+        return None if parts is None else parts.loss_sum / parts.num_labels
+
+    test_step = validation_step
 
     def on_validation_epoch_end(self) -> None:
         self._end_evaluation("val")
 
     def on_test_epoch_start(self) -> None:
         self._start_evaluation("test")
-
-    def test_step(
-        self, batch: dict[str, Tensor], batch_idx: int, dataloader_idx: int = 0
-    ) -> Tensor | None:  # the mean loss of the batch
-        return self._evaluate_batch(batch, dataloader_idx)
 
     def on_test_epoch_end(self) -> None:
         self._end_evaluation("test")

@@ -328,8 +328,7 @@ class SpikeGuard(StepGuard):
         norm_factor: float = 4.0,  # the same of the gradient norm
     ):
         super().__init__("skipped_spikes")
-        if not 2 <= min_steps <= window:
-            raise ValueError(f"2 <= min_steps <= window is needed, got {min_steps=}, {window=}")
+        check_range("min_steps", min_steps, 2, window)
         check_range("sigmas", sigmas, 0, exclude_low=True)
         check_range("loss_factor", loss_factor, 1, exclude_low=True)
         check_range("norm_factor", norm_factor, 1, exclude_low=True)

@@ -61,10 +61,7 @@ def test_an_objective_is_one_row_of_one_table():
 
 def test_an_own_objective_is_known_by_its_class():
     OBJECTIVES["weighed"] = Weighed
-    weighed, plain = (
-        Weighed(shapes.BertLabConfig(**SIZES)),
-        bertlab.BertLabForMaskedLM(shapes.BertLabConfig(**SIZES)),
-    )
+    weighed, plain = Weighed, bertlab.BertLabForMaskedLM
     reference = {**BATCH, "importance": torch.ones(2)}
     check_batch(reference, weighed, "weighed")
     with pytest.raises(ValueError, match="objective='weighed'.*objective='mlm'"):
