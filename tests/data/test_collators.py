@@ -16,7 +16,7 @@ from bertlab.data.masking import label_bound
 from bertlab.data.packing import PackedDataset
 from bertlab.data.rows import document_positions
 
-many = settings(max_examples=250, deadline=None, derandomize=True)
+many = settings(max_examples=100, deadline=None, derandomize=True)
 IGNORE_INDEX = -100
 
 

@@ -210,7 +210,7 @@ def test_word_runs_by_hand():
         max_size=40,
     )
 )
-@settings(derandomize=True, deadline=None, max_examples=200)
+@settings(derandomize=True, deadline=None, max_examples=100)
 def test_words_are_letters_with_their_marks(text):
     marks = "".join(sorted(c for c in set(text) if unicodedata.category(c).startswith("M")))
     before = rf"\w[\w{marks}]*"
@@ -623,7 +623,7 @@ def longest_match(word: str, vocabulary: dict[str, int]) -> list[str]:
 
 
 @given(word=st.text("abcdefghijklmnopqrstuvwxyzñ0123456789", min_size=1, max_size=20))
-@settings(max_examples=300)
+@settings(max_examples=100)
 def test_a_word_is_cut_as_wordpiece_is_defined(tokenizer, word):
     plain = word.replace("ñ", "n")  # lower-casing takes accents off
     assert tokenizer.tokenize(word) == longest_match(plain, tokenizer.get_vocab())

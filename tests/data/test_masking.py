@@ -29,7 +29,7 @@ from bertlab.data.masking import (
 from bertlab.data.rows import Vocabulary
 from bertlab.data.tokenizers import train_tokenizer
 
-many = settings(max_examples=200, deadline=None, derandomize=True)
+many = settings(max_examples=100, deadline=None, derandomize=True)
 V = Vocabulary(40, pad_token_id=39, mask_token_id=0, special_token_ids=(7, 8))
 CONTINUES = np.arange(40) % 3 == 1  # 1, 4, 10, 13, ...; 7 would, but it is special
 WAYS = [

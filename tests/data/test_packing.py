@@ -22,7 +22,7 @@ from bertlab.data import tokens as tokens_module
 
 PAD, CLS, SEP = 0, 1, 2
 SPECIAL = {"pad_token_id": PAD, "cls_token_id": CLS, "sep_token_id": SEP}
-many = settings(max_examples=300, deadline=None, derandomize=True)
+many = settings(max_examples=100, deadline=None, derandomize=True)
 
 
 @st.composite
