@@ -225,7 +225,7 @@ def _check_compatible(models: Sequence[Path]) -> None:
     first = _settings(models[0])
     for model in models[1:]:
         settings = _settings(model)
-        for name in first.keys() & settings.keys():
+        for name in sorted(first.keys() & settings.keys()):
             if first[name] != settings[name]:
                 raise ValueError(
                     f"{models[0]} and {model} cannot be averaged: {name} is "

@@ -405,7 +405,7 @@ def test_a_verdict_is_a_tensor_of_the_same_shape_whatever_the_data():
 
 @pytest.mark.parametrize(("make", "words"), [
     (lambda: NonFiniteGuard(0), "max_in_a_row"),
-    (lambda: SpikeGuard(window=10, min_steps=11), "window=10"),
+    (lambda: SpikeGuard(window=10, min_steps=11), "min_steps=11"),
     (lambda: SpikeGuard(min_steps=1), "min_steps=1"),
     (lambda: SpikeGuard(sigmas=0), "sigmas"),
     (lambda: SpikeGuard(loss_factor=1.0), "loss_factor=1.0"),
