@@ -23,7 +23,7 @@ from tqdm import tqdm
 from .commands import COMMANDS
 from .parser import configuration
 from ..core.devices import find_accelerator, num_devices
-from ..core.files import RUN_FILE, check_output_file, lock_directory, write_json, write_text
+from ..core.files import RUN_FILE, check_new_output, lock_directory, write_json, write_text
 from ..core.names import check_choice, check_range
 from ..core.serialization import load_json
 from ..data.readers import ReadOptions
@@ -270,7 +270,7 @@ def embed_mine(
     --model.problem_type regression.
     """
     output = str(Path(output).expanduser())
-    check_output_file(output)
+    check_new_output(output)
     dataset = read_pairs(pairs, query_column, positive_column, **(reader_kwargs or {}))
     options = {"range_min": range_min, "range_max": range_max, "relative_margin": relative_margin,
                "absolute_margin": absolute_margin, "max_score": max_score}  # fmt: skip
@@ -356,7 +356,7 @@ def embed_evaluate(
     """
     if output is not None:
         output = str(Path(output).expanduser())
-        check_output_file(output)
+        check_new_output(output)
     tasks = _evaluated_tasks(task, data, (query_column, positive_column), reader_kwargs or {})
     check_range("rerank_k", rerank_k, 1)
     judge, loaded = load_reranker(reranker), load_bi_encoder(model)

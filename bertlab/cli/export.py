@@ -14,12 +14,12 @@ from typing import Any
 
 from torch import nn
 
-from ..core.files import RUN_FILE, find_model_directory
+from ..core.files import RUN_FILE, check_new_output, find_model_directory
 from ..core.serialization import load_yaml
 from ..data.readers import reading_like
 from ..finetuning.files import guess_format
 from ..core.names import check_choice, check_range
-from ..train.export import MAX_LOSS, SCRIPT, check_exportable, check_output, describe_export
+from ..train.export import MAX_LOSS, SCRIPT, check_exportable, describe_export
 from ..train.export import export_model
 from ..train.web_page import EXAMPLES, export_web_page
 
@@ -146,7 +146,7 @@ def export(
             f"look at it: python -m http.server --directory {quote(target)}, then open the address"
         )
     else:
-        check_output(target)
+        check_new_output(target)
         rows, score = _read_labelled(model, data, reader_kwargs or {}) if data else (None, None)
         limit = {"onnx": 1.0, "openvino": MAX_LOSS}[to] if max_loss is None else max_loss
         report = export_model(

@@ -20,7 +20,7 @@ from typing import Any
 from .. import __version__
 from .commands import COMMANDS
 from .parser import Command, Parsed, configuration, parse, read_options
-from ..core.files import RUN_FILE, check_model_source, check_output_file
+from ..core.files import RUN_FILE, check_model_source, check_new_output
 from ..core.files import check_run_directory
 from ..core.names import check_choice, did_you_mean
 from ..core.serialization import dump_yaml, find_config, load_yaml
@@ -214,7 +214,7 @@ def _check_paths(command: Command, config: Mapping[str, Any]) -> None:
         output = config.get("output") or config["run"]["output"]
         check_run_directory(output, bool(config["resume"]), overwrites)
     for output in [] if overwrites else texts(command.new):
-        check_output_file(os.path.expanduser(output))
+        check_new_output(os.path.expanduser(output))
 
 
 def _import_part(file: str) -> Any:  # "cli/write.py"

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['RUN_FILE', 'remove_leftovers', 'atomic_write', 'write_text', 'write_json', 'recover_directory', 'atomic_directory',
-           'lock_directory', 'check_run_directory', 'check_output_file', 'move_aside', 'prepare_run_directory',
+           'lock_directory', 'check_run_directory', 'check_new_output', 'move_aside', 'prepare_run_directory',
            'find_model_directory', 'looks_like_hub_name', 'summarize_names', 'check_model_source',
            'explain_missing_content']
 
@@ -329,12 +329,12 @@ def check_run_directory(
         )
 
 # %% ../../nbs/core/01_files.ipynb #c61335cb
-def check_output_file(
-    output: str | os.PathLike,  # the file to be written
+def check_new_output(
+    output: str | os.PathLike,  # the file or directory to be written
 ) -> None:
-    "Raise `ValueError` for a file that exists or cannot be created."
+    "Raise `ValueError` for a file or directory that exists or cannot be created."
     if os.path.lexists(output):
-        raise ValueError(f"output {output} already exists; name another file")
+        raise ValueError(f"output {output} already exists; choose another")
     _check_writable(output)
 
 # %% ../../nbs/core/01_files.ipynb #ad7d161e

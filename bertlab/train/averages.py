@@ -27,7 +27,7 @@ from ..model.loading import check_finite, read_state_dict, written_weights
 from ..model.huggingface import read_sentence_transformers_files
 from .checkpoints import saved_models
 from .history import StepCallback
-from ..core.files import atomic_directory, write_json
+from ..core.files import atomic_directory, check_new_output, write_json
 from ..core.names import check_range
 
 # %% ../../nbs/train/17_averages.ipynb #102c8b67
@@ -252,8 +252,7 @@ def save_average(
     output, models = Path(output), [Path(model) for model in models]
     if not models:
         raise ValueError("nothing to average: name one model or more")
-    if output.exists():
-        raise ValueError(f"output {output} exists already; choose another one")
+    check_new_output(output)
     _check_compatible(models)
     state_dicts = [read_state_dict(model) for model in models]
     for model, state_dict in zip(models, state_dicts):

@@ -6,7 +6,7 @@
 __all__ = ['OUTPUTS', 'TASK_OUTPUTS', 'INPUTS', 'OPSET', 'FILES', 'REPORT', 'MAX_LOSS', 'TOLERANCE', 'SCRIPT',
            'InspectableMaskedLM', 'TupleOutputs', 'check_exportable', 'load_exportable', 'check_backend',
            'quiet_exporters', 'export_onnx', 'export_openvino', 'ExportedFile', 'RuntimeModel', 'top_tokens',
-           'OnnxModel', 'quantize_int8', 'quantize_openvino', 'example_batches', 'compare_with_torch', 'check_output',
+           'OnnxModel', 'quantize_int8', 'quantize_openvino', 'example_batches', 'compare_with_torch',
            'describe_export', 'export_model']
 
 # %% ../../nbs/train/25_export.ipynb #e247f9f5
@@ -37,7 +37,8 @@ from torch.nn import functional as F
 from transformers.utils import ModelOutput
 
 from ..core.devices import default_precision
-from ..core.files import atomic_directory, find_model_directory, write_json
+from ..core.files import atomic_directory, check_new_output, find_model_directory
+from ..core.files import write_json
 from ..core.names import install_command, check_choice, look_up
 from ..core.serialization import load_json, one_line
 from ..data.corpus import load_corpus
@@ -791,14 +792,6 @@ def compare_with_torch(
 TOLERANCE = 1e-4  # of the largest value: sums in another order are rounded differently
 
 
-def check_output(
-    output: str | os.PathLike,
-) -> None:
-    "Raise `ValueError` for a directory that exists."
-    if os.path.lexists(output):
-        raise ValueError(f"output {output} exists; choose another directory")
-
-
 _Rows = Sequence[str | tuple[str, str]]
 _MAX_CALIBRATION = 300  # rows
 
@@ -1123,7 +1116,7 @@ def export_model(
     look_up(to, FILES, "to")
     int8 = int8 and (to == "onnx" or calibration is not None)
     check_backend(to, *["nncf"] * (int8 and to == "openvino"))
-    check_output(output)
+    check_new_output(output)
     source, head = Path(find_model_directory(directory)), check_exportable(directory)
     columns = (read_model_json(source, "task.json") or {}).get("columns", ())
     tokenizer = load_tokenizer(source)

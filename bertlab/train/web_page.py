@@ -22,10 +22,10 @@ from typing import Any
 
 import numpy as np
 
-from ..core.files import atomic_directory
+from ..core.files import atomic_directory, check_new_output
 from ..core.serialization import load_json
 from .export import FILES, OUTPUTS, REPORT, OnnxModel, check_backend, check_exportable
-from .export import check_output, export_model, top_tokens
+from .export import export_model, top_tokens
 
 # %% ../../nbs/train/26_web_page.ipynb #be478833
 @dataclass(frozen=True)
@@ -180,7 +180,7 @@ def export_web_page(
     without the extra. A failed step leaves nothing behind.
     """
     check_backend("onnx")
-    check_output(output)
+    check_new_output(output)
     check_exportable(directory)
     _check_examples(examples)
     if not Path(directory, "tokenizer.json").is_file():

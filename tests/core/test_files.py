@@ -13,7 +13,7 @@ from bertlab.core.files import (
     RUN_FILE,
     atomic_directory,
     atomic_write,
-    check_output_file,
+    check_new_output,
     check_run_directory,
     lock_directory,
     prepare_run_directory,
@@ -278,10 +278,10 @@ def test_outputs_must_be_free_and_in_a_directory(tmp_path):
     (tmp_path / "link").symlink_to("nowhere")
     for name in ("taken", "link", "taken/new"):
         with pytest.raises(ValueError, match="taken|link"):
-            check_output_file(tmp_path / name)
+            check_new_output(tmp_path / name)
     with pytest.raises(ValueError, match="taken is a file"):
         check_run_directory(tmp_path / "taken")
-    check_output_file(tmp_path / "folder/new")
+    check_new_output(tmp_path / "folder/new")
     assert not (tmp_path / "folder").exists()
 
 

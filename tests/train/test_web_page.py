@@ -13,8 +13,9 @@ pytest.importorskip("onnxruntime")
 
 from page_cases import EXAMPLES, TEXTS, make_model
 
+from bertlab.core.files import check_new_output
 from bertlab.train import web_page
-from bertlab.train.export import OnnxModel, check_output
+from bertlab.train.export import OnnxModel
 from bertlab.train.web_page import PACKAGES, RUNTIME_BYTES, copy_packages, export_web_page
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -117,7 +118,7 @@ def test_the_first_answer_is_that_of_the_file(folder, page):
 @pytest.mark.parametrize("name", ["..", ".", "a/b", "\0", "long " * 60])
 def test_any_title_is_a_title_and_never_a_path(folder, tmp_path, monkeypatch, name):
     def note(path, created, *parts, **options):
-        check_output(created)
+        check_new_output(created)
         created.mkdir()
         raise ValueError(f"made for {options['name']}")
 
