@@ -295,27 +295,21 @@ def test_no_healthy_step_of_ten_thousand_recorded_ones_is_refused(calm_runs):
         assert not any(judged(SpikeGuard(), losses, norms))
 
 
-@pytest.mark.parametrize("spread", [0.1, 0.3, 0.5])
+@pytest.mark.parametrize("spread", [0.1, 0.5])
 def test_no_healthy_step_of_a_long_tail_is_refused(spread):
-    rng, t = np.random.default_rng(0), np.arange(10_000)
+    rng, t = np.random.default_rng(0), np.arange(4_000)
     losses = 3 + 5 * np.exp(-t / 1500) + 0.05 * rng.standard_normal(len(t))
     norms = np.exp(spread * rng.standard_normal(len(t))) * (0.3 + np.exp(-t / 500))
     assert not any(judged(SpikeGuard(), losses, norms))
 
 
-@pytest.mark.parametrize("quantity", ["loss", "norm"])
-def test_spikes_among_recorded_steps_are_refused_and_no_other_step(calm_runs, quantity):
+def test_spikes_among_recorded_steps_are_refused_and_no_other_step(calm_runs):
     for losses, norms in calm_runs.values():
         losses, norms = losses.copy(), norms.copy()
-        spikes = list(
-            range(190, len(losses), 97)
-        )  # the first fall of the loss is out of the window
-        if quantity == "loss":
-            losses[spikes] *= 3.0
-        else:
-            norms[spikes] *= 10.0
-        refused = [i for i, bad in enumerate(judged(SpikeGuard(), losses, norms)) if bad]
-        assert refused == spikes
+        spikes = np.arange(190, len(losses), 97)  # after the first fall of the loss
+        losses[spikes[::2]] *= 3.0
+        norms[spikes[1::2]] *= 10.0
+        assert np.flatnonzero(judged(SpikeGuard(), losses, norms)).tolist() == spikes.tolist()
 
 
 def test_a_skipped_step_is_printed_and_logged(tmp_path, capsys):
