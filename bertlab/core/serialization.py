@@ -162,13 +162,16 @@ def load_json(
 # %% ../../nbs/core/06_serialization.ipynb #cf51887e
 _DIRECTORIES = ".directories.json"  # beside run.yaml
 _SECRET_NAME = re.compile(
-    r"token|(.*_)?(passw(or)?d|secret|credentials?|api_?key|(secret|access|private)(_\w+)?_key"
-    r"|(access|auth|hf|api|bearer|session|wandb)_token)",
+    r"token|(.*[_-])?(passw(or)?d|passphrase|secret|credentials?|authorization|cookie"
+    r"|connection_string|api[_-]?key|(secret|access|private|account)([_-]\w+)?[_-]key"
+    r"|(access|auth|refresh|hf|api|bearer|session|sas|wandb)[_-]token)",
     re.IGNORECASE,
 )
 _SECRET_VALUE = re.compile(
     r"\b(hf_\w{20,}|sk-[\w-]{20,}|gh[opsu]_\w{20,}|github_pat_\w{20,}|AKIA[A-Z0-9]{16})\b"
-    r"|://[^/\s:@]*:[^/\s@]+@"
+    r"|\b(glpat|xox[abp])-[\w-]{10,}|\b(AIza|Bearer )[\w.-]{16,}|\beyJ[\w-]+\.[\w-]+\."
+    r"|-----BEGIN [A-Z ]*PRIVATE KEY|://[^/\s:@]*:[^/\s@]+@"
+    r"|://\S+[?&](?i:[\w-]+[_-])?(?i:sig|signature|token|key|secret|password)="
 )
 
 

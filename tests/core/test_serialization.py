@@ -64,9 +64,13 @@ def test_an_error_fits_into_one_line():
 
 
 SECRETS = {"password": "x", "api_key": "y", "aws_secret_access_key": "z", "token": "t", "hf_token": "u",
-           "url": "https://me:word@example.org/a", "note": "uses hf_abcdefghijklmnopqrstuvwxyz"}  # fmt: skip
+           "url": "https://me:word@example.org/a", "note": "uses hf_abcdefghijklmnopqrstuvwxyz",
+           "Authorization": "v", "account_key": "v", "sas_token": "v", "refresh-token": "v",
+           "header": "Bearer abcdefghijklmnopqrst", "signed": "https://example.org/a?n=1&X-Amz-Signature=b",
+           "pem": "-----BEGIN RSA PRIVATE KEY-----", "jwt": "eyJhbGciOi.eyJzdWIi.abc"}  # fmt: skip
 ORDINARY = {"max_tokens": "10B", "mask_token": "[MASK]", "batch_tokens": 64, "cls_token_id": 2, "key": "a/b",
-            "prompt": "/imagine a [MASK]", "root": "/", "url": "https://example.org/a", "seed": None}  # fmt: skip
+            "prompt": "/imagine a [MASK]", "root": "/", "url": "https://example.org/a?page=2", "seed": None,
+            "title": "The Bearer of news", "tokens_per_step": "8K", "load_key_mapping": "a"}  # fmt: skip
 
 
 def test_run_files_name_no_directory_and_no_secret(tmp_path):
