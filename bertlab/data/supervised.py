@@ -479,10 +479,13 @@ class QuestionAnsweringCollator(SupervisedCollator):
         text_column: str = "question",
         label_column: str | None = "answers",  # in SQuAD's form; None: no labels
         context_column: str = "context",  # the text with the answer
-        doc_stride: int = 128,  # tokens of the context that a window shares with the next
+        # Tokens of the context that a window shares with the next; None: 128, or a third of a window.
+        doc_stride: int | None = None,
         **options: Any,  # of `Collator`; max_sequence_length is that of a window with its question
     ):
         super().__init__(*ids, text_column=text_column, label_column=label_column, **options)
+        if doc_stride is None:
+            doc_stride = min(128, self.max_sequence_length // 3)
         check_range("doc_stride", doc_stride, 0, self.max_sequence_length, exclude_high=True)
         self.context_column, self.doc_stride = context_column, doc_stride
 

@@ -247,6 +247,11 @@ def reader(algorithm, **options):
     return QuestionAnsweringCollator.from_tokenizer(tokenizer_of(algorithm), **options)
 
 
+@pytest.mark.parametrize("length, stride", [(512, 128), (384, 128), (60, 20)])
+def test_windows_share_a_third_at_most_by_default(length, stride):
+    assert reader("bpe", max_sequence_length=length, doc_stride=None).doc_stride == stride
+
+
 contexts = st.text(alphabet="abé€ 日\t\n.'\u200b", min_size=1, max_size=90).filter(str.strip)
 
 
