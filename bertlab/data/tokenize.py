@@ -596,7 +596,7 @@ def tokenize_dataset(
     filters: list[str] | None = None,  # names (*_quality: for English), or my_file.keep of yours
     near_duplicates: bool = False,  # leave all but one of similar documents out (MinHash)
     num_proc: int | None = None,  # processes at once; None: one a core, on a cluster one a part
-    executor: str = "local",  # where the work is done
+    executor: str = "local",  # where the work is done: local, slurm or ray
     executor_options: dict[str, Any] | None = None,  # of datatrove's executor, as partition, time
     append: bool = False,  # add the tokens to those that are there
     overwrite: bool = False,  # start again; what is there is moved into previous-N

@@ -427,7 +427,7 @@ class EmbeddingDataModule(SplitDataModule):
     def __init__(
         self,
         pretrained_tokenizer_name_or_path: Any = None,  # or a loaded one
-        # A file, a directory, a hub name, or several; None: set_datasets.
+        # A file, a directory, a hub name, or several.
         dataset_name_or_path: str | list | None = None,
         dataset_config_name: str | None = None,  # configuration of a hub dataset with several
         # None: val_split, or a fraction is held out.

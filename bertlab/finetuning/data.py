@@ -150,9 +150,9 @@ class FinetuningDataModule(SplitDataModule):
 
     def __init__(
         self,
-        task: Any,  # a key of TASKS, a dotted name, a class or an object
+        task: Any,  # by name, such as token_classification; or your own: a class, an object, its name
         pretrained_tokenizer_name_or_path: Any = None,  # or a loaded one; None: one is trained
-        # A file, a directory, a hub name, files by split, or rows; None: set_datasets.
+        # A file, a directory, a hub name, files by split, or rows.
         dataset_name_or_path: str | list[str] | dict[str, Any] | None = None,
         dataset_config_name: str | None = None,  # of a hub dataset that has several
         max_sequence_length: int = 512,  # longer texts are cut, longer contexts go into windows
@@ -170,7 +170,8 @@ class FinetuningDataModule(SplitDataModule):
         shuffle_train: bool = True,  # with rows of similar length in one batch
         collator_kwargs: dict[str, Any] | None = None,  # problem_type, doc_stride, ...
         *,
-        file_format: str | None = None,  # a key of LABELLED, or my_file.read; None: guessed
+        file_format: str
+        | None = None,  # csv, jsonl, conllu, squad, ...; or my_file.read; None: guessed
         header: bool = True,  # of .csv and .tsv; False: columns have numbers instead of names
         reader_kwargs: dict[str, Any] | None = None,  # how files are read, such as delimiter
         bad_rows: str = "raise",  # or "skip": left out, and counted by `describe`

@@ -132,7 +132,7 @@ class FinetuningModule(TrainingModule):
 
     def __init__(
         self,
-        task: Any,  # a key of TASKS, a dotted name, a class or an object
+        task: Any,  # by name, such as token_classification; or your own: a class, an object, its name
         pretrained_model_name_or_path: str | os.PathLike | None = None,  # None: random weights
         num_labels: int | None = None,  # None: as many as the data has
         # Peak of the schedule; None: by width, steps, optimizer and adapter, with linear

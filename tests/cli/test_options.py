@@ -117,7 +117,9 @@ def test_help_and_mistakes_need_no_heavy_import(tmp_path):
 @pytest.mark.parametrize("name", COMMANDS)
 def test_help_shows_no_names_of_the_source(name):
     for option in COMMANDS[name].options.values():
-        internal = re.findall(r"\b[A-Z]+_[A-Z_]+\b|\b(?!my_file)\w+Config\b|`", option.help)
+        internal = re.findall(
+            r"\b[A-Z]+_[A-Z_]+\b|key of [A-Z]+|\bset_\w+|\b(?!my_file)\w+Config\b|`", option.help
+        )
         assert not internal, (option.name, option.help)
     assert "%%" not in COMMANDS[name].help() and "None:" not in COMMANDS[name].help()
 
