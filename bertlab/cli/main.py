@@ -63,8 +63,11 @@ def run_command(
     except (ValueError, OSError, ImportError) as mistake:
         if getattr(mistake, "name", None):  # one of our own imports fails
             raise
-        report(" ".join(str(mistake).split()))
-        return 3 if isinstance(mistake, ChildProcessError) else 2
+        has_lost_worker = isinstance(mistake, ChildProcessError)
+        command = resume() if has_lost_worker else ""
+        advice = f"; then continue with bertlab {command}" if command else ""
+        report(" ".join(str(mistake).split()) + advice)
+        return 3 if has_lost_worker else 2
     except (KeyboardInterrupt, SystemExit) as error:  # Lightning makes an exit of Ctrl-C
         if isinstance(error, SystemExit) and not isinstance(error.__context__, KeyboardInterrupt):
             raise
@@ -107,6 +110,7 @@ def silence_libraries() -> None:
     warnings.filterwarnings("ignore", module=r"lightning\..*")
     for message in (
         "Metric `SpearmanCorrcoef` will save", "The variance of predictions or target",  # torchmetrics
+        "An input array is constant",  # scipy; the run says which score cannot be computed
         "Mismatch dtype between input and weight",  # torch's norm of 16 bits with weights of 32
     ):  # fmt: skip
         warnings.filterwarnings("ignore", message=message)

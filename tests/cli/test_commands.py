@@ -16,6 +16,7 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
+from scipy.stats import spearmanr
 
 from bertlab.cli.main import main, silence_libraries
 from bertlab.core.files import find_model_directory
@@ -553,6 +554,9 @@ def test_warnings_are_one_line_without_their_source(monkeypatch):
     monkeypatch.setattr(warnings, "formatwarning", warnings.formatwarning)
     with warnings.catch_warnings():
         silence_libraries()
+        with warnings.catch_warnings(record=True) as shown:
+            spearmanr([1, 2, 3], [1, 1, 1])
+    assert not shown
     text = warnings.formatwarning("a note\nof two lines", UserWarning, "file.py", 3, "source")
     assert text == "bertlab: a note of two lines\n"
     # peft imports bitsandbytes, which warns of a kernel that is not installed.

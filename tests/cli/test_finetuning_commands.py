@@ -503,6 +503,14 @@ def test_an_error_is_hidden_by_no_word_in_it(monkeypatch, num_processes):
         run_command("pretrain", fail, "pretrain --resume run")
 
 
+def test_a_run_that_lost_a_worker_says_how_to_continue(capsys):
+    def fail():
+        raise ChildProcessError("a worker (process 3) was killed")
+
+    assert run_command("pretrain", fail, lambda: "pretrain --resume run") == 3
+    assert "continue with bertlab pretrain --resume run" in capsys.readouterr().err
+
+
 def test_a_process_whose_peer_died_shows_what_it_saw(monkeypatch, capsys):
     class Exit(BaseException):
         pass
