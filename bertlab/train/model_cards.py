@@ -429,7 +429,9 @@ def _files_to_push(
     # A link, or a file in a linked directory, may lead anywhere on this machine.
     files = sorted(path for path in matches if path.is_file() and path.resolve() == path)
     if not any(path.suffix == ".safetensors" for path in files):
-        raise ValueError(f"{directory} has no *.safetensors: nothing to push")
+        raise ValueError(
+            f"{directory} has no *.safetensors, or only links, which push does not follow"
+        )
     read_sentence_transformers_files(root)  # refuses a bi-encoder without one of its modules
     return {path.relative_to(root).as_posix(): _content_to_push(path) for path in files}
 
