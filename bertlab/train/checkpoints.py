@@ -137,9 +137,9 @@ class TrainingInterrupted(Exception):
 
     def __str__(self) -> str:
         step, directory, model = self.args
-        location = f" in {directory}" if directory else ""
+        saved = f" and saved in {directory}" if directory else "; the module holds its weights"
         best = f"; the best weights so far are in {model}" if model else ""
-        return f"stopped after step {step} and saved{location}{best}"
+        return f"stopped after step {step}{saved}{best}"
 
     def _render_traceback_(self) -> list[str]:  # which IPython asks for
         return [str(self)]

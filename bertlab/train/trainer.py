@@ -6,6 +6,8 @@
 __all__ = ['TARGETS', 'HalfPrecisionFloatTargets', 'make_trainer', 'seed_everything']
 
 # %% ../../nbs/train/19_trainer.ipynb #281935d9
+import signal
+import threading
 from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any
 
@@ -19,12 +21,13 @@ from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from .checkpoints import RNGState, AtomicCheckpointIO
+from .checkpoints import AtomicCheckpointIO, RNGState, TrainingCheckpoint
+from .checkpoints import TrainingInterrupted
 from ..core.devices import check_device, default_precision, retain_freed_memory
 from ..core.names import check_range
 from ..core.serialization import one_line
 from ..data.loaders import end_with_parent
-from .history import History
+from .history import History, in_notebook
 from .parallel import check_precision, num_processes, get_strategy, is_lone_task
 from .parallel import started_by_first
 from .stopping import NonFiniteGuard
@@ -54,6 +57,28 @@ class _NoFitValidation(Callback):
         trainer.limit_val_batches = 0 if stage == "fit" else 1.0
 
 
+class _NotebookStop(Callback):
+    "Let a notebook's Stop button end `fit` in one line; Lightning would raise SystemExit."
+
+    _handler = None  # to restore
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._trainer = trainer
+        if threading.current_thread() is threading.main_thread():
+            self._handler = signal.signal(signal.SIGINT, self._stop)
+
+    def _stop(self, signal_number: int, frame: Any) -> None:
+        best = getattr(self._trainer.checkpoint_callback, "best_model_path", None)
+        raise TrainingInterrupted(self._trainer.global_step, "", best)
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if self._handler is not None:
+            signal.signal(signal.SIGINT, self._handler)
+
+    def on_exception(self, trainer, pl_module, exception: BaseException) -> None:
+        self.on_train_end(trainer, pl_module)
+
+
 def _contains(type_: type, parts: Sequence[Any]) -> bool:
     return any(isinstance(part, type_) for part in parts)
 
@@ -73,7 +98,9 @@ def _all_callbacks(
     guards = [NonFiniteGuard()] * (skip_nonfinite and not _contains(NonFiniteGuard, callbacks))
     # What other callbacks log at a step's start belongs to the row that `History` begins then.
     callbacks = sorted(callbacks, key=lambda callback: not isinstance(callback, History))
-    return [*callbacks, *guards, *[_NoFitValidation()] * (not validates), RNGState()]
+    stops = in_notebook() and not _contains(TrainingCheckpoint, callbacks)
+    own = [*[_NoFitValidation()] * (not validates), *[_NotebookStop()] * stops, RNGState()]
+    return [*callbacks, *guards, *own]
 
 
 def _choose_precision(

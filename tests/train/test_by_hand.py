@@ -3,6 +3,7 @@
 import copy
 import os
 import pickle
+import signal
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,7 +11,7 @@ import lightning as L
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
 from test_modules import SHAPE, TEXTS, TOKENIZER, WORDS, data_of, fit, module_of
 from test_training import word_tokenizer
 
@@ -19,7 +20,8 @@ from bertlab.data.module import PretrainingDataModule
 from bertlab.data.packing import PackedDataset
 from bertlab.model.heads import BertLabForCausalLM
 from bertlab.model.config import BertLabConfig
-from bertlab.train.checkpoints import TrainingCheckpoint, saved_models, _validates_after_batch
+from bertlab.train.checkpoints import TrainingCheckpoint, TrainingInterrupted, saved_models
+from bertlab.train.checkpoints import _validates_after_batch
 from bertlab.train.resume import latest_checkpoint, run_fingerprint
 from bertlab.train.modules import PretrainingModule
 from bertlab.train.steps import plain_options
@@ -105,6 +107,26 @@ def test_a_trainer_with_a_limit_counts_the_epochs_that_it_promises():
         == trainer.estimated_stepping_batches
     )
     assert trainer.num_training_batches == len(data.batches) // 2
+
+
+@pytest.mark.parametrize("saves", [False, True])
+def test_stop_in_a_notebook_ends_in_one_line(tmp_path, monkeypatch, saves):
+    monkeypatch.setattr("bertlab.train.trainer.in_notebook", lambda: True)
+    best = ModelCheckpoint(tmp_path, "best", monitor="val_loss", save_weights_only=True)
+    press = LambdaCallback(on_train_batch_end=lambda *_: signal.raise_signal(signal.SIGINT))
+    trainer = make_trainer(
+        4, "32-true", "cpu", callbacks=[press, best][: 1 + saves], val_check_steps=1
+    )
+    before = signal.getsignal(signal.SIGINT)
+    if saves:  # after the first validation
+        press.on_train_batch_end = lambda *_: (
+            trainer.global_step == 2 and signal.raise_signal(signal.SIGINT)
+        )
+    with pytest.raises(TrainingInterrupted) as stopped:
+        trainer.fit(module_of(), data_of())
+    (line,) = stopped.value._render_traceback_()
+    assert f"step {1 + saves};" in line and (str(tmp_path / "best.ckpt") in line) == saves
+    assert signal.getsignal(signal.SIGINT) is before
 
 
 def test_a_module_that_has_validated_can_be_copied_and_pickled():
