@@ -7,6 +7,7 @@ import select
 import signal
 import sys
 import time
+from functools import partial
 
 import numpy as np
 import pytest
@@ -129,32 +130,41 @@ def test_the_logged_loss_is_that_of_all_labels_of_the_window():
     np.testing.assert_array_equal(parts.column("tokens"), uninterrupted.column("tokens"))
 
 
+def assert_resumes(reference, make_data, steps, stop, **options):
+    "Compare a run that `stop` interrupts, and that is resumed, with the run that nothing stopped."
+    train(make_data(), steps, [stop], **options)
+    directory = stop.directory
+    assert directory.exists()
+    weights, history = train(
+        make_data(), steps, [TrainingCheckpoint(directory)], directory, seed=77, **options
+    )
+    for name in ("train_loss", "learning_rate"):
+        np.testing.assert_array_equal(history.column(name), reference[1].column(name))
+    assert history.validation == reference[1].validation and equal(weights, reference[0])
+    return history
+
+
+@pytest.fixture(scope="module")
+def undisturbed():
+    return train(Texts(), 15, val_check_steps=6)
+
+
 # 43 rows, 11 batches an epoch: steps around the end of the epoch (11, 12) and the validation (6).
 @pytest.mark.parametrize(
     "stop_at, signal_number", zip([1, 5, 6, 7, 10, 11, 12, 14], SIGNALS * 2, strict=True)
 )
-def test_a_run_stopped_at_any_step_and_resumed_is_bit_identical(tmp_path, stop_at, signal_number):
-    data, path = Texts(), tmp_path / "last.ckpt"
-    options = {"val_check_steps": 6}
-    weights, record = train(data, 15, **options)
-    train(Texts(), 15, [Stop(path, stop_at, signal_number, every_n_steps=1000)], **options)
-    assert path.exists()
-    resumed, again = train(Texts(), 15, [TrainingCheckpoint(path)], path, seed=77, **options)
-    np.testing.assert_array_equal(again.column("train_loss"), record.column("train_loss"))
-    np.testing.assert_array_equal(again.column("learning_rate"), record.column("learning_rate"))
-    assert again.validation == record.validation and equal(weights, resumed)
+def test_a_run_stopped_at_any_step_and_resumed_is_bit_identical(
+    undisturbed, tmp_path, stop_at, signal_number
+):
+    stop = Stop(tmp_path / "last.ckpt", stop_at, signal_number, every_n_steps=1000)
+    assert_resumes(undisturbed, Texts, 15, stop, val_check_steps=6)
 
 
-@pytest.mark.parametrize("options", [{"num_workers": 2}, {"accumulate": 3}])
-def test_resume_is_exact_with_workers_and_inside_accumulation(tmp_path, options):
-    workers, window = options.get("num_workers", 0), options.get("accumulate", 1)
-    path, make = tmp_path / "last.ckpt", lambda: Texts(num_workers=workers)
-    trainer_options = {"accumulate_grad_batches": window, "val_check_steps": 4}
-    weights, record = train(make(), 9, **trainer_options)
-    train(make(), 9, [Stop(path, 5)], **trainer_options)
-    resumed, again = train(make(), 9, [TrainingCheckpoint(path)], path, seed=77, **trainer_options)
-    np.testing.assert_array_equal(again.column("train_loss"), record.column("train_loss"))
-    assert again.validation == record.validation and equal(weights, resumed)
+@pytest.mark.parametrize("workers, window", [(2, 1), (0, 3)])
+def test_resume_is_exact_with_workers_and_inside_accumulation(tmp_path, workers, window):
+    make = partial(Texts, num_workers=workers)
+    options = {"accumulate_grad_batches": window, "val_check_steps": 4}
+    assert_resumes(train(make(), 9, **options), make, 9, Stop(tmp_path, 5), **options)
 
 
 class Stuck:
