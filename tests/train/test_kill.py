@@ -6,6 +6,7 @@ import os
 import random
 import signal
 import time
+from functools import partial
 
 import numpy as np
 import pytest
@@ -24,10 +25,13 @@ from bertlab.train.trainer import make_trainer, seed_everything
 
 STEPS, EVERY, WINDOW = 18, 3, 2  # optimizer steps, those between checkpoints, micro-batches in one
 WORDS = [f"w{i}" for i in range(80)]
+PHASES = {6: {"mlm_probability": 0.15}, "80%": {"max_sequence_length": 64}}
 MODES = {  # options of the data, and how often the run dies
     "rows and coins, no workers": ({"num_workers": 0, "objective": "enhanced_mlm"}, 4),
     "rows, two workers": ({"num_workers": 2}, 2),
     "stream, two workers": ({"num_workers": 2, "streaming": True}, 2),
+    "phases, two workers": ({"num_workers": 2, "phases": PHASES}, 1),
+    "phases of a stream": ({"phases": PHASES, "streaming": True}, 1),
 }
 
 
@@ -79,7 +83,7 @@ def die_while_saving_a_model(nth):
     PreTrainedModel.save_pretrained = half
 
 
-def run(folder, text, options, kill=None, at=None):
+def run(folder, text, options, kill=None, at=None, **trainer_options):
     "Train to the end or to death, from the newest checkpoint that is there."
     torch.set_num_threads(1)
     multiprocessing.set_start_method(None, force=True)  # the usual one, for the workers
@@ -101,20 +105,20 @@ def run(folder, text, options, kill=None, at=None):
     callbacks = [history, Deaths(folder / "position", at if kill == "step" else None),
                  TrainingCheckpoint(folder / "checkpoints", EVERY, 2, folder / "models")]  # fmt: skip
     trainer = make_trainer(STEPS, "32-true", accelerator="cpu", val_check_steps=4, callbacks=callbacks,
-                           accumulate_grad_batches=WINDOW)  # fmt: skip
+                           accumulate_grad_batches=WINDOW, **trainer_options)  # fmt: skip
     if result is not None:
         check_resume(result, module, data, STEPS)
     trainer.fit(module, data, ckpt_path=result)
     history.write_csv(folder / "history.csv")
-    torch.save((module.model.state_dict(), history.validation), folder / "end.pt")
+    torch.save((module.state_dict(), history.validation), folder / "end.pt")
 
 
 @pytest.fixture(scope="module")
 def start():
     "Start a run in a clean process that has imported everything already."
 
-    def start(*arguments):
-        process = forked(run, arguments)
+    def start(*arguments, **options):
+        process = forked(partial(run, **options), arguments)
         process.start()
         return process
 
@@ -175,6 +179,20 @@ def test_a_run_killed_again_and_again_ends_as_the_undisturbed_one(mode, tmp_path
     assert exit_code(start(killed, text, options)) == 0
     assert len(curve(uninterrupted)) == STEPS + 1 and curve(killed) == curve(uninterrupted)
     same_end(uninterrupted, killed)
+
+
+def test_two_processes_that_were_killed_end_as_undisturbed_ones(tmp_path, text, start):
+    together = partial(start, text=text, options={}, devices=2, strategy="ddp_fork")
+    uninterrupted, killed = tmp_path / "whole", tmp_path / "killed"
+    assert exit_code(together(uninterrupted)) == 0
+    assert exit_code(together(killed, kill="step", at=16)) != 0
+    assert exit_code(together(killed)) == 0
+    first, second = (
+        torch.load(latest_checkpoint(folder / "checkpoints")) for folder in (uninterrupted, killed)
+    )
+    assert first["global_step"] == second["global_step"] == STEPS
+    weights, again = first["state_dict"], second["state_dict"]
+    assert all(torch.equal(again[name], weights[name]) for name in weights)
 
 
 def test_a_run_killed_at_random_moments_ends_as_the_undisturbed_one(tmp_path, text, start):
