@@ -8,6 +8,7 @@ import random
 import signal
 import zipfile
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -630,23 +631,30 @@ def assert_same_steps(uninterrupted, later, steps):
     )
 
 
-@pytest.mark.parametrize("stop", [3, 13])  # in the first epoch of 11 steps, and in the second
-@pytest.mark.parametrize("streaming", [False, True])
+@pytest.fixture(scope="module", params=[False, True], ids=["rows", "stream"])
+def undisturbed(request, started, tmp_path_factory):
+    "A run of 16 steps of two micro-batches of 4 rows: its folder, what it took, and its parts."
+    _, make_data, make_module = started
+    extra = {"streaming": True} if request.param else {"packing_pad_to_budget": True}
+    parts = make_module, partial(make_data, **extra)
+    folder = tmp_path_factory.mktemp("undisturbed")
+    watch, trainer = fit_in_steps(folder, 16, *parts, 4, 2, every=3, val_check_steps=5)
+    assert request.param or len(trainer.datamodule.batches) == 22
+    return folder, watch, parts
+
+
+@pytest.mark.parametrize("stop", [3, 12])  # in the first epoch of 11 steps, and in the second
 @pytest.mark.parametrize("rows, window", [(2, 4), (8, 1)])
 def test_micro_batches_of_another_size_make_the_same_steps(
-    started, tmp_path, rows, window, streaming, stop
+    undisturbed, tmp_path, rows, window, stop
 ):
-    _, make_data, make_module = started
-    extra = {"streaming": True} if streaming else {"packing_pad_to_budget": True}
-    parts = make_module, lambda **options: make_data(**options, **extra)
-    options = {"every": stop, "val_check_steps": 5}
-    uninterrupted, trainer = fit_in_steps(tmp_path / "whole", 16, *parts, 4, 2, **options)
-    assert streaming or len(trainer.datamodule.batches) == 22
-    path = tmp_path / "whole" / f"step-{stop:08}.ckpt"
-    later, trainer = fit_in_steps(tmp_path / "later", 16, *parts, rows, window, path, **options)
+    folder, uninterrupted, parts = undisturbed
+    path = folder / f"step-{stop:08}.ckpt"
+    later, trainer = fit_in_steps(tmp_path, 16, *parts, rows, window, path, val_check_steps=5)
     assert trainer.global_step == 16 and sorted(later.rows) == list(range(stop, 16))
     assert later.validated == [step for step in uninterrupted.validated if step > stop] != []
     # A stream fills its last round with blank rows, and the next pass begins after it.
+    streaming = trainer.datamodule.streaming
     assert_same_steps(uninterrupted, later, range(stop, 10 if streaming and stop < 10 else 16))
 
 
