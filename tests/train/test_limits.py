@@ -171,17 +171,22 @@ WARMUP = BatchSizeWarmup(1, 4, 120, tokens_per_micro_batch=10)
 MOMENTUM = lambda w: torch.optim.SGD(w, lr=0.05, momentum=0.9)  # noqa: E731
 
 
-def test_windows_grow_and_are_never_cut():
-    sizes = [WARMUP(step) for step in range(16)]
-    assert sizes == sorted(sizes) and set(sizes) == {1, 2, 3, 4} and sizes.count(3) > 1
-    module, record, trainer = fit(16, Numbered(range(80)), [BatchSizeScheduler(WARMUP)], MOMENTUM,
-                                  gradient_clip_val=None)  # fmt: skip
+def assert_windows(sizes, numbers, batches):
+    "Compare a run with the steps on windows of these sizes, taken by hand."
+    module, record, trainer = fit(len(sizes), Numbered(numbers), [BatchSizeScheduler(WARMUP)],
+                                  MOMENTUM, gradient_clip_val=None)  # fmt: skip
     np.testing.assert_array_equal(
         np.diff(record.column("tokens"), prepend=0), np.multiply(sizes, 10)
     )
-    for p, q in zip(module.parameters(), window_weights(sizes, range(80)).parameters()):
+    for p, q in zip(module.parameters(), window_weights(sizes, batches).parameters()):
         torch.testing.assert_close(p, q, atol=1e-6, rtol=1e-5)
     assert trainer.accumulate_grad_batches == 1
+
+
+def test_windows_grow_and_are_never_cut():
+    sizes = [WARMUP(step) for step in range(16)]
+    assert sizes == sorted(sizes) and set(sizes) == {1, 2, 3, 4} and sizes.count(3) > 1
+    assert_windows(sizes, range(80), range(80))
 
 
 def test_a_step_ends_with_the_epoch():
@@ -190,14 +195,7 @@ def test_a_step_ends_with_the_epoch():
         size = min(WARMUP(step), remaining)
         sizes.append(size)
         remaining = remaining - size or 7
-    module, record, _ = fit(14, Numbered(range(7)), [BatchSizeScheduler(WARMUP)], MOMENTUM,
-                            gradient_clip_val=None)  # fmt: skip
-    np.testing.assert_array_equal(
-        np.diff(record.column("tokens"), prepend=0), np.multiply(sizes, 10)
-    )
-    plain = window_weights(sizes, [i % 7 for i in range(sum(sizes))])
-    for p, q in zip(module.parameters(), plain.parameters()):
-        torch.testing.assert_close(p, q, atol=1e-6, rtol=1e-5)
+    assert_windows(sizes, range(7), [i % 7 for i in range(sum(sizes))])
 
 
 def test_how_the_batch_grows_can_be_said_in_yaml(tmp_path):
@@ -220,21 +218,20 @@ def test_validation_counts_steps_while_the_batch_grows():
     assert [v["step"] for v in record.validation] == [4, 8, 12, 16]
 
 
-@pytest.mark.parametrize("stop_at", [1, 4, 7, 8, 11])
-def test_a_resume_keeps_to_the_windows(tmp_path, stop_at):
-    path, val = tmp_path / "last.ckpt", Numbered(range(500, 502))
-    options = dict(val=val, val_check_steps=4)
-    uninterrupted, record, _ = fit(
-        16, Numbered(range(80)), [BatchSizeScheduler(WARMUP)], MOMENTUM, **options
-    )
-    stops = [BatchSizeScheduler(WARMUP), TrainingCheckpoint(path)]
-    fit(stop_at, Numbered(range(80)), stops, MOMENTUM, **options)
-    resumed, again, _ = fit(
-        16, Numbered(range(80)), [BatchSizeScheduler(WARMUP)], MOMENTUM, path, **options
-    )
-    assert same_weights(uninterrupted, resumed) and again.validation == record.validation
-    np.testing.assert_array_equal(record.column("train_loss"), again.column("train_loss"))
-    np.testing.assert_array_equal(record.column("tokens"), again.column("tokens"))
+def test_a_resume_keeps_to_the_windows(tmp_path):
+    def grow(steps, *callbacks, path=None):
+        callbacks, val = [BatchSizeScheduler(WARMUP), *callbacks], Numbered(range(500, 502))
+        loader = Numbered(range(80))
+        return fit(steps, loader, callbacks, MOMENTUM, path, val=val, val_check_steps=4)
+
+    uninterrupted, record, _ = grow(16)
+    for stop_at in (1, 4, 7, 8, 11):
+        path = tmp_path / str(stop_at)
+        grow(stop_at, TrainingCheckpoint(path))
+        resumed, again, _ = grow(16, path=path)
+        assert same_weights(uninterrupted, resumed) and again.validation == record.validation
+        for name in ("train_loss", "tokens"):
+            np.testing.assert_array_equal(record.column(name), again.column(name))
 
 
 def test_checkpoints_fall_on_the_ends_of_growing_windows(tmp_path):
