@@ -125,7 +125,7 @@ def evaluate(case: dict, folder: Path) -> dict[str, dict]:
     task, systems = load_task(case["quick"]), {}
     sides = task.queries, task.documents
     systems["BM25"] = words = retrieval.bm25_scores(*sides)
-    systems["TF-IDF"] = retrieval.tfidf_scores(*sides)
+    systems["TF-IDF"] = tfidf = retrieval.tfidf_scores(*sides)
     models = {"untrained": case["model"]}
     models |= {name: folder / name for name in case["stages"] if name != "reranker"}
     for name, directory in models.items():
@@ -134,6 +134,7 @@ def evaluate(case: dict, folder: Path) -> dict[str, dict]:
         for weight in case["words_weights"]:
             fused = reciprocal_rank_fusion(scores, words, weights=(1, weight))
             systems[f"{name}, hybrid {weight:g}"] = fused
+        systems[f"{name} + {case['tfidf_weight']:g} TF-IDF"] = scores + case["tfidf_weight"] * tfidf
     if "reranker" in case["stages"]:
         best, score = (
             systems[f"{[*models][-1]}, hybrid {case['words_weights'][0]:g}"],
@@ -176,6 +177,7 @@ def main() -> None:
         help="of BM25's ranks in a "
         "hybrid, where the vectors' are 1; the reranker reads the first hybrid's best",
     )
+    add("--tfidf_weight", type=float, default=0.3, help="of its cosines beside the vectors'")
     add("--pair_length", type=int, default=128, help="tokens of a pair in training")
     add("--rerank_k", type=int, default=100, help="documents that the reranker reads")
     add("--stages", nargs="*", choices=STAGES, default=STAGES, help="that are trained")
@@ -192,7 +194,10 @@ def main() -> None:
         options.margin = 0.0  # its cosines are all alike
     names = "model", "epochs", "negatives", "margin", "gradcache_rows", "pair_length", "quick"
     shared = {name: getattr(options, name) for name in names}
-    measured = {name: getattr(options, name) for name in ("words_weights", "rerank_k", "stages")}
+    measured = {
+        name: getattr(options, name)
+        for name in ("words_weights", "tfidf_weight", "rerank_k", "stages")
+    }
     ledger, runs = Ledger("retrieval", options.fresh), {}
     train_pairs = load_task(options.quick).train
     rows = [{"query": row.query, "positive": row.positive} for row in train_pairs.rows()]
