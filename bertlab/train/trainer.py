@@ -124,7 +124,7 @@ def _choose_precision(
 def _build_trainer(settings: Mapping[str, Any]) -> L.Trainer:
     try:
         trainer = L.Trainer(**settings)
-    except MisconfigurationException as error:
+    except (MisconfigurationException, TypeError) as error:
         raise ValueError(f"trainer: {one_line(error)}") from None
     if type(trainer.precision_plugin) is HalfPrecision:  # it would round labels, too
         half = HalfPrecisionFloatTargets(trainer.precision_plugin.precision)
