@@ -247,7 +247,7 @@ _EMBED = {
         "trainer.gradient_clip_val": 1.0,
         "trainer.max_steps": None,
     },
-    "epilog": f"{_STRATEGIES}{_OWN_PARTS}",
+    "epilog": f"{_OWN_PARTS}.",
 }
 _DISTILL = {**_PRETRAIN, "without": (*_PRETRAIN["without"], "run.output", "run.models")}
 _CARD = {"sections": {"": "train/model_cards.py:CardConfig"}}

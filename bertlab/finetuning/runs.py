@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
+from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities import rank_zero_info
 from torch.utils.data import DataLoader
 
@@ -372,6 +373,11 @@ def finetune(
     seed_everything(seed)
     options = epoch_options(data, num_epochs, validations_per_epoch) | trainer_options
     trainer = make_trainer(callbacks=all_callbacks, **options)
+    if isinstance(trainer.strategy, ModelParallelStrategy):
+        raise ValueError(
+            f"strategy={trainer_options['strategy']!r} divides the weights, and the best ones are "
+            "loaded whole at the end: use ddp"
+        )
     trainer.fit(module, data, ckpt_path=checkpoint, weights_only=True)
     step = load_best(module, best)
     metrics = evaluate_run(module, data, trainer_options)

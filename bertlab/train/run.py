@@ -26,7 +26,7 @@ from lightning.pytorch.callbacks.early_stopping import EarlyStoppingReason
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.plugins import LayerSync
 from lightning.pytorch.profilers import Profiler
-from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
 from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.seed import isolate_rng
@@ -259,6 +259,12 @@ def check_one_process(
     if count > 1:
         raise ValueError(
             f"bertlab {command} trains in one process, and {reason} {count}: use one, or {instead}"
+        )
+    strategy = trainer.get("strategy", "auto")
+    if isinstance(strategy, str) and isinstance(get_strategy(strategy), ModelParallelStrategy):
+        raise ValueError(
+            f"trainer.strategy={strategy!r} divides a run among processes, and bertlab {command} "
+            "trains in one: leave it out"
         )
 
 

@@ -129,6 +129,9 @@ WRONG = [  # words, and parts of the answer: what it is about, and what to do
     (["pretrain", "surplus.csv", "--model.adapter", "lora"], ["adapter='lora'", "pretrained_model_name_or_path"]),
     (["finetune", "surplus.csv", "--model.adapter", "lorra"], ["adapter='lorra'", "lora"]),
     (["embed", "finetune", "surplus.csv", "--model.model_config_kwargs", "{}", "--model.adapter", "lorra"], ["adapter='lorra'"]),
+    (["finetune", "surplus.csv", "--trainer.strategy", "fsdp"], ["trainer.strategy='fsdp'", "leave it out"]),
+    (["embed", "finetune", "surplus.csv", "--trainer.strategy", "context:1"], ["trainer.strategy='context:1'"]),
+    (["pretrain", "own.txt", "--trainer.devices", "two"], ["devices"]),
 ]  # fmt: skip
 
 

@@ -59,6 +59,13 @@ class StopAfter(Callback):
         self.series.stop_requested |= self.step is None and trainer.current_epoch == 1
 
 
+def test_a_strategy_that_divides_weights_is_refused_before_a_step(tmp_path):
+    options = PLAIN | {"strategy": "fsdp"}
+    with pytest.raises(ValueError, match="strategy='fsdp'.*ddp"):
+        finetune(module_for(), data_for(), tmp_path, **options)
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("interrupted", [False, True])
 def test_a_run_whose_patience_was_spent_takes_no_step_when_it_goes_on(tmp_path, interrupted):
     "It was killed behind its training, or stopped by a signal in the validation that ended it."
