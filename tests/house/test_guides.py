@@ -5,8 +5,10 @@ import inspect
 import json
 import re
 
+import pytest
 import sync
 from conftest import ROOT
+from hidden import is_hidden
 
 GUIDES = [path for path in sync.notebooks(ROOT) if path.parent.name == "guides"]
 
@@ -21,6 +23,23 @@ def test_the_sidebar_lists_every_guide_in_order():
         *(f"guides/{name}.ipynb" for name in sync.GUIDES), "guides/zebra.ipynb"]  # fmt: skip
     section = sync.sidebar(ROOT).partition("title: Guides")[2].partition("title:")[0]
     assert re.findall(r"guides/(\w+)\.ipynb", section) == list(sync.GUIDES)
+
+
+def parsed(cell: dict) -> ast.Module:
+    "Parse a code cell without its commands."
+    text = re.sub(r"^(\s*)[!%](?:.*\\\n)*.*", r"\1pass", source(cell), flags=re.MULTILINE)
+    return ast.parse("" if source(cell).startswith("%%") else text)
+
+
+@pytest.mark.parametrize("path", GUIDES, ids=lambda path: path.stem)
+def test_a_guide_calls_no_function_of_a_hidden_cell(path):
+    hidden, called = set(), set()
+    for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
+        if cell["cell_type"] == "code" and is_hidden(cell):
+            hidden |= {node.name for node in parsed(cell).body if hasattr(node, "name")}
+        elif cell["cell_type"] == "code":
+            called |= {node.id for node in ast.walk(parsed(cell)) if isinstance(node, ast.Name)}
+    assert not hidden & called
 
 
 def code_lines(cell: dict) -> list[str]:
