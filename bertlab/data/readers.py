@@ -6,7 +6,7 @@
 __all__ = ['COMPRESSIONS', 'OnError', 'MALFORMED', 'Rows', 'READERS', 'SUFFIXES', 'suffix_of', 'open_binary', 'reading_like',
            'ReadOptions', 'ErrorHandler', 'Line', 'Position', 'SourceFile', 'read_lines', 'read_text', 'inner_columns',
            'resolve_column', 'read_csv', 'parse_json', 'read_json', 'read_parquet', 'read_arrow', 'read_rows',
-           'text_of']
+           'text_of', 'iter_row_texts']
 
 # %% ../../nbs/data/02_readers.ipynb #01901144
 import bz2
@@ -863,3 +863,19 @@ def text_of(
             "which is not valid Unicode; correct the row, or leave it out"
         )
     return value
+
+
+def iter_row_texts(
+    rows: Rows,
+    column: str | int,  # of the text
+    handle: OnError,  # gets rows without a text
+) -> Iterator[str]:
+    "Yield the texts of rows; blank ones are left out."
+    for where, row in rows:
+        try:
+            text = text_of(row, column, where)
+        except ValueError as error:
+            handle(error)
+        else:
+            if text and not text.isspace():
+                yield text

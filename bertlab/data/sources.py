@@ -33,7 +33,8 @@ from bertlab.data.readers import (
     Position,
     ReadOptions,
 )
-from .readers import inner_columns, read_rows, resolve_column, suffix_of, text_of
+from .readers import inner_columns, iter_row_texts, read_rows, resolve_column
+from .readers import suffix_of, text_of
 
 # %% ../../nbs/data/03_sources.ipynb #fa83fa25
 def _refuse_directory(error: OSError) -> None:
@@ -458,14 +459,8 @@ class TextStream:
                 self.data.load_state_dict(self.hub)
             # Row by row, so that its state is that of the last row.
             rows = dataset_rows(self.data, part, [column], 1, self.number + 1)
-        for where, row in rows:
-            try:
-                text = text_of(row, column, f"{part} {where}")
-            except ValueError as error:
-                self.handle(error)
-            else:
-                if text and not text.isspace():
-                    yield text
+        rows = ((f"{part} {where}", row) for where, row in rows)
+        yield from iter_row_texts(rows, column, self.handle)
 
     def state_dict(self) -> dict:  # plain numbers, fit for JSON
         "Return the position after the last text that was given."

@@ -37,7 +37,7 @@ from ..core.names import install_command, check_range, import_object, look_up
 from .documents import split_words
 from .readers import COMPRESSIONS, ErrorHandler, Position, ReadOptions
 from .readers import read_rows
-from .readers import text_of
+from .readers import iter_row_texts
 from .sources import check_not_inside, dataset_rows, expand_sources
 from .sources import load_hub_dataset, note_layouts, source_parts
 from .tokenizers import load_tokenizer, num_token_ids
@@ -141,16 +141,9 @@ def read_part(
     layouts: dict[str, str | None] | None = None,  # gets how each file was read
 ) -> Iterator[str]:
     "Yield the documents of a part, in their order; blank texts are left out."
-    handle, column = ErrorHandler(reading.on_error, notes), reading.text_column
-    layouts = {} if layouts is None else layouts
-    for address, row in _part_rows(part, reading, handle, layouts):
-        try:
-            text = text_of(row, column, address)
-        except ValueError as error:
-            handle(error)
-        else:
-            if text and not text.isspace():
-                yield text
+    handle = ErrorHandler(reading.on_error, notes)
+    rows = _part_rows(part, reading, handle, {} if layouts is None else layouts)
+    return iter_row_texts(rows, reading.text_column, handle)
 
 
 def _part_rows(
