@@ -20,6 +20,7 @@ from typing import Any
 import yaml
 
 from ..core.serialization import dump_yaml, is_local_path, load_json, load_yaml, map_values
+from ..core.serialization import one_line
 from ..core.files import RUN_FILE, looks_like_hub_name, write_text
 from ..core.names import check_range
 from ..data.readers import SUFFIXES, suffix_of
@@ -389,9 +390,7 @@ def check_card(
     try:
         return ModelCard(text).data.to_dict()
     except yaml.YAMLError as error:
-        raise ValueError(
-            f"the metadata of README.md is not YAML: {' '.join(str(error).split())}"
-        ) from None
+        raise ValueError(f"the metadata of README.md is not YAML: {one_line(error)}") from None
 
 # %% ../../nbs/train/24_model_cards.ipynb #6d9ff87f
 PUSHED = (
@@ -485,6 +484,6 @@ def push_model(
         api.create_repo(repo, private=private, exist_ok=True)
         commit = api.create_commit(repo, commit_message=message, operations=operations)
     except (hub.errors.HfHubHTTPError, OSError) as error:
-        reason = " ".join(str(error).split())[:300]
+        reason = one_line(error)
         raise ValueError(f"the hub at {api.endpoint} did not accept {repo}: {reason}") from error
     return {"files": [*contents], "commit": commit.commit_url}
