@@ -213,6 +213,17 @@ WRONG_ANSWERS = [
     ("look_inside", "gradient_times_input", ("def gradient_times_input",), """def gradient_times_input(f, x_LD):
     x_LD = x_LD.detach().requires_grad_()
     return (torch.autograd.grad(f(x_LD), x_LD)[0] * x_LD).abs().sum(-1).detach()""", "keep the signs"),
+    ("long_documents", "mask_with_global", ("def mask_with_global",), """def mask_with_global(length, window, positions):
+    at_L = torch.arange(length)
+    mask_LL = (at_L[:, None] - at_L).abs() <= window
+    mask_LL[positions] = True
+    return mask_LL""", "its column is True"),
+    ("long_documents", "mask_with_global", ("def mask_with_global",), """def mask_with_global(length, window, positions):
+    at_L = torch.arange(length)
+    mask_LL = (at_L[:, None] - at_L).abs() <= 2 * window
+    mask_LL[positions] = True
+    mask_LL[:, positions] = True
+    return mask_LL""", "one letter to each side"),
     ("whose_text", "redact", ("def redact",), """def redact(text):
     text = re.sub(r"[\\w.+-]+@[\\w-]+(?:\\.[\\w-]+)+", "<EMAIL>", text)
     return re.sub(r"\\+?\\d{7,}", "<PHONE>", text)""", "number in groups"),
