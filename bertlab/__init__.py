@@ -12,6 +12,8 @@ _os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 # peft imports bitsandbytes, which warns on every machine without a kernel that bertlab never calls.
 _logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(_logging.ERROR)
+# Colab has CUDA's compiler without a GPU too, of which torch warns when a product of matrices is timed.
+_logging.getLogger("torch.utils.cpp_extension").setLevel(_logging.ERROR)
 
 # The public face, by chapter: what a user comes for. Everything else is reached by its chapter,
 # for example `bertlab.data.packing.best_fit_decreasing`. `__init__.pyi` is written from this list by `make sync`,

@@ -22,7 +22,6 @@ from importlib.metadata import PackageNotFoundError, requires, version
 from typing import NamedTuple
 
 import torch
-from torch.utils.benchmark import Timer
 
 from .names import REQUIREMENT, install_command, check_choice, look_up
 
@@ -166,6 +165,8 @@ def _fastest_seconds(
     statement: str, values: dict, device: str | torch.device, seconds: float
 ) -> float:
     "The shortest time of one execution; CUDA is synchronized by the timer."
+    from torch.utils.benchmark import Timer  # here, because it imports setuptools
+
     if torch.device(device).type == "mps":
         statement, values = (
             f"{statement}; synchronize()",

@@ -107,6 +107,7 @@ def pretend_gpus(monkeypatch, *gpus: tuple[str, tuple[int, int], int]):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index=None: at(index)[1])
     properties = lambda index=None: SimpleNamespace(total_memory=at(index)[2] * 2**30)
     monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda: None)  # of torch's CUDA builds
 
 
 def pretend_versions(monkeypatch, **versions: str):
