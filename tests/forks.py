@@ -14,7 +14,6 @@ import torch
 
 # A process that is forked from one that has looked for GPUs cannot use them.
 PROCESSES = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
-multiprocessing.set_forkserver_preload(["prepared"])
 
 
 def forked(target, arguments: tuple) -> BaseProcess:
@@ -24,6 +23,7 @@ def forked(target, arguments: tuple) -> BaseProcess:
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(Path(__file__).parent), outer)))
     try:
         if PROCESSES.get_start_method() == "forkserver":
+            multiprocessing.set_forkserver_preload(["prepared"])  # `main` asks for another module
             ensure_running()
     finally:
         if outer is None:

@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import signal
+import subprocess
 import sys
 import time
 import warnings
@@ -559,9 +560,24 @@ def test_warnings_are_one_line_without_their_source(monkeypatch):
     assert not shown
     text = warnings.formatwarning("a note\nof two lines", UserWarning, "file.py", 3, "source")
     assert text == "bertlab: a note of two lines\n"
-    # peft imports bitsandbytes, which warns of a kernel that is not installed.
-    logger = logging.getLogger("bitsandbytes.backends.cpu.ops")
-    assert not logger.isEnabledFor(logging.WARNING)
+    # A kernel that is not installed, which peft looks for; CUDA's compiler without a GPU, as in Colab.
+    for name in ("bitsandbytes.backends.cpu.ops", "torch.utils.cpp_extension"):
+        assert not logging.getLogger(name).isEnabledFor(logging.WARNING)
+
+
+@pytest.mark.slow  # it imports in a new Python
+def test_workers_of_a_fork_server_have_imported_the_run():
+    code = """
+from multiprocessing import get_context
+from bertlab.cli.main import main
+main(["pretrain", "--run.output", "unused", "--print_config"])
+said = "import sys; print('LOADED', 'bertlab.train.run' in sys.modules)"
+worker = get_context("forkserver").Process(target=exec, args=(said,))
+worker.start()
+worker.join()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert "LOADED True" in done.stdout, done.stderr
 
 
 def test_validate_takes_a_bare_model(folder, tmp_path, capsys):
