@@ -17,7 +17,7 @@ VERSIONS_PYTHON := $(if $(filter lowest,$(VERSIONS)),3.10,3.13)
 # Else uv would rather take the newest fsspec than the lowest datasets.
 VERSIONS_PINS := $(if $(filter lowest,$(VERSIONS)),$(shell sed -nE 's/^    "(datasets)>=([0-9.]+).*/\1==\2.*/p' pyproject.toml))
 VERSIONS_TOOLS := accelerate hypothesis ipykernel packaging pytest pytest-timeout pytest-xdist scipy seqeval tensorboard
-VERSIONS_TESTS := tests/core tests/data tests/model tests/optim tests/train tests/finetuning tests/embeddings
+VERSIONS_TESTS := $(addprefix tests/,core data model optim train finetuning embeddings explorers cli course)
 
 help: ## List what can be made
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 18
@@ -41,8 +41,9 @@ test-colab: .venv/.dev .venv-colab/.colab ## Run the index and the course with C
 
 test-versions: ## Run the core of the suite with the lowest versions (VERSIONS=newest: with today's); needs uv
 	@uv venv --quiet --allow-existing --python $(VERSIONS_PYTHON) .venv-$(VERSIONS)
-	@uv pip install --quiet --python .venv-$(VERSIONS) --torch-backend auto --upgrade \
-		--resolution $(if $(filter lowest,$(VERSIONS)),lowest-direct,highest) $(VERSIONS_PINS) --editable '.[adapters,optimizers]'
+	@install() { uv pip install --quiet --python .venv-$(VERSIONS) --upgrade $(VERSIONS_PINS) \
+		--resolution $(if $(filter lowest,$(VERSIONS)),lowest-direct,highest) --editable '.[adapters,optimizers]' "$$@"; }; \
+		install --torch-backend auto 2>/dev/null || install # the second form brings CUDA's packages, about 5 GB
 	@uv pip install --quiet --python .venv-$(VERSIONS) $(VERSIONS_TOOLS)
 	@.venv-$(VERSIONS)/bin/python -m pytest -m "not slow" $(VERSIONS_TESTS) $(TEST_ARGS)
 
