@@ -18,8 +18,8 @@ PACKAGE = ROOT / "bertlab"
 MODULES = {path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py")}
 DATA = {
     path.relative_to(PACKAGE).as_posix()
-    for pattern in ("*.pyi", "py.typed", "page/*", "*.md", "configs/*.yaml", "launchers/*")
-    for path in PACKAGE.rglob(pattern)
+    for path in PACKAGE.rglob("*")
+    if path.is_file() and path.suffix not in (".py", ".pyc")
 }
 
 
@@ -104,3 +104,5 @@ def test_the_installed_command_answers(clean, tmp_path):
         clean, "-c", "import bertlab; print(bertlab.__version__)", **options
     ).stdout.strip()
     assert version in run(command, "--version", **options).stdout
+    shipped = run(command, "pretrain", "--config", "colab-gpu", "--print_config", **options)
+    assert "train_dataset_name_or_path: Salesforce/wikitext" in shipped.stdout
