@@ -32,7 +32,7 @@ pytestmark = [
 NOTEBOOKS = [
     path
     for path in sync.notebooks(ROOT)
-    if path.parent.name in ("nbs", "course") and (path.parent.name != "nbs" or path.stem == "index")
+    if path.parent.name in ("course", "guides") or path == ROOT / "nbs/index.ipynb"
 ]
 # Pages that train with the library, each on a task of its own.
 AT_FULL_LENGTH = ("three_minutes", "optimizers", "words_and_pieces", "head_start", "where_is_the_answer",
@@ -83,6 +83,7 @@ class Session:
         )
         environment = {name: value for name, value in os.environ.items() if name not in OF_TESTS}
         environment |= {"PIP_DISABLE_PIP_VERSION_CHECK": "1", "COLAB_RELEASE_TAG": "rehearsal"}
+        environment["PATH"] = f"{self.folder}/venv/bin{os.pathsep}{os.environ['PATH']}"
         client = NotebookClient(notebook, km=manager, timeout=timeout)
         return client.execute(cwd=str(self.folder), env=environment).cells
 
@@ -109,22 +110,56 @@ def session(tmp_path_factory) -> Session:
     return Session(tmp_path_factory.mktemp("colab"))
 
 
+def setup_of(page: Path, project: Path) -> dict:
+    "Return the set-up cell of a page."
+    cells = cells_of(page, project)
+    return next(cell for cell in cells if sync.is_setup(sync.source_of(cell)))
+
+
+def printed_by(cells: list[dict]) -> str:
+    outputs = [output for cell in cells for output in cell.get("outputs", [])]
+    return "".join(output.get("text", "") for output in outputs)
+
+
 def test_the_setup_cell_replaces_nothing_in_colab(session):
-    (setup,) = [
-        cell
-        for cell in cells_of(ROOT / "nbs/index.ipynb", session.project)
-        if sync.is_setup(sync.source_of(cell))
-    ]
+    setup = setup_of(ROOT / "nbs/index.ipynb", session.project)
     pandas = {**setup, "source": "import pandas, pyarrow", "id": "pandas"}  # as Colab's kernel does
     cells = session.run([pandas, setup], TIMEOUT)
     assert {"bertlab-encoders", "lightning"} <= session.added()
     preinstalled = {dist.name.lower() for dist in distributions(path=[str(session.preinstalled)])}
     assert not session.added() & preinstalled
-    outputs = [output for cell in cells for output in cell.get("outputs", [])]
-    printed = "".join(output.get("text", "") for output in outputs)
+    printed = printed_by(cells)
     assert not re.search(r"ERROR|Attempting uninstall|Restart the session", printed), printed
+    outputs = [output for cell in cells for output in cell.get("outputs", [])]
     errors = [output["text"] for output in outputs if output.get("name") == "stderr"]
     assert [text for text in errors if not sync.NOISE.search(text)] == []
+
+
+def test_the_setup_cell_copes_with_what_a_session_holds(tmp_path):
+    session = Session(tmp_path)
+    (session.installed / "bertlab").mkdir()  # of the other project that is called so
+    (session.installed / "bertlab/__init__.py").write_text("")
+    metadata = session.installed / "bertlab-0.0.1.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: bertlab\nVersion: 0.0.1\n")
+    setup = setup_of(ROOT / "nbs/data/18_tokenize.ipynb", session.project)
+    older = "import pandas, pyarrow\npyarrow.__version__ = '17.0.0'"
+    adapter = """
+from bertlab.model.adapters import add_adapter
+from transformers import BertConfig, BertModel
+sizes = dict(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1)
+try:
+    add_adapter(BertModel(BertConfig(**sizes)))
+except ImportError as error:
+    print(error)
+"""
+    sources = {"older": older, "adapter": adapter}
+    pandas, adapter = ({**setup, "source": text, "id": name} for name, text in sources.items())
+    printed = printed_by(session.run([pandas, setup, adapter], TIMEOUT))
+    assert {"bertlab-encoders", "datatrove", "loguru"} <= session.added()
+    assert "Successfully installed" in printed  # pip is heard, so Colab can offer a restart
+    assert "Restart the session" in printed and "pyarrow 17.0.0 (now 18.1.0)" in printed
+    assert "pip install -U torchao" in printed
 
 
 @pytest.mark.timeout(TIMEOUT + 60)
