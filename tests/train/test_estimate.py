@@ -21,7 +21,7 @@ from bertlab.optim.optimizers import (
     optimizer_state_bytes,
 )
 from bertlab.train.checkpoints import rng_state
-from bertlab.train.estimate import MemoryEstimate, StepMemory, _available_bytes
+from bertlab.train.estimate import MemoryEstimate, StepMemory, _available_bytes, _grown
 from bertlab.train.estimate import estimate_memory
 from bertlab.train.modules import PretrainingModule, build_optimizer
 
@@ -178,6 +178,10 @@ def test_a_run_that_fits_is_measured_by_a_few_steps(tmp_path, monkeypatch, capsy
     resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
     peak = float(re.search(r"peak +([\d,]+) MiB", printed)[1].replace(",", ""))
     assert abs(peak / resident - 1) < 0.15
+
+
+def test_a_heap_is_expected_to_grow_but_not_the_libraries_nor_a_gpu():
+    assert _grown(peak=300, process=100) == 330 and _grown(300, 0) == 300
 
 
 @pytest.mark.parametrize("command", ["finetune", "embed finetune"])
