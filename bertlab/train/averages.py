@@ -27,7 +27,7 @@ from ..model.loading import check_finite, read_state_dict, written_weights
 from ..model.huggingface import read_sentence_transformers_files
 from .checkpoints import saved_models
 from .history import StepCallback
-from ..core.files import atomic_directory, check_new_output, write_json
+from ..core.files import RUN_FILE, atomic_directory, check_new_output, write_json
 from ..core.names import check_range
 
 # %% ../../nbs/train/17_averages.ipynb #102c8b67
@@ -236,7 +236,8 @@ def _check_compatible(models: Sequence[Path]) -> None:
 # What a directory says of its own weights alone, and what is not of the model.
 _NOT_COPIED = shutil.ignore_patterns(
     ".*", "*.safetensors*", "*.bin*", "*.md", "adapter", "onnx", "trainer_state.json",
-    "metrics.json", "evaluation.json", "stage.json", "average.json",
+    "metrics.json", "evaluation.json", "stage.json", "average.json", RUN_FILE, "checkpoints",
+    "models", "logs", "previous-*",
 )  # fmt: skip
 
 

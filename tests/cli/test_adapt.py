@@ -11,6 +11,7 @@ import bertlab.cli.adapt as adapting
 from bertlab.cli import vocabularies
 from bertlab.cli.adapt import average, lengthen
 from bertlab.cli.vocabularies import extend, transplant, trim
+from bertlab.core.files import RUN_FILE
 from bertlab.data.tokenizers import load_tokenizer, train_tokenizer
 from bertlab.embeddings.bi_encoder import BiEncoder, read_st_config
 from bertlab.finetuning.predictions import load_predictor
@@ -142,6 +143,18 @@ def test_an_average_is_the_mean_of_its_models(tmp_path):
     average([str(tmp_path / "0"), str(tmp_path / "1")], str(tmp_path / "mean"))
     embedding = lambda name: load_encoder(tmp_path / name).get_input_embeddings().weight
     torch.testing.assert_close(embedding("mean"), (embedding("0") + embedding("1")) / 2)
+
+
+def test_a_mean_of_runs_is_a_model_alone(tmp_path):
+    runs = [save_bi_encoder(tmp_path / name) for name in ("first", "second")]
+    model_files = {path.name for path in runs[0].iterdir()}
+    for name in (RUN_FILE, "checkpoints/step-1/state.pt", "models/step-1/config.json", "logs/a.csv",
+                 "previous-1/run.yaml", "metrics.json"):  # fmt: skip
+        for run in runs:
+            (run / name).parent.mkdir(parents=True, exist_ok=True)
+            (run / name).write_text("{}")
+    average([*map(str, runs)], str(tmp_path / "mean"))
+    assert {path.name for path in (tmp_path / "mean").iterdir()} == model_files | {"average.json"}
 
 
 def test_a_longer_model_names_its_lengths(finetuned, tmp_path):
