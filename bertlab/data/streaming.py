@@ -9,6 +9,7 @@ __all__ = ['MAX_SHARDS', 'has_exact_state', 'group_by_length', 'StreamOptions', 
 import heapq
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from copy import copy, deepcopy
 from dataclasses import dataclass
 from importlib.metadata import version
 from itertools import count, islice
@@ -46,13 +47,25 @@ def has_exact_state(source: Any) -> bool:
     return True
 
 
+def _own_copy(source: Any, is_hub: bool) -> Any:
+    "Copy what knows its position; a reader would move that of others."
+    if not is_hub:
+        return copy(source) if hasattr(source, "reset") else source
+    twin = object.__new__(type(source))  # `copy` would share all attributes, and `deepcopy` a cache
+    steps = deepcopy(source._ex_iterable)
+    twin.__setstate__({**vars(source), "_ex_iterable": steps, "_epoch": source.epoch})
+    return twin
+
+
 class _Reader:
     "The documents of one pass over a source; knows where it is."
 
     def __init__(self, source: Any, epoch: int, state: dict | None = None):
-        self.source, self.num_read = source, state["read"] if state else 0
-        exact = state["source"] if state and has_exact_state(source) else None
         self.is_hub = hasattr(source, "_ex_iterable")  # of `datasets`
+        # Another reader, perhaps of a run that has ended, may still be reading ahead.
+        self.source = source = _own_copy(source, self.is_hub)
+        self.num_read = state["read"] if state else 0
+        exact = state["source"] if state and has_exact_state(source) else None
         for method, argument in (("set_epoch", [epoch]), ("reset", [])):
             if hasattr(source, method):
                 getattr(source, method)(*argument)

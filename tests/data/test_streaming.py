@@ -187,6 +187,40 @@ def test_every_kind_of_source_resumes(tmp_path, source_type):
         assert take(again, 60 - stop) == expected[stop:]
 
 
+@pytest.mark.parametrize("source_type", ["text", "plain", "mapped", "in memory"])
+def test_two_readers_of_one_source_do_not_disturb_each_other(tmp_path, source_type):
+    documents = [[5 + n] * (1 + n % 9) for n in range(200)]
+    path = tmp_path / "a.txt"
+    path.write_text("\n".join(f"w{n} " * (1 + n % 9) for n in range(200)))
+    plain = datasets.Dataset.from_dict({"input_ids": documents})
+    streamed = plain.to_iterable_dataset(num_shards=4)
+    source = {
+        "text": lambda: TextStream(str(path), sample_by="line"),
+        "plain": lambda: streamed,
+        "mapped": lambda: streamed.map(lambda row: {"input_ids": row["input_ids"] + [4]}),
+        "in memory": lambda: plain,
+    }[source_type]()
+    tokenizer = train_tokenizer(path.read_text().splitlines(), 600)
+
+    def make():
+        options = {"tokenizer": tokenizer, "buffer_size": 150, "batch_size": 2}
+        return StreamLoader(PackedStream([source], 32, **SPECIAL, **options), keys_and_ids)
+
+    expected = take(make(), 60)
+    stopped = make()
+    first = iter(stopped)
+    assert [next(first) for _ in range(13)] == expected[:13]
+    resumed = make()
+    resumed.load_state_dict(copied(stopped.state_dict()))
+    second = iter(resumed)
+    for batch in expected[13:53]:
+        assert next(first) == next(second) == batch
+    for reader in (stopped, resumed):
+        again = make()
+        again.load_state_dict(copied(reader.state_dict()))
+        assert take(again, 7) == expected[53:]
+
+
 def test_a_shuffle_buffer_has_no_exact_state():
     plain = datasets.Dataset.from_dict({"input_ids": [[5]] * 20}).to_iterable_dataset()
     shuffled = plain.shuffle(buffer_size=5)
