@@ -6,7 +6,8 @@
 __all__ = ['AMPERE', 'PEAK_TFLOPS', 'ACCELERATORS', 'PRECISIONS', 'cpu_multiplies_bfloat16', 'default_precision', 'matmul_dtype',
            'Peaks', 'peak_flops', 'benchmark_matmul', 'benchmark_bandwidth', 'Device', 'num_devices', 'find_devices',
            'describe_device', 'find_accelerator', 'canonical_precision', 'check_device', 'prepare_session',
-           'retain_freed_memory', 'peak_memory_bytes', 'resident_memory_bytes', 'device_memory_peaks']
+           'retain_freed_memory', 'peak_memory_bytes', 'resident_memory_bytes', 'available_memory_bytes',
+           'device_memory_peaks']
 
 # %% ../../nbs/core/05_devices.ipynb #5f341d85
 import ctypes
@@ -19,6 +20,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, requires, version
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -477,6 +479,23 @@ def resident_memory_bytes() -> int | None:
             return int(f.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except OSError:
         return None
+
+
+def available_memory_bytes(device: torch.device | str = "cpu") -> int | None:
+    "What a run could take here: free memory of the GPU, or of the machine with what we hold."
+    if torch.device(device).type == "cuda":
+        return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        free = next(int(line.split()[1]) * 1024 for line in lines if "MemAvailable" in line)
+        limit = free + (resident_memory_bytes() or 0)
+    except (OSError, StopIteration, ValueError):
+        return None
+    try:  # of a container
+        limit = min(limit, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    except (OSError, ValueError):
+        pass
+    return limit
 
 
 def device_memory_peaks(

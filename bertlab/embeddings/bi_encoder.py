@@ -28,6 +28,7 @@ from ..data.rows import compute_by_length, padded_batches
 from ..data.tokenizers import cut_long_texts, load_tokenizer
 from .gradcache import chunk_batch, encode_with_gradcache
 from .pooling import POOLINGS, document_index, pack_for_encoder
+from ..model.activation_checkpointing import MemoryTracker
 from ..model.encoder import BertLabModel
 from ..model.mask_filling import eval_mode
 from ..model.huggingface import check_tokenizer, load_model, max_input_length, read_config
@@ -186,8 +187,7 @@ class BiEncoder(nn.Module):
         num_texts: int | None = None,  # N; None: count them, which synchronizes with the device
     ) -> Tensor:  # (N, D), in the order of the texts
         "Encode a batch; in chunks, activations are recomputed in the backward pass."
-        names = ("input_ids", "attention_mask", *["position_ids"] * self.packs)
-        rows = {name: batch[name] for name in names if name in batch}
+        rows = self._rows(batch)
         if gradcache_rows is None:
             vectors_ND = self._pool_rows(rows, num_texts)
         else:
@@ -195,6 +195,25 @@ class BiEncoder(nn.Module):
         if "text_order" in batch:
             vectors_ND = vectors_ND[batch["text_order"]]
         return F.normalize(vectors_ND, dim=1) if self.normalize else vectors_ND
+
+    def fitting_gradcache_rows(
+        self,
+        batch: Mapping[str, Tensor],  # of `pack_for_encoder`
+        room: int,  # bytes
+    ) -> int | None:  # None: all rows fit
+        "Find how many rows to encode at once, by what eight rows keep for the backward pass."
+        rows = self._rows(batch)
+        sample = chunk_batch(rows, 8)[0]
+        with MemoryTracker() as tracker:
+            vectors_ND = self._pool_rows(sample)
+        fitting = room * len(sample["input_ids"]) // tracker.now
+        del vectors_ND  # which has kept the activations
+        # More than 32 rows at once are hardly faster.
+        return None if fitting >= len(rows["input_ids"]) else min(32, max(1, fitting))
+
+    def _rows(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:  # what the encoder reads
+        names = ("input_ids", "attention_mask", *["position_ids"] * self.packs)
+        return {name: batch[name] for name in names if name in batch}
 
     def _pool_rows(self, rows: Mapping[str, Tensor], num_texts: int | None = None) -> Tensor:
         states_BLD = self.encoder(**rows).last_hidden_state

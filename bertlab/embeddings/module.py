@@ -17,11 +17,13 @@ from typing import Any
 import numpy as np
 import torch
 from lightning.fabric.utilities.data import AttributeDict
+from lightning.pytorch.utilities.seed import isolate_rng
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from scipy.stats import spearmanr
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ..core.devices import available_memory_bytes, find_accelerator
 from ..core.names import check_choice, check_range
 from ..data.rows import IGNORE_INDEX
 from ..data.sources import check_not_inside, expand_sources
@@ -47,6 +49,7 @@ from bertlab.train.modules import (
     resolve_compile,
 )
 from ..train.config import RunConfig, check_rates
+from ..optim.optimizers import optimizer_spec
 from ..train.modules import build_optimizer, build_param_groups, default_learning_rate
 from ..train.modules import check_parts
 from ..train.initialization import config_from_tokenizer
@@ -568,6 +571,29 @@ class EmbeddingRunConfig:
                          skip_spikes=False)  # fmt: skip
 
 
+def _with_gradcache(
+    config: Mapping[str, Any], module: EmbeddingModule, data: EmbeddingDataModule
+) -> tuple[Mapping[str, Any], str]:  # with the chosen rows, and a line that says so
+    "Encode in chunks where a batch would take more than half of a CPU's memory."
+    h, trainer = module.hparams, config["trainer"]
+    on_cpu = find_accelerator(trainer["accelerator"]) == "cpu"
+    room = available_memory_bytes() if on_cpu else None
+    is_set = h.gradcache_rows or h.gradient_checkpointing or h.compile_model
+    if room is None or is_set or optimizer_spec(h.optimizer_class).needs_create_graph:
+        return config, ""
+    with isolate_rng():
+        batch = next(iter(data.train_dataloader()))
+        rows = module.model.train().fitting_gradcache_rows(batch, room // 2)
+    if rows is None:
+        return config, ""
+    h.gradcache_rows = rows
+    note = (
+        f"\ngradcache_rows: {rows}, because the activations of {len(batch['labels'])} pairs would "
+        f"take more than half of {room / 2**30:.1f} GiB; a step takes a third longer"
+    )
+    return {**config, "model": {**config["model"], "gradcache_rows": rows}}, note
+
+
 def build_embedding(
     config: Mapping[str, Any],  # in sections: model, data, trainer, run, and seed_everything
     saved: Path | None = None,  # the directory of the run, if it is resumed
@@ -595,6 +621,7 @@ def build_embedding(
     module.check_pairs(data.datasets)
     data.fit_rows(module.model)
     trainer = trainer_options(config["trainer"])
+    config, note = _with_gradcache(config, module, data)
     window, batches = trainer.get("accumulate_grad_batches", 1), len(data.train_dataloader())
     steps = trainer.setdefault(
         "max_steps", max(1, round(run.num_epochs * batches / max(1, window)))
@@ -603,6 +630,6 @@ def build_embedding(
     trainer["val_check_steps"] = max(1, steps // run.validations) if has_validation else None
     return RunParts(
         config, run.run_config(), module, data, None, trainer,
-        lambda: f"{data.describe()}\nrows: {describe_rows(module.padded_because)}", has_validation,
+        lambda: f"{data.describe()}\nrows: {describe_rows(module.padded_because)}{note}", has_validation,
         save=module.save,
     )  # fmt: skip

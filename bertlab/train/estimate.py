@@ -25,7 +25,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.data import DataLoader
 
-from ..core.devices import canonical_precision, check_device, default_precision
+from ..core.devices import available_memory_bytes, canonical_precision, check_device
+from ..core.devices import default_precision
 from ..core.devices import peak_memory_bytes, resident_memory_bytes, retain_freed_memory
 from ..core.names import check_choice, check_range
 from ..model.activation_checkpointing import MemoryTracker
@@ -244,23 +245,6 @@ def _process_bytes() -> int:
         torch.optim.AdamW(model.parameters(), fused=True).step()
     return resident_memory_bytes() or 0
 
-
-def _available_bytes(device: torch.device | str = "cpu") -> int | None:
-    "What a run could take here: free memory of the GPU, or of the machine with what we hold."
-    if torch.device(device).type == "cuda":
-        return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        free = next(int(line.split()[1]) * 1024 for line in lines if "MemAvailable" in line)
-        limit = free + (resident_memory_bytes() or 0)
-    except (OSError, StopIteration, ValueError):
-        return None
-    try:  # of a container
-        limit = min(limit, int(Path("/sys/fs/cgroup/memory.max").read_text()))
-    except (OSError, ValueError):
-        pass
-    return limit
-
 # %% ../../nbs/train/23_estimate.ipynb #fb393ff4
 def _largest_fitting(
     peak_of: Callable[[int], int],  # bytes of a number of rows
@@ -419,7 +403,7 @@ def estimate_memory(
     fixed_bytes = step.weights + step.gradients + step.states
     saving = fixed_bytes + 2 * step.weights if saves_models and device == "cpu" else 0
     estimate = MemoryEstimate(
-        step, process, saving, _available_bytes(device), rows, length, None, device
+        step, process, saving, available_memory_bytes(device), rows, length, None, device
     )
     if trainer is not None and estimate.fits is not False:
         make_batch = partial(_varied_batch, h.objective, length=length, label_rate=label_rate)
@@ -482,7 +466,7 @@ def estimate_steps(
     rows, length = batches[3]["input_ids"].shape
     least = StepMemory(weights, gradients, 2 * gradients, 0, 0, 0)
     estimate = MemoryEstimate(
-        least, process, 0, _available_bytes(device), rows, length, None, device
+        least, process, 0, available_memory_bytes(device), rows, length, None, device
     )
     if estimate.fits is False:
         return estimate

@@ -142,6 +142,19 @@ def test_a_resume_of_another_run_is_refused(folder, capsys, tmp_path, monkeypatc
     assert before == {path: path.read_bytes() for path in before}
 
 
+def test_a_batch_that_memory_does_not_hold_is_encoded_in_parts(
+    folder, capsys, tmp_path, monkeypatch
+):
+    words = "--model.gradcache_rows", "null", "--trainer.max_steps", "2"
+    printed = succeed(capsys, *finetune_words(folder, tmp_path / "whole", *words))
+    assert "gradcache_rows" not in printed
+    monkeypatch.setattr("bertlab.embeddings.module.available_memory_bytes", lambda: 1 << 16)
+    printed = succeed(capsys, *finetune_words(folder, tmp_path / "parts", *words))
+    assert "gradcache_rows: 1, because the activations of 16 pairs" in printed
+    options = yaml.safe_load((tmp_path / "parts/run.yaml").read_text())
+    assert options["model"]["gradcache_rows"] == 1  # for a resume on another machine
+
+
 @pytest.mark.parametrize(
     "norm, prefix", [("layer", ": "), ("rms", ": import bertlab.model.huggingface, then ")]
 )

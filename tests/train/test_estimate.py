@@ -21,7 +21,8 @@ from bertlab.optim.optimizers import (
     optimizer_state_bytes,
 )
 from bertlab.train.checkpoints import rng_state
-from bertlab.train.estimate import MemoryEstimate, StepMemory, _available_bytes, _grown
+from bertlab.core.devices import available_memory_bytes
+from bertlab.train.estimate import MemoryEstimate, StepMemory, _grown
 from bertlab.train.estimate import estimate_memory
 from bertlab.train.modules import PretrainingModule, build_optimizer
 
@@ -119,11 +120,11 @@ def test_an_adapter_saves_gradients_and_states():
 def test_nothing_moves_and_nothing_is_allocated():
     module = PretrainingModule(modernbert_tiny(vocab_size=50_000, hidden_size=1024, num_attention_heads=16,
                                                intermediate_size=2048, num_hidden_layers=8).to_diff_dict())  # fmt: skip
-    before, states = _available_bytes(), rng_state()["torch"].clone()
+    before, states = available_memory_bytes(), rng_state()["torch"].clone()
     message = estimate_memory(module, 64, 512, precision="32-true", find_largest=False)
     assert message.step.peak > 2**34  # which this process never held
     assert torch.equal(states, rng_state()["torch"]) and module.model is None
-    assert before is None or _available_bytes() > before - 2**31
+    assert before is None or available_memory_bytes() > before - 2**31
 
 
 def test_the_largest_micro_batch_fits_and_more_does_not(monkeypatch):
@@ -133,7 +134,7 @@ def test_the_largest_micro_batch_fits_and_more_does_not(monkeypatch):
     room = 40 * 2**20
     monkeypatch.setattr(estimate, "_process_bytes", lambda: 0)
     monkeypatch.setattr(estimate, "HEAP_OVERHEAD", 1.0)
-    monkeypatch.setattr(estimate, "_available_bytes", lambda device="cpu": room)
+    monkeypatch.setattr(estimate, "available_memory_bytes", lambda device="cpu": room)
     message = estimate_memory(module, 4, 64, precision="32-true", saves_models=False)
     peak = lambda rows: (
         estimate_memory(module, rows, 64, precision="32-true", find_largest=False).step.peak
@@ -211,7 +212,7 @@ def test_runs_with_rows_are_estimated_by_their_own_batches(command, tmp_path, mo
 
 
 def test_a_run_that_does_not_fit_takes_no_step(monkeypatch):
-    monkeypatch.setattr("bertlab.train.estimate._available_bytes", lambda device: 2**20)
+    monkeypatch.setattr("bertlab.train.estimate.available_memory_bytes", lambda device: 2**20)
     module = PretrainingModule(modernbert_tiny(**SHAPE).to_diff_dict())
     trainer = {"max_steps": 4, "accumulate_grad_batches": 1, "accelerator": "cpu"}
     estimate = estimate_memory(module, 2, 64, precision="32-true", trainer=trainer)
