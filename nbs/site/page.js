@@ -1,4 +1,5 @@
-// A button that hides all code of a page, and the contents list of phones, which closes when one of its links is followed.
+// A button that hides all code of a page, the contents list of phones, which closes when one of its links is followed, and
+// figures that scroll by keyboard where they are wider than the screen.
 
 const cells = document.querySelectorAll("main .cell > .sourceCode, main .cell > details, main .cell > .code-copy-outer-scaffold");
 if (cells.length > 3) {
@@ -11,3 +12,7 @@ if (cells.length > 3) {
 
 const contents = document.querySelector("details.contents");
 contents?.addEventListener("click", (event) => { if (event.target.closest("a")) contents.open = false; });
+
+for (const place of document.querySelectorAll("main figure p")) {
+  if (place.scrollWidth > place.clientWidth) place.tabIndex = 0;
+}
