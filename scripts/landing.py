@@ -17,6 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
 import joins  # noqa: E402
+import reference  # noqa: E402
 from reference import front, search_entries  # noqa: E402
 from sync import GUIDES, Address, fenced, output_markdown, source_of, title_of  # noqa: E402
 
@@ -81,29 +82,43 @@ def share_text(share: float) -> str:
     return f"{share:.1%}".replace("%", " %")
 
 
+def answer_table(caption: str, heads: tuple[str, ...], rows: list[tuple]) -> str:
+    "Return a table as draw.js makes it: words, and at the end of each row a probability with its bar."
+    lines = []
+    for first, *words, share in rows:
+        cells = "".join(f"<td>{html.escape(word)}</td>" for word in words)
+        lines.append(
+            f'<tr><th scope="row">{html.escape(first)}</th>{cells}<td class="number">{share_text(share)}</td>'
+            f'<td class="bar" aria-hidden="true"><div style="width:{share:.1%}"></div></td></tr>'
+        )
+    head = "".join(f'<th scope="col">{title}</th>' for title in heads)
+    return (
+        f'<table class="plain"><caption>{caption}</caption><thead><tr>{head}<th scope="col">probability</th><td></td></tr>'
+        f"</thead><tbody>{''.join(lines)}</tbody></table>"
+    )
+
+
 def guess_tables(answer: dict) -> str:
     "Return the guesses of an answer as HTML tables."
-    tables = []
-    for count, position in enumerate(answer["gaps"], 1):
-        rows = "".join(f'<tr><th scope="row">{html.escape(word)}</th><td class="number">{share_text(share)}</td></tr>'
-                       for word, share, _ in answer["guesses"][str(position)])  # fmt: skip
-        caption = "The gap" if len(answer["gaps"]) == 1 else f"Gap {count}"
-        tables.append(
-            f'<table class="plain"><caption>{caption}</caption><tbody>{rows}</tbody></table>'
+    count = len(answer["gaps"])
+    return "".join(
+        answer_table(
+            f"Gap {number} of {count}" if count > 1 else "The gap",
+            ("guess",),
+            [(word, share) for word, share, _ in answer["guesses"][str(position)]],
         )
-    return "".join(tables)
+        for number, position in enumerate(answer["gaps"], 1)
+    )
 
 
 def lens_table(answer: dict) -> str:
     "Return the best guess after each layer at the first gap, as an HTML table."
-    position, rows = answer["gaps"][0], []
-    states = answer["lens"][str(position)]
-    for layer, words in enumerate(states):
-        after = "embedding" if layer == 0 else f"layer {layer}"
-        rows.append(f'<tr><th scope="row">{after}</th><td>{html.escape(words[0][0])}</td>'
-                    f'<td class="number">{share_text(words[0][1])}</td></tr>')  # fmt: skip
-    return (f'<table class="plain"><caption>Best guess for the first gap after each layer</caption>'
-            f'<tbody>{"".join(rows)}</tbody></table>')  # fmt: skip
+    states = answer["lens"][str(answer["gaps"][0])]
+    names = ["embedding", *(f"layer {layer}" for layer in range(1, len(states)))]
+    rows = [(name, *words[0][:2]) for name, words in zip(names, states, strict=True)]
+    return answer_table(
+        "Best guess for the first gap after each layer", ("after", "best guess"), rows
+    )
 
 
 def attention_bars(answer: dict) -> str:
@@ -538,7 +553,7 @@ SEARCH_BUTTON = re.compile(r'<button type="button" class="btn quarto-search-butt
 
 
 # Tables of the reference, by the head of their first column: on a phone, a row of them is a stack.
-STACKED = re.compile(r"<th[^>]*>(?:<strong>)?(?:parameter|option|command|name|method)<")
+STACKED = re.compile(r"<th[^>]*>(?:<strong>)?(?:parameter|option|command|module|name|method)<")
 
 
 def mend(text: str, root: str = "") -> str:
@@ -546,7 +561,7 @@ def mend(text: str, root: str = "") -> str:
 
     `root` leads from the page to the root of the site.
     """
-    text = ELSEWHERE.sub("", text)
+    text = reference.put_code(ELSEWHERE.sub("", text), reference.highlighted)
     text = text.replace(
         "return filterRegex.test(href)", f"return {SAME_SITE} || filterRegex.test(href)"
     )
@@ -648,11 +663,12 @@ def keep_used_rules(docs: Path) -> None:
 def as_markdown(path: Path) -> str:
     "Return a staged page as Markdown, for programs that read."
     if path.suffix == ".qmd":
-        _, front_matter, text = path.read_text(encoding="utf-8").split("---\n", 2)
-        return text
+        return path.read_text(encoding="utf-8").split("---\n", 2)[2]
     parts = []
     for cell in json.loads(path.read_text(encoding="utf-8"))["cells"][1:]:
         source = source_of(cell)
+        if cell["cell_type"] == "markdown":
+            source = reference.put_code(source, lambda code: fenced(code, "python"))
         if cell["cell_type"] == "code":
             source = fenced(re.sub(r"^#\|.*\n", "", source, flags=re.MULTILINE), "python")
         parts.append(source)

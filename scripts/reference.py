@@ -1,7 +1,8 @@
 """Build the reference pages of names, commands and settings from the package's source.
 
 Nothing of the package is run except the table of commands, which imports nothing heavy. A signature is shown as
-written, with the comments of its parameters, and its code is folded below it.
+written, with the comments of its parameters, and its code is folded below it. That code is put in after the
+rendering: it is a fifth of all words, and Quarto would process and index it.
 """
 
 import ast
@@ -94,9 +95,16 @@ def parameters_of(node: ast.AST, lines: list[str]) -> list[Parameter]:
         ]
     stars = {} if isinstance(node, ast.ClassDef) else {node.args.vararg: "*", node.args.kwarg: "**"}
     text = lambda part: "" if part is None else ast.unparse(part)
-    return [Parameter(stars.get(target, "") + (target.id if isinstance(target, ast.Name) else target.arg),
-                      text(annotation), text(value), comment_of(lines, value or annotation or target, target.lineno))
-            for target, annotation, value in rows]  # fmt: skip
+    parameters = []
+    for target, annotation, value in rows:
+        name = target.id if isinstance(target, ast.Name) else target.arg
+        # A comment above belongs to a parameter only if nothing is in front of it on its line.
+        begin = target.lineno if lines[target.lineno - 1].lstrip(" *").startswith(name) else 1
+        comment = comment_of(lines, value or annotation or target, begin)
+        parameters.append(
+            Parameter(stars.get(target, "") + name, text(annotation), text(value), comment)
+        )
+    return parameters
 
 
 def returned(node: ast.AST, lines: list[str]) -> Parameter | None:
@@ -169,10 +177,7 @@ def anchor(name: str) -> str:
 
 
 def all_parameters(definition: Definition, page: str) -> list[Parameter]:
-    "Return the parameters of a definition, with those that it takes from its bases or passes to its configuration."
-    passed = re.search(r"(\w+)\(\*args, \*\*options\)", definition.source)
-    if passed and (config := find(passed[1], page)) and config.name != definition.name:
-        return all_parameters(config, page)
+    "Return the parameters of a definition, with those that it takes from its bases."
     rows = {}
     if not re.search(r"^    def __init__\b", definition.source, flags=re.MULTILINE):
         for base in filter(None, (find(base, page) for base in definition.bases)):
@@ -229,12 +234,19 @@ def method_lines(definition: Definition, page: str, explained: dict[str, set[str
 def document(
     definition: Definition, source_url: str, page: str, explained: dict[str, set[str]]
 ) -> str:
-    "Return the documentation of a name as Markdown: its docstring, parameters, methods, and folded code."
-    url = f"{source_url}/{definition.module.replace('.', '/')}.py#L{definition.line}"
+    """Return the documentation of a name as Markdown: its docstring, parameters, methods, and a place for its code.
+
+    A helper has no tables: its parameters and methods are read in its code, each with its comment.
+    """
     parts = [f"### {definition.name} {{#{anchor(definition.name)} .name}}", ""]
     if definition.doc.strip():
         parts += [separate_lists(definition.doc.strip()), ""]
-    if parameters := all_parameters(definition, page):
+    is_helper = not is_public(modules()[definition.module], definition.name)
+    passed = re.search(r"(\w+)\(\*args, \*\*options\)", definition.source)
+    config = address_of(passed[1], page, explained) if passed else None
+    if config:
+        parts += [f"It takes a [`{passed[1]}`]({config}), or its fields as keywords.", ""]
+    elif not is_helper and (parameters := all_parameters(definition, page)):
         parts += ["| parameter | type | default | meaning |", "|:--|:--|:--|:-----|"]
         for row in parameters:
             shown = code_in_table(row.default) if row.default else ""
@@ -242,13 +254,66 @@ def document(
                 f"| `{row.name}` | {linked_type(row.type, page, explained)} | {shown} | {cell(row.meaning)} |"
             )
         parts.append("")
-    if result := definition.returns:
+    if not is_helper and (result := definition.returns):
         meaning = f": {result.meaning}" if result.meaning else ""
         parts += [f"Returns {linked_type(result.type, page, explained)}{meaning}.", ""]
-    parts += method_lines(definition, page, explained)
-    parts += ["<details class=\"code\"><summary>Code</summary>", "", "```python", definition.source, "```", "",
-              f"[In the repository]({url})", "", "</details>"]  # fmt: skip
+    parts += [] if is_helper else method_lines(definition, page, explained)
+    url = f"{source_url}/{definition.module.replace('.', '/')}.py#L{definition.line}"
+    parts.append(
+        f'<details class="code" data-name="{definition.module}:{definition.name}" data-url="{url}"></details>'
+    )
     return "\n".join(parts)
+
+
+CODE_PLACE = re.compile(
+    r'<details class="code" data-name="([\w.]+):([\w.]+)" data-url="([^"]+)">\s*</details>'
+)
+
+
+def put_code(text: str, shown) -> str:
+    "Put the code of names into a page, each as `shown` writes it from its source."
+
+    def block(match: re.Match) -> str:
+        module, name, url = match.groups()
+        summary = "Code" if is_public(modules()[module], name) else "Signature and code"
+        return (
+            f'<details class="code"><summary>{summary}</summary>\n\n{shown(modules()[module].found[name].source)}\n\n'
+            f'<p><a href="{url}">In the repository</a></p>\n\n</details>'
+        )
+
+    return CODE_PLACE.sub(block, text)
+
+
+# Pandoc's classes of highlighted code, by the tokens of Pygments; the first that fits counts.
+CLASSES = (
+    ("Comment", "co"), ("Literal.String.Doc", "co"), ("Literal.String", "st"), ("Literal.Number.Float", "fl"),
+    ("Literal.Number", "dv"), ("Keyword.Constant", "va"), ("Keyword.Namespace", "im"), ("Keyword", "cf"),
+    ("Operator.Word", "kw"), ("Operator", "op"), ("Name.Builtin.Pseudo", "va"), ("Name.Builtin", "bu"),
+    ("Name.Decorator", "at"), ("Name.Exception", "pp"),
+)  # fmt: skip
+
+
+def highlighted(source: str) -> str:
+    "Return Python code as HTML, with the classes and the button that Pandoc and Quarto give it."
+    from pygments.lexers import PythonLexer
+
+    pieces = []
+    for token, text in PythonLexer().get_tokens(source):
+        kind = str(token).removeprefix("Token.")
+        name = next((name for prefix, name in CLASSES if kind.startswith(prefix)), "")
+        name = "kw" if kind == "Keyword" and text in ("class", "def", "lambda") else name
+        pieces.append((name, html.escape(text, quote=False)))
+    lines = [""]
+    for name, group in itertools.groupby(pieces, key=lambda piece: piece[0]):
+        for number, part in enumerate("".join(text for _, text in group).split("\n")):
+            lines += [""] if number else []
+            lines[-1] += f'<span class="{name}">{part}</span>' if name and part else part
+    code = "\n".join(f"<span>{line}</span>" for line in lines).removesuffix("\n<span></span>")
+    return (
+        '<div class="code-copy-outer-scaffold"><div class="sourceCode"><pre tabindex="0" class="sourceCode python'
+        f' code-with-copy"><code class="sourceCode python">{code}</code></pre></div>'
+        '<button title="Copy to Clipboard" class="code-copy-button"><i class="bi"></i></button></div>'
+    )
 
 
 # --- Markdown of notebooks as the site's Markdown -------------------------------------------------
@@ -391,15 +456,20 @@ addEventListener("DOMContentLoaded", () => {
 """
 
 
+def linked_name(module: Module, name: str, top: str, explained: dict[str, set[str]]) -> str:
+    "Return a name as code, with a link to its documentation; `top` leads to the root of the site."
+    is_explained = anchor(name) in explained.get(module.notebook, ())
+    target = f"{top}{module.notebook}#{anchor(name)}"
+    return f"[`{name}`]({target})" if is_explained else f"`{name}`"
+
+
 def name_table(
     names: list[tuple[Module, str]], top: str, explained: dict[str, set[str]]
 ) -> list[str]:
     "Return a table of names, each with the first line of its docstring; `top` leads to the root of the site."
     lines = ["| name | what it is |", "|:---|:-------|"]
     for module, name in names:
-        is_explained = anchor(name) in explained.get(module.notebook, ())
-        target = f"{top}{module.notebook}#{anchor(name)}"
-        linked = f"[`{name}`]({target})" if is_explained else f"`{name}`"
+        linked = linked_name(module, name, top, explained)
         lines.append(f"| {linked} | {cell(first_line(module.found[name].doc))} |")
     return [*lines, ""]
 
@@ -419,19 +489,19 @@ def names_of(chapter: str) -> list[tuple[Module, str]]:
 
 def names_page(explained: dict[str, set[str]]) -> str:
     "Return the page with every name that is not in `bertlab` itself, module by module."
-    parts = [
-        *front(
-            "Names by module", "What the public names are made of; import these from their modules."
-        ),
-        FILTER,
-    ]
-    for chapter, (title, sentence) in CHAPTERS.items():
-        parts += [f"# {title} {{#{chapter}}}", "", f"{sentence[0].upper()}{sentence[1:]}.", ""]
+    parts = front(
+        "Names by module", "What the public names are made of; import these from their modules."
+    )
+    parts += ["[All parts](../parts.ipynb) says what each module is for.", "", FILTER]
+    for chapter, (title, _) in CHAPTERS.items():
+        parts += [f"# {title} {{#{chapter}}}", "", "| module | names |", "|:---|:-------|"]
         for module, named in itertools.groupby(names_of(chapter), key=lambda pair: pair[0]):
-            parts += [f"## {module.name} {{#{module.name.replace('.', '-')}}}", "",
-                      f"{module.doc} [Explained](../{module.notebook})", ""]  # fmt: skip
-            if others := [n for n in named if not is_public(*n)]:
-                parts += name_table(others, "../", explained)
+            others = [
+                linked_name(*pair, "../", explained) for pair in named if not is_public(*pair)
+            ]
+            if others:
+                parts.append(f"| [{module.name}](../{module.notebook}) | {', '.join(others)} |")
+        parts.append("")
     return "\n".join(parts)
 
 

@@ -202,10 +202,40 @@ def test_a_name_is_documented_by_its_docstring_first(site):
     entry = entry.partition("\n### ")[0]
     order = [
         entry.index(part)
-        for part in ("Let tokens attend", "| parameter |", '<details class="code">')
+        for part in ("Let tokens attend", "| parameter |", '<details class="code"')
     ]
     assert order == sorted(order)
     assert "| `documents_BL` | `Tensor` |  | 0 for padding, 1, 2, ... for the document" in entry
+
+
+def test_a_helper_shows_its_parameters_in_its_code(site):
+    _, _, entry = staged_text(site, "data/12_packing.ipynb").partition("### split_into_windows ")
+    entry = entry.partition("\n### ")[0]
+    assert "| parameter |" not in entry and "# document d is tokens" not in entry
+    shown = reference.put_code(entry, reference.highlighted)
+    assert "Signature and code" in shown and "# document d is tokens[offsets" in shown
+    assert '<span class="kw">def</span> split_into_windows(' in shown
+    assert "/bertlab/data/packing.py#L" in shown and "data-name" not in shown
+
+
+def test_the_site_shows_no_check_of_an_exercise(site):
+    for name in NOTEBOOKS:
+        cells = json.loads((site / "_proc" / name).read_text(encoding="utf-8"))["cells"]
+        for cell in cells:
+            if cell["cell_type"] == "code" and "NotImplementedError" in sync.source_of(cell):
+                assert not re.search(r"^def check_", sync.source_of(cell), re.MULTILINE), name
+    _, _, exercise = staged_text(site, "data/12_packing.ipynb").partition("def overlapping(")
+    assert "# The notebook checks your answer." in exercise
+
+
+def test_no_output_colours_its_text(site):
+    for name in NOTEBOOKS:
+        for cell in json.loads((site / "_proc" / name).read_text(encoding="utf-8"))["cells"]:
+            for output in cell.get("outputs", []):
+                shown = "".join(output.get("data", {}).get("text/html", ""))
+                for style in re.findall(r'style="([^"]*)"', shown):
+                    # No colour of our figures has enough contrast both on white and in the dark.
+                    assert "background" in style or not re.search(r"(?<![-\w])color:#", style), name
 
 
 def test_names_are_linked_outside_code():
@@ -246,6 +276,25 @@ def test_llms_txt_names_every_page(site):
     for path in [*(site / "_proc").rglob("*.ipynb"), *(site / "_proc").rglob("*.qmd")]:
         if path.name not in ("index.qmd", "404.qmd"):
             assert f"[{landing.head_of_page(path)['title']}](" in text, path
+
+
+def test_addresses_in_the_package_and_readme_lead_to_a_page(site):
+    staged = site / "_proc"
+    outputs = {
+        Path(landing.output_of(path.relative_to(staged).as_posix(), landing.head_of_page(path)))
+        for path in [*staged.rglob("*.ipynb"), *staged.rglob("*.qmd")]
+    }
+    address = re.compile(re.escape(sync.Address.read(ROOT).site_url) + r"/([\w/.-]+\w)")
+    texts = [*ROOT.glob("*.md"), ROOT / "CITATION.cff", ROOT / "pyproject.toml"]
+    texts += [
+        path for path in (ROOT / "bertlab").rglob("*") if path.suffix in (".py", ".html", ".js")
+    ]
+    named = {name: path for path in texts for name in address.findall(path.read_text("utf-8"))}
+    assert "glass.html" in named, "the exported web page links to the site"
+    gone = {
+        name: path for name, path in named.items() if Path(name).with_suffix(".html") not in outputs
+    }
+    assert not gone
 
 
 QUESTIONS = {
@@ -292,7 +341,10 @@ def staged_entries(staged: Path) -> Iterator[dict]:
         href = landing.output_of(path.relative_to(staged).as_posix(), head)
         if href.startswith("reference/commands/"):
             continue  # their commands and options have entries of their own
-        parts = re.split(r"^## (.+)$", landing.as_markdown(path), flags=re.MULTILINE)
+        text = re.sub(
+            '<details class="code">.*?</details>', "", landing.as_markdown(path), flags=re.S
+        )
+        parts = re.split(r"^## (.+)$", text, flags=re.MULTILINE)
         for number, (section, text) in enumerate(zip(["", *parts[1::2]], parts[::2], strict=True)):
             anchor = f"#part-{number}" * bool(section)
             yield {"href": href + anchor, "title": head["title"], "section": section, "text": text}
@@ -385,6 +437,10 @@ def plan(
 ) -> str:  # what will happen
     "Say what will happen."
 
+# %% of a cell
+def line(text: str):
+    pass
+
 class Box(Odd):
     "A box."
 
@@ -397,6 +453,7 @@ class Box(Odd):
     "name, expected",
     [
         ("Run", ["steps int  Optimizer steps.", "rate float 0.001 the peak"]),
+        ("line", ["text str  "]),
         ("plan", ["run 'Later'  named before it is there", "*parts int  ", "quiet bool False "]),
         ("Box", ["size  3 of the box"]),
     ],

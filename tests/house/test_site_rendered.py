@@ -194,6 +194,12 @@ def test_search_answers_questions_and_knows_every_option(browser, address):
     assert errors == []
 
 
+def test_the_code_of_names_is_on_their_page_and_not_in_the_index():
+    page = (SITE / "data/packing.html").read_text(encoding="utf-8")
+    assert '<span class="kw">def</span> split_into_windows(' in page
+    assert "def split_into_windows(" not in (SITE / "search.json").read_text(encoding="utf-8")
+
+
 def test_the_first_view_is_small(browser, address):
     page = browser.new_context(viewport={"width": 1400, "height": 900}).new_page()
     responses: list = []
