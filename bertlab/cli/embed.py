@@ -28,7 +28,8 @@ from ..core.names import check_choice, check_range
 from ..core.serialization import load_json
 from ..data.readers import ReadOptions
 from ..data.sources import check_not_inside
-from ..embeddings.app import FolderIndex, Passage, SearchServer, best_system, compare_models
+from ..embeddings.app import WORDS_WEIGHTS, FolderIndex, Passage, SearchServer
+from ..embeddings.app import best_system, compare_models
 from ..embeddings.app import follow_changes, held_out_task, load_read, passage_pairs
 from ..embeddings.app import read_folder, save_read, split_pairs
 from ..embeddings.bi_encoder import BiEncoder, Reranker, find_similarity
@@ -39,7 +40,7 @@ from ..embeddings.search import find_prompt, mine_negatives, rerank, source_docu
 from ..embeddings.retrieval import BM25, RETRIEVAL_TASKS, RetrievalTask, WordVectors
 from ..embeddings.retrieval import bm25_scores, bootstrap_ci, evaluate_retrieval
 from ..embeddings.retrieval import load_retrieval_task, mteb_scores, pair_baselines
-from ..embeddings.retrieval import paired_differences, reciprocal_rank_fusion
+from ..embeddings.retrieval import fuse_scores, paired_differences
 from ..embeddings.retrieval import reranked_scores, retrieval_table
 from ..embeddings.retrieval import similarity_scorer, tfidf_scores
 from ..model.config import BertLabConfig
@@ -191,7 +192,7 @@ def embed_search(
     place: str,  # an index of bertlab embed encode, or a file or folder of texts
     queries: list[str],  # queries; - reads lines of standard input
     top_k: int = 5,  # texts to show for each query
-    hybrid: bool = False,  # combine with the ranks by words (BM25)
+    hybrid: bool = False,  # add the scores by words (BM25)
     reranker: str | None = None,  # model that reads query and text together, to reorder the best
     rerank_k: int = 50,  # texts that the reranker reads for each query
     width_of_text: int = 160,  # letters of each text to show; 0: all
@@ -206,7 +207,7 @@ def embed_search(
     """Find the texts that are most similar to a query.
 
     Scores are cosines, or products if the model says so; its prompts are put before the texts.
-    With `hybrid` they are sums of reciprocal ranks, and with `reranker` they are its own.
+    With `hybrid` they are sums of scaled scores, and with `reranker` they are its own.
     """
     if queries == ["-"]:
         queries = [line.strip() for line in sys.stdin if line.strip()]
@@ -315,7 +316,7 @@ def _evaluate_task(
     "Measure a model by itself, with BM25 and with a reranker, and compare with others."
     sides, texts = (task.queries, task.documents), task.train.texts() or task.documents
     scores, words = similarity_scorer(loaded)(*sides), bm25_scores(*sides)
-    systems: dict[str, Any] = {"model": scores, "hybrid": reciprocal_rank_fusion(scores, words)}
+    systems: dict[str, Any] = {"model": scores, "hybrid": fuse_scores(scores, words)}
     if judge is not None:
         systems["reranked"] = reranked_scores(judge.score, *sides, systems["hybrid"], rerank_k)
     ours = [*systems]
@@ -351,7 +352,7 @@ def embed_evaluate(
 ) -> str:  # the table
     """Measure retrieval beside BM25 and TF-IDF.
 
-    `hybrid` combines the ranks of model and BM25. The last lines are differences of two systems
+    `hybrid` adds the scores of model and BM25. The last lines are differences of two systems
     on the same queries. A query that is also a document is left out of its own ranking.
     """
     if output is not None:
@@ -451,7 +452,7 @@ def _measure_app(
     reranker: Reranker | None,
 ) -> dict[str, Any]:  # chosen model, report and results
     "Choose a model by the validation pairs, and measure by the test pairs."
-    chosen = "given with BM25" + ", reranked" * (reranker is not None)
+    chosen = f"given + {WORDS_WEIGHTS[0]:g} BM25" + ", reranked" * (reranker is not None)
     if len(pairs["validation"]):
         chosen = best_system(compare_models(held_out_task(pairs["validation"]), models, reranker))
     if not len(pairs["test"]):
@@ -504,7 +505,8 @@ def _build_app(
     chosen = report["chosen"]
     model = load(str(output / "model") if chosen.startswith("trained") else settings["model"])
     reranker = reranker if chosen.endswith(", reranked") else None
-    index = FolderIndex(model, root, output, options, " with BM25" in chosen, reranker)
+    words_weight = next((w for w in WORDS_WEIGHTS if f" + {w:g} BM25" in chosen), 0)
+    index = FolderIndex(model, root, output, options, words_weight, reranker)
     with tqdm(unit=" passages", disable=not sys.stderr.isatty()) as bar:
         num_encoded = index.update(lambda count: bar.update(count - bar.n))
     print(f"{report['report']}\nindex    {num_encoded:,} passages encoded now", flush=True)

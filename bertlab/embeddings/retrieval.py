@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['RETRIEVAL_TASKS', 'Scorer', 'RetrievalTask', 'first_sentence', 'signatures', 'load_retrieval_task', 'BM25',
-           'bm25_scores', 'tfidf_scores', 'WordVectors', 'similarity_scorer', 'reciprocal_rank_fusion',
-           'reranked_scores', 'bootstrap_ci', 'evaluate_retrieval', 'paired_differences', 'pair_baselines',
-           'retrieval_table', 'alignment', 'uniformity', 'mteb_scores']
+           'bm25_scores', 'tfidf_scores', 'WordVectors', 'similarity_scorer', 'fuse_scores', 'reranked_scores',
+           'bootstrap_ci', 'evaluate_retrieval', 'paired_differences', 'pair_baselines', 'retrieval_table', 'alignment',
+           'uniformity', 'mteb_scores']
 
 # %% ../../nbs/embeddings/07_retrieval.ipynb #46289dea
 import ast
@@ -224,19 +224,17 @@ def similarity_scorer(
     )
 
 # %% ../../nbs/embeddings/07_retrieval.ipynb #5d098429
-def reciprocal_rank_fusion(
-    *scores_QN: np.ndarray,  # of each system
-    k: float = 60,  # smooths the difference of the first ranks
-    weights: Sequence[float] | None = None,  # of each system; None: equal
+def fuse_scores(
+    scores_QN: np.ndarray,  # of a model
+    words_QN: np.ndarray,  # of `BM25`, or of another system
+    words_weight: float = 0.3,  # of its scores, where the model's have 1
 ) -> np.ndarray:  # (Q, N)
-    "Combine the rankings of several systems (Cormack et al. 2009, eq. 1)."
-    from scipy.stats import rankdata
-
-    weights = [1.0] * len(scores_QN) if weights is None else weights
-    return sum(
-        weight / (k + rankdata(-scores, "max", axis=1))
-        for weight, scores in zip(weights, scores_QN, strict=True)
-    )
+    "Scale the scores of each query to 0 to 1, and add them (Bruch et al. 2023, sec. 4)."
+    scaled = [
+        (scores - scores.min(1, keepdims=True)) / np.maximum(np.ptp(scores, 1)[:, None], 1e-9)
+        for scores in (scores_QN, words_QN)
+    ]
+    return scaled[0] + words_weight * scaled[1]
 
 
 def reranked_scores(

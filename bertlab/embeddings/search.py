@@ -32,7 +32,7 @@ from .bi_encoder import DOCUMENT_PROMPTS, BiEncoder, Reranker
 from .bi_encoder import find_similarity, normalize_rows, similarity
 from .pairs import Pair, PairDataset, group_texts
 from .pooling import POOLINGS
-from .retrieval import BM25, reciprocal_rank_fusion
+from .retrieval import BM25, fuse_scores
 
 # %% ../../nbs/embeddings/08_search.ipynb #80bb682f
 def exact_search(
@@ -376,7 +376,7 @@ class TextIndex:
         model: BiEncoder,
         queries: Sequence[str],
         top_k: int = 10,
-        words: BM25 | None = None,  # of `texts`: its ranks and those of vectors are combined
+        words: BM25 | None = None,  # of `texts`: its scores are added to those of vectors
     ) -> list[list[SearchHit]]:  # for each query, best first
         "Find the texts most similar to each query; the model's query prompt is put before it."
         vectors = [*map(_vectors, self.parts)]
@@ -389,7 +389,7 @@ class TextIndex:
             )
         else:
             parts_QN = [similarity(model, queries_QD, part) for part in vectors]
-            scores_QN = reciprocal_rank_fusion(np.concatenate(parts_QN, 1), words(queries))
+            scores_QN = fuse_scores(np.concatenate(parts_QN, 1), words(queries))
             numbers_QK = np.argsort(-scores_QN, axis=1, kind="stable")[:, :top_k]
             scores_QK = np.take_along_axis(scores_QN, numbers_QK, 1)
         return [

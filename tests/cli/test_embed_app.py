@@ -56,8 +56,9 @@ def refuse(capsys, *words):
 
 def test_a_folder_is_trained_on_measured_and_indexed(built):
     report = json.loads((built / "report.json").read_text())
-    names = ["BM25", "given", "given with BM25", "trained", "trained with BM25"]
-    assert [*report["results"]][:5] == names and report["chosen"] in names[1:]
+    names = ["BM25"]
+    names += [f"{n}{w}" for n in ("given", "trained") for w in ("", " + 0.3 BM25", " + 1 BM25")]
+    assert [*report["results"]][:7] == names and report["chosen"] in names[1:]
     assert f"{report['chosen']} - BM25" in report["results"]
     assert (built / "model/modules.json").is_file()
     splits = [(built / f"{split}.jsonl").read_text() for split in ("train", "validation", "test")]

@@ -11,7 +11,7 @@ from bertlab.data.corpus import make_corpus
 from bertlab.data.documents import Document
 from bertlab.embeddings.module import retrieval_scores
 from bertlab.embeddings.retrieval import (RETRIEVAL_TASKS, RetrievalTask, WordVectors, alignment, bm25_scores, bootstrap_ci, evaluate_retrieval,
-                                      first_sentence, load_retrieval_task, mteb_scores, paired_differences, reciprocal_rank_fusion,
+                                      first_sentence, load_retrieval_task, mteb_scores, paired_differences, fuse_scores,
                                       reranked_scores, retrieval_table, signatures, similarity_scorer, tfidf_scores, uniformity)  # fmt: skip
 
 
@@ -163,15 +163,18 @@ def test_baselines_find_a_text_by_its_words(corpus):
         assert scores[:5].argmax(1).tolist() == [0, 1, 2, 3, 4]
 
 
-def test_ranks_of_systems_are_fused_and_a_reranker_moves_the_best():
-    scores = np.array([[3.0, 2, 1, 0]]), np.array([[0.0, 0, 5, 0]])  # ranks 1 2 3 4 and 4 4 1 4
-    fused = reciprocal_rank_fusion(*scores, k=1)[0]
-    assert fused == pytest.approx([1 / 2 + 1 / 5, 1 / 3 + 1 / 5, 1 / 4 + 1 / 2, 1 / 5 + 1 / 5])
-    weighted = reciprocal_rank_fusion(*scores, k=1, weights=(1, 0.5))[0]
-    assert weighted == pytest.approx(
-        [1 / 2 + 1 / 10, 1 / 3 + 1 / 10, 1 / 4 + 1 / 4, 1 / 5 + 1 / 10]
+def test_fused_scores_have_no_unit():
+    scores, words = (
+        np.array([[3.0, 2, 1, 0], [1, 1, 1, 1]]),
+        np.array([[0.0, 0, 5, 0], [0, 2, 1, 0]]),
     )
-    asked = []
+    fused = [[1, 2 / 3, 1 / 3 + 0.5, 0], [0, 0.5, 0.25, 0]]  # equal scores tell nothing
+    assert fuse_scores(scores, words, 0.5) == pytest.approx(np.array(fused))
+    assert fuse_scores(0.1 * scores + 7, 100 * words, 0.5) == pytest.approx(np.array(fused))
+
+
+def test_a_reranker_moves_the_best():
+    scores, asked = [np.array([[3.0, 2, 1, 0]])], []
 
     def score(pairs):
         asked.extend(pairs)

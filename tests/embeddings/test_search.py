@@ -147,15 +147,15 @@ def test_a_cross_encoder_chooses_negatives():
 
 
 @pytest.mark.parametrize("name", ["cosine", "dot"])
-def test_a_hybrid_search_adds_reciprocal_ranks(tmp_path, name):
+def test_a_hybrid_search_adds_scaled_scores(tmp_path, name):
     model = make_model(normalize=False, st_config={"similarity_fn_name": name})
     encode_corpus(model, documents, tmp_path / "index", part_size=20)
     index, queries = TextIndex.open(tmp_path / "index"), ["alpha beta", "unknown"]
     texts = [document.text for document in documents()]
     assert index.texts() == texts
-    rankings = similarity_scorer(model)(queries, texts), bm25_scores(queries, texts)
-    ranks = [[[(row >= value).sum() for value in row] for row in ranking] for ranking in rankings]
-    expected = sum(1 / (60 + np.array(values)) for values in ranks)
+    by_vectors, by_words = similarity_scorer(model)(queries, texts), bm25_scores(queries, texts)
+    scale = lambda row: (row - row.min()) / (row.max() - row.min() or 1)
+    expected = [scale(v) + 0.3 * scale(w) for v, w in zip(by_vectors, by_words)]
     for hits, scores in zip(index.search(model, queries, 5, BM25(texts)), expected):
         assert [hit.score for hit in hits] == pytest.approx(np.sort(scores)[::-1][:5])
         assert [scores[hit.number] for hit in hits] == pytest.approx([hit.score for hit in hits])
