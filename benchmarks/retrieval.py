@@ -60,14 +60,14 @@ def write_tiny_model(directory: Path) -> Path:
     return BiEncoder(BertLabModel(config), tokenizer).save(directory)
 
 
-def mine(case: dict, folder: Path, name: str, *words) -> Path:
+def mine(case: dict, folder: Path, name: str, count: int, *words) -> Path:
     "Mine negatives with the model that was trained on pairs alone, once for each such model."
-    output = folder / f"{name}-{case['negatives']}-{case['margin']}.jsonl"
+    output = folder / f"{name}-{count}-{case['margin']}.jsonl"
     trained = (folder / "dense" / "model.safetensors").stat().st_mtime
     if output.exists() and output.stat().st_mtime > trained:
         return output
     output.unlink(missing_ok=True)
-    limits = ["--num_negatives", case["negatives"], "--relative_margin", case["margin"]]
+    limits = ["--num_negatives", count, "--relative_margin", case["margin"]]
     command(
         "embed",
         "mine",
@@ -99,15 +99,16 @@ def train(case: dict, folder: Path) -> dict[str, float]:
              "--run.checkpoint_every_steps", CHECKPOINT_STEPS, *start_or_resume(case, output)]  # fmt: skip
     start, core_start = time.perf_counter(), time.process_time()
     if stage == "reranker":
-        table = mine(case, folder, "labeled", "--labeled")
+        table = mine(case, folder, "labeled", case["labeled_negatives"], "--labeled")
         words += ["--run.seeds", f"[{case['seed']}]", "--run.baselines", "false"]
         words += ["--data.max_sequence_length", case["pair_length"]]
         words += ["--model.problem_type", "regression"]
+        words += ["--model.model_kwargs", "{classifier_pooling: mean}"]  # as its vectors
         command("finetune", table, *words)
     else:
         table = folder / "pairs.jsonl"
         if stage != "dense":
-            table = mine(case, folder, "mined")
+            table = mine(case, folder, "mined", case["negatives"])
         if stage == "distilled":
             words += ["--data.teacher", folder / "reranker", "--model.distillation", "kl"]
         words += ["--model.gradcache_rows", case["gradcache_rows"]]
@@ -116,35 +117,43 @@ def train(case: dict, folder: Path) -> dict[str, float]:
     return {"seconds": seconds, "core_seconds": core_seconds, "peak_bytes": peak_memory_bytes()}
 
 
+def fuse_ranks(*scores_QN, k: float = 60):  # -> (Q, N)
+    "Combine rankings (reciprocal rank fusion, Cormack et al. 2009, eq. 1); equal scores share a rank."
+    from scipy.stats import rankdata
+
+    return sum(1 / (k + rankdata(-scores, "max", axis=1)) for scores in scores_QN)
+
+
 def evaluate(case: dict, folder: Path) -> dict[str, dict]:
     "Measure every pipeline on the same queries: system: measure: mean and interval."
+    import numpy as np
+
     from bertlab.cli.embed import load_bi_encoder, load_reranker
     from bertlab.embeddings import retrieval
-    from bertlab.embeddings.retrieval import reciprocal_rank_fusion
 
     task, systems = load_task(case["quick"]), {}
     sides = task.queries, task.documents
     systems["BM25"] = words = retrieval.bm25_scores(*sides)
-    systems["TF-IDF"] = tfidf = retrieval.tfidf_scores(*sides)
+    systems["TF-IDF"] = retrieval.tfidf_scores(*sides)
     models = {"untrained": case["model"]}
     models |= {name: folder / name for name in case["stages"] if name != "reranker"}
     for name, directory in models.items():
         scores = retrieval.similarity_scorer(load_bi_encoder(str(directory)))(*sides)
         systems[name] = scores
+        systems[f"{name}, ranks with BM25's"] = fuse_ranks(scores, words)
         for weight in case["words_weights"]:
-            fused = reciprocal_rank_fusion(scores, words, weights=(1, weight))
-            systems[f"{name}, hybrid {weight:g}"] = fused
-        systems[f"{name} + {case['tfidf_weight']:g} TF-IDF"] = scores + case["tfidf_weight"] * tfidf
+            fused = retrieval.fuse_scores(scores, words, weight)
+            systems[f"{name} + {weight:g} BM25"] = fused
     if "reranker" in case["stages"]:
-        best, score = (
-            systems[f"{[*models][-1]}, hybrid {case['words_weights'][0]:g}"],
-            load_reranker(str(folder / "reranker")).score,
-        )
-        reranked = retrieval.reranked_scores(score, *sides, best, case["rerank_k"])
-        systems |= {
-            "reranked": reranked,
-            "reranked, hybrid": reciprocal_rank_fusion(reranked, best),
-        }
+        first_QN = systems[f"dense + {case['words_weights'][0]:g} BM25"]
+        best_QK = np.argsort(-first_QN, axis=1, kind="stable")[:, : case["rerank_k"]]
+        pairs = [(q, task.documents[n]) for q, best in zip(task.queries, best_QK) for n in best]
+        read_QK = load_reranker(str(folder / "reranker")).score(pairs).reshape(best_QK.shape)
+        for weight in case["rerank_weights"]:
+            first_QK = np.take_along_axis(first_QN, best_QK, 1)
+            systems[f"reranked, weight {weight:g}"] = reranked = first_QN - 10  # below the best
+            fused_QK = retrieval.fuse_scores(first_QK, read_QK, weight)
+            np.put_along_axis(reranked, best_QK, fused_QK, 1)
     results = retrieval.evaluate_retrieval(task, systems)
     for base, name in (("dense", "mined"), ("mined", "distilled")):
         if {base, name} <= systems.keys():
@@ -166,20 +175,21 @@ def main() -> None:
     add("--model", help="directory of a sentence encoder")
     add("--seeds", type=int, nargs="+", default=[0, 1, 2], help="of order and new weights")
     add("--epochs", type=int, default=1, help="of each stage")
-    add("--negatives", type=int, default=4, help="mined for each pair")
+    add("--negatives", type=int, default=1, help="mined for each pair, for the vectors")
+    add("--labeled_negatives", type=int, default=3, help="mined for each pair, for the reranker")
     add("--margin", type=float, default=0.05, help="share of its positive that a negative is below")
     add("--gradcache_rows", type=int, default=32, help="rows of 128 tokens in memory at once")
     add(
         "--words_weights",
         type=float,
         nargs="+",
-        default=[0.1, 0.3, 1],
-        help="of BM25's ranks in a "
-        "hybrid, where the vectors' are 1; the reranker reads the first hybrid's best",
+        default=[0.3, 0.1, 1],
+        help="of BM25's scores beside the vectors'; the reranker reads the best by the first",
     )
-    add("--tfidf_weight", type=float, default=0.3, help="of its cosines beside the vectors'")
+    add("--rerank_weights", type=float, nargs="+", default=[0.1, 0.3, 1, 10],
+        help="of the reranker's scores beside those of the first search")  # fmt: skip
     add("--pair_length", type=int, default=128, help="tokens of a pair in training")
-    add("--rerank_k", type=int, default=100, help="documents that the reranker reads")
+    add("--rerank_k", type=int, default=20, help="documents that the reranker reads")
     add("--stages", nargs="*", choices=STAGES, default=STAGES, help="that are trained")
     options = parser.parse_args()
     if options.case:
@@ -192,11 +202,20 @@ def main() -> None:
     if options.quick or options.model is None:
         options.model, options.seeds = str(write_tiny_model(folder / "tiny")), options.seeds[:1]
         options.margin = 0.0  # its cosines are all alike
-    names = "model", "epochs", "negatives", "margin", "gradcache_rows", "pair_length", "quick"
+    names = (
+        "model",
+        "epochs",
+        "negatives",
+        "labeled_negatives",
+        "margin",
+        "gradcache_rows",
+        "pair_length",
+        "quick",
+    )
     shared = {name: getattr(options, name) for name in names}
     measured = {
         name: getattr(options, name)
-        for name in ("words_weights", "tfidf_weight", "rerank_k", "stages")
+        for name in ("words_weights", "rerank_weights", "rerank_k", "stages")
     }
     ledger, runs = Ledger("retrieval", options.fresh), {}
     train_pairs = load_task(options.quick).train
