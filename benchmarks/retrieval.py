@@ -124,6 +124,15 @@ def fuse_ranks(*scores_QN, k: float = 60):  # -> (Q, N)
     return sum(1 / (k + rankdata(-scores, "max", axis=1)) for scores in scores_QN)
 
 
+def character_scores(queries, documents):  # -> (Q, N)
+    "Return cosines of TF-IDF vectors of 3 to 5 characters within words."
+    from sklearn.feature_extraction.text import TfidfVectorizer
+
+    vectorizer = TfidfVectorizer(analyzer="char_wb", ngram_range=(3, 5), sublinear_tf=True)
+    d_NV = vectorizer.fit_transform(documents)
+    return (vectorizer.transform(queries) @ d_NV.T).toarray()
+
+
 def evaluate(case: dict, folder: Path) -> dict[str, dict]:
     "Measure every pipeline on the same queries: system: measure: mean and interval."
     import numpy as np
@@ -135,6 +144,7 @@ def evaluate(case: dict, folder: Path) -> dict[str, dict]:
     sides = task.queries, task.documents
     systems["BM25"] = words = retrieval.bm25_scores(*sides)
     systems["TF-IDF"] = retrieval.tfidf_scores(*sides)
+    systems["TF-IDF of characters"] = characters = character_scores(*sides)
     models = {"untrained": case["model"]}
     models |= {name: folder / name for name in case["stages"] if name != "reranker"}
     for name, directory in models.items():
@@ -144,6 +154,8 @@ def evaluate(case: dict, folder: Path) -> dict[str, dict]:
         for weight in case["words_weights"]:
             fused = retrieval.fuse_scores(scores, words, weight)
             systems[f"{name} + {weight:g} BM25"] = fused
+        both = (retrieval.fuse_scores(scores, counts, 0.2) for counts in (words, characters))
+        systems[f"{name} + 0.1 BM25 + 0.1 characters"] = sum(both) / 2
     if "reranker" in case["stages"]:
         first_QN = systems[f"dense + {case['words_weights'][0]:g} BM25"]
         best_QK = np.argsort(-first_QN, axis=1, kind="stable")[:, : case["rerank_k"]]
