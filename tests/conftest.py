@@ -1,7 +1,6 @@
 "Everything runs on two CPU cores without a network; what cannot run here is skipped with its reason."
 
 import atexit
-import faulthandler
 import gc
 import os
 import shutil
@@ -94,22 +93,12 @@ SPREAD = {"test_house.py", "test_notebooks.py"}
 ORDER = {"test_export.py": 0, "test_house.py": 1, "test_notebooks.py": 3}
 
 
-# What a worker writes to stderr when it crashes is lost with the captured output of the test.
-TRACES = Path(os.environ.setdefault("BERTLAB_TEST_TRACES", CACHE))
-WORKER = os.environ.get("PYTEST_XDIST_WORKER")
-
-
-@pytest.hookimpl(trylast=True)  # after pytest's own use of faulthandler
-def pytest_configure(config):
-    if WORKER:
-        faulthandler.enable((TRACES / WORKER).open("w"))
-
-
 @pytest.hookimpl(optionalhook=True)  # of pytest-xdist
 def pytest_testnodedown(node, error):
-    trace = TRACES / node.gateway.id
-    if trace.exists() and trace.stat().st_size:
-        node.config.get_terminal_writer().write(f"\n{trace.read_text(errors='replace')}")
+    "Say how a worker ended that did not end by itself; a signal's number is negative."
+    if error:
+        status = node.gateway._io.popen.wait(timeout=10)
+        node.config.get_terminal_writer().write(f"\n{node.gateway.id} ended with status {status}\n")
 
 
 @pytest.hookimpl(optionalhook=True)  # of pytest-xdist
