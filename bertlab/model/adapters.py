@@ -59,7 +59,11 @@ def make_peft_config(
             f"adapter: init_lora_weights={start}, bias={bias!r}: one of them changes the weights "
             "that are adapted, so that the adapter alone is of no use; leave it out"
         )
-    return config_class(**{**defaults, **options})
+    config = config_class(**{**defaults, **options, "fan_in_fan_out": False})
+    # Else peft would look for torchao's layers, and stop at an old torchao, such as Colab's.
+    lora = _peft().tuners.lora
+    config._register_custom_module({nn.Linear: lora.Linear, nn.Embedding: lora.Embedding})
+    return config
 
 # %% ../../nbs/model/18_adapters.ipynb #3f88fc0d
 def block_names(model: nn.Module) -> list[str]:  # of any encoder of transformers, from below
@@ -109,10 +113,7 @@ def add_adapter(
         if not any(_contains(part, name) for name in names):
             raise ValueError(f"adapter: modules_to_save {part!r} is not a part of the model")
     config.modules_to_save = None  # peft would train copies of these parts
-    try:
-        _peft().inject_adapter_in_model(config, model)  # which freezes everything else
-    except ImportError as error:  # of an old torchao, which peft asks for wherever it is installed
-        raise ImportError(f"adapter: {error}; pip install -U torchao, or remove it") from error
+    _peft().inject_adapter_in_model(config, model)  # which freezes everything else
     config.modules_to_save = parts or None
     for name, parameter in model.named_parameters():
         if any(_contains(part, name) for part in parts):

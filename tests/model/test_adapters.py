@@ -72,6 +72,17 @@ def test_an_adapter_starts_neutral_trains_alone_and_merges(adapter, num_layers):
     assert torch.equal(model(IDS).logits, logits)  # the model itself stays as it was
 
 
+def test_an_old_torchao_does_not_matter(monkeypatch):
+    def refuse():
+        raise ImportError("Found an incompatible version of torchao")
+
+    monkeypatch.setattr("peft.tuners.lora.torchao.is_torchao_available", refuse)
+    model = build(tie_word_embeddings=False)
+    add_adapter(model, {"target_modules": ["qkv", "embeddings.tokens"]})
+    logits = perturb(model)(IDS).logits
+    torch.testing.assert_close(merged_copy(model)(IDS).logits, logits, rtol=0, atol=1e-5)
+
+
 @pytest.mark.parametrize("num_layers", [2, 12])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_merged_model_is_written_with_equal_scores(shape, num_layers, tmp_path):
