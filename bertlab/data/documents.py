@@ -61,7 +61,8 @@ def parse_docstrings(
     "Yield the docstrings of a file in order. Raises `SyntaxError` for other files than Python."
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about invalid escapes in other people's files
-        stack = [("", ast.parse(code))]
+        # Since 3.14, `ast.parse` leaves out docstrings under python -OO.
+        stack = [("", compile(code, module, "exec", ast.PyCF_ONLY_AST, optimize=0))]
     while stack:
         name, node = stack.pop()
         if isinstance(node, DOCUMENTED) and (text := ast.get_docstring(node)):
@@ -114,7 +115,8 @@ def python_files(
         folders[:] = sorted(f for f in folders if f.isidentifier() and f not in SKIPPED)
         for file in sorted(files):
             path = Path(directory, file)
-            if path.suffix == ".py" and path.stem.isidentifier():
+            is_module = path.suffix == ".py" and path.stem.isidentifier()
+            if is_module and path.exists():  # Debian's library has links to files elsewhere
                 parts = (package, *path.relative_to(root).with_suffix("").parts)
                 yield ".".join(filter(None, parts)).removesuffix(".__init__"), path
 

@@ -153,6 +153,7 @@ def test_long_texts_are_read_in_pieces_with_the_same_words():
 
 def test_files_that_do_not_parse_are_counted(tmp_path):
     (tmp_path / "bad.py").write_text("def f(:\n")
+    (tmp_path / "dangling.py").symlink_to("missing.py")  # it is no file
     (tmp_path / "good.py").write_text('"""Good."""')
     (tmp_path / "null.py").write_bytes(b'"""Null."""\n\0')
     (tmp_path / "test").mkdir()
