@@ -126,8 +126,7 @@ def start():
 
 
 def exit_code(process):
-    process.join(120)
-    assert process.exitcode is not None, "the run hangs"
+    process.join()  # pytest ends a test that hangs
     return process.exitcode
 
 
