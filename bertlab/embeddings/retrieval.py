@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from ..core.names import look_up
+from ..core.names import install_command, look_up
 from ..data.corpus import Corpus, embedded_corpus
 from ..data.documents import BLOCKS, Document, python_files, split_words
 from .bi_encoder import find_similarity, normalize_rows, similarity
@@ -349,8 +349,11 @@ def mteb_scores(
     tasks: Sequence[Any],  # names, or tasks of mteb
 ) -> dict[str, float]:  # name of a task: its main score
     "Run mteb's evaluation. Needs the embeddings extra and mteb's data sets."
-    import mteb
-    from sentence_transformers import SentenceTransformer
+    try:
+        import mteb
+        from sentence_transformers import SentenceTransformer
+    except ImportError as error:
+        raise ImportError(f"mteb's tasks need {install_command('embeddings')}") from error
 
     loaded = [
         task

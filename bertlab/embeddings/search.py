@@ -23,7 +23,7 @@ import pyarrow
 import torch
 
 from ..core.files import atomic_directory, atomic_write, lock_directory, write_json
-from ..core.names import check_range, look_up
+from ..core.names import check_range, install_command, look_up
 from ..core.serialization import load_json
 from ..data.documents import Document, split_words, stable_hash
 from ..data.readers import ReadOptions, suffix_of
@@ -533,8 +533,12 @@ def mine_negatives(
 ) -> PairDataset:  # of all pairs, without teacher scores
     "Find hard negatives with sentence-transformers. Needs the embeddings extra."
     from datasets import Dataset
-    from sentence_transformers.util import mine_hard_negatives
 
+    try:
+        from sentence_transformers.util import mine_hard_negatives
+    except ImportError as error:
+        needs = f"sentence-transformers: {install_command('embeddings')}"
+        raise ImportError(f"mining negatives needs {needs}") from error
     if pairs.vectors is not None or pairs.has_similarities:
         raise ValueError(
             "pairs have similarities or vectors in place of answers: keep the rows whose texts "

@@ -4,6 +4,7 @@ import json
 import re
 import shlex
 import shutil
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -358,6 +359,8 @@ def test_a_mistake_is_one_line_that_names_it(folder, capsys, monkeypatch, tmp_pa
     monkeypatch.chdir(tmp_path)
     paths = {"run": folder / "run", "texts": folder / "texts", "pairs": folder / "pairs.jsonl",
              "new": f"finetune --config {folder / 'embed.yaml'} --run.output new"}  # fmt: skip
+    if line.startswith("mine"):
+        pytest.importorskip("sentence_transformers")
     assert part in refuse(capsys, *shlex.split(line.format(**paths)))
     assert not list(tmp_path.iterdir()) and not list((folder / "texts").glob("v*"))
 
@@ -387,6 +390,15 @@ def test_a_reranker_orders_the_hits_of_a_search(folder, capsys, reranker, hybrid
     scores = load_predictor(reranker).scores(rows, text_column=["text", "text_pair"])
     assert len(hits) == 4 and [hit["score"] for hit in hits] == pytest.approx(scores, abs=1e-5)
     assert scores == sorted(scores, reverse=True)
+
+
+@pytest.mark.parametrize("module, words", [
+    ("sentence_transformers", "mine {pairs} {run}"), ("mteb", "evaluate {run} --mteb NFCorpus"),
+])  # fmt: skip
+def test_a_missing_extra_is_one_line(module, words, folder, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, module, None)
+    paths = {"run": folder / "run", "pairs": folder / "pairs.jsonl"}
+    assert "[embeddings]" in refuse(capsys, *shlex.split(words.format(**paths)))
 
 
 def test_mined_negatives_are_trained_on_with_a_teacher(folder, capsys, reranker, tmp_path):
