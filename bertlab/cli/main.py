@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from importlib import import_module
 from inspect import signature
-from multiprocessing import set_forkserver_preload
 from pathlib import Path
 from typing import Any
 
@@ -300,9 +299,6 @@ def _print_result(result: Any) -> None:
 
 def _call_and_print(name: str, words: Sequence[str]) -> None:
     "Call a command and print its result; with --run.progress json apart from the lines of JSON."
-    # For workers of a fork server (Python 3.14 on Linux): each would import this for seconds, and
-    # could notice only then that its run was killed.
-    set_forkserver_preload(["bertlab.train.run"])
     parsed, apart = parse_command(name, words), nullcontext()
     if (parsed.config.get("run") or {}).get("progress") == "json" and not parsed.prints_config:
         apart = import_module("bertlab.train.history").json_lines_alone()

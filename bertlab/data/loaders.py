@@ -91,6 +91,9 @@ class _WorkerLoader(DataLoader):
     "A loader whose workers use no threads of the library tokenizers, and whose errors are short."
 
     def __iter__(self) -> Iterator:
+        # For a fork server (Python 3.14 on Linux): each worker would import this for seconds, and
+        # could notice only then that its run was killed.
+        multiprocessing.set_forkserver_preload(["__main__", "bertlab.train.run"])
         before = os.environ.get("TOKENIZERS_PARALLELISM")
         os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the workers inherit it
         try:

@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 import signal
-import subprocess
 import sys
 import time
 import warnings
@@ -41,7 +40,7 @@ CONFIG = {
     "trainer": {"max_steps": 4, "precision": "32-true"},
     "run": {"vocab_size": 60, "val_every_steps": 2, "checkpoint_every_steps": 2, "progress": "none"},
 }  # fmt: skip
-WEIGHTS, EMBEDDING = "model.safetensors", "model.embeddings.tok_embeddings.weight"
+WEIGHTS = "model.safetensors"
 WORDS = "the cat sat on a mat and the dog ran to the door of a red house near the sea".split()
 
 
@@ -541,11 +540,13 @@ def test_a_run_is_accepted_wherever_a_model_is(folder, words, tmp_path, capsys):
         ["lengthen", run, "--length", "96", "--output", str(tmp_path / "longer")],
     ):
         assert main(command) == 0, (command, capsys.readouterr().err)
-    assert torch.equal(load_file(tmp_path / "other" / WEIGHTS)[EMBEDDING], best[EMBEDDING])
+    [table] = [weight for name, weight in best.items() if "embeddings.tok" in name]
+    other = load_file(tmp_path / "other" / WEIGHTS)
+    assert any(torch.equal(weight, table) for weight in other.values())
     options = ["--model.model_config_kwargs", "null", "--model.reference_model_name_or_path", run]
     module = built([*words, *model, *options, "--model.kl_weight", "1"]).module
     module.configure_model()
-    assert torch.equal(module.model.encoder.embeddings.tokens.weight, best[EMBEDDING])
+    assert torch.equal(module.model.encoder.embeddings.tokens.weight, table)
     check_exportable(run)
     with pytest.raises(ValueError, match="run holds .* no head for a task"):
         load_predictor(run)
@@ -563,21 +564,6 @@ def test_warnings_are_one_line_without_their_source(monkeypatch):
     # A kernel that is not installed, which peft looks for; CUDA's compiler without a GPU, as in Colab.
     for name in ("bitsandbytes.backends.cpu.ops", "torch.utils.cpp_extension"):
         assert not logging.getLogger(name).isEnabledFor(logging.WARNING)
-
-
-@pytest.mark.slow  # it imports in a new Python
-def test_workers_of_a_fork_server_have_imported_the_run():
-    code = """
-from multiprocessing import get_context
-from bertlab.cli.main import main
-main(["pretrain", "--run.output", "unused", "--print_config"])
-said = "import sys; print('LOADED', 'bertlab.train.run' in sys.modules)"
-worker = get_context("forkserver").Process(target=exec, args=(said,))
-worker.start()
-worker.join()
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert "LOADED True" in done.stdout, done.stderr
 
 
 def test_validate_takes_a_bare_model(folder, tmp_path, capsys):

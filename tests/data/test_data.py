@@ -4,6 +4,8 @@ import multiprocessing
 import os
 import re
 import signal
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -564,12 +566,19 @@ def test_the_error_of_a_worker_is_one_line():
         list(eval_loader(Trouble(refuse), list, 1, num_workers=1))
 
 
-def test_missing_shared_memory_ends_a_run(monkeypatch):
-    def fail(self):
+class Unshared(torch.Tensor):
+    "A tensor for which there is no shared memory."
+
+    def share_memory_(self):
         raise RuntimeError("unable to allocate shared memory(shm) for file </torch_1>: No space")
 
-    monkeypatch.setattr(torch.Tensor, "share_memory_", fail)
-    loader = eval_loader(Trouble(list), lambda rows: {"ids": torch.zeros(1)}, 1, num_workers=1)
+
+def collate_unshared(rows):
+    return {"ids": torch.zeros(1).as_subclass(Unshared)}
+
+
+def test_missing_shared_memory_ends_a_run():
+    loader = eval_loader(Trouble(list), collate_unshared, 1, num_workers=1)
     with pytest.raises(OSError, match="num_workers") as raised:
         list(loader)
     assert raised.value.filename == "/dev/shm"
@@ -642,3 +651,19 @@ def test_a_collator_of_transformers_can_be_trained_on(tmp_path, packing):
     assert type(batch) is dict and (batch["labels"] >= 0).any()
     with pytest.raises(ValueError, match="collator_kwargs.*shre"):
         make_module(path, collator=mask_by_torch, collator_kwargs={"shre": 0.2})
+
+
+@pytest.mark.slow  # it imports in a new Python
+def test_workers_of_a_fork_server_have_imported_the_run():
+    code = """
+import multiprocessing
+from bertlab.data.loaders import eval_loader
+multiprocessing.set_start_method("forkserver")
+next(iter(eval_loader([{"row": 0}], list, 1, num_workers=1)))
+said = "import sys; print('LOADED', 'bertlab.train.run' in sys.modules)"
+worker = multiprocessing.Process(target=exec, args=(said,))
+worker.start()
+worker.join()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert "LOADED True" in done.stdout, done.stderr
