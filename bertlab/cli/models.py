@@ -27,6 +27,7 @@ from ..data.module import PretrainingDataModule, phase_configs
 from ..data.tokenizers import load_tokenizer, resolve_tokenizer
 from ..model.heads import TokenPredictionModel
 from ..model.huggingface import check_tokenizer, load_model, read_config, stored_head
+from ..model.layers import resolve_layers
 from ..model.mask_filling import iter_fill_masks
 from ..train.backends import open_model
 from ..train.estimate import MemoryEstimate, estimate_memory, step_options
@@ -118,6 +119,7 @@ def validate_model(
     output, model = Path(config["run"]["output"]).expanduser(), config["model"]
     if f"model.{MODEL}" not in overrides:
         model[MODEL] = str(find_model_directory(output))
+    resolve_layers(model["model_config_kwargs"] or {})  # which registers layers of your own
     # The saved model has settings and adapters of its own, and our names of weights.
     model |= {"model_config_kwargs": None, "adapter": None, "freeze": None}
     model |= {"reference_model_name_or_path": None}

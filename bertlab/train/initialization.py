@@ -112,7 +112,9 @@ def initialize_model(
     model = OBJECTIVES[objective](BertLabConfig(**{**shape.to_diff_dict(), **overrides}))
     dropped, mismatch = [], ""
     settings = {k: v for k, v in overrides.items() if k != "attn_implementation"}  # no shape
-    if key_mapping:
+    # A class of your own, which `load_model` does not know.
+    is_own = type(model).__module__.partition(".")[0] != "bertlab"
+    if key_mapping or is_own and shape.architectures == [type(model).__name__]:
         report = load_state_dict(model, source, key_mapping, strict=False)
         missing_keys, mismatch = report.missing_keys, "; ".join(report.mismatched_keys)
         if report.dropped_layers:

@@ -16,7 +16,7 @@ from bertlab.cli.main import main
 from bertlab.cli.commands import COMMANDS
 from bertlab.cli.parser import parse
 from called import config_of  # noqa: E402
-from programs import users_environment
+from programs import bertlab as program, users_environment
 
 SMALL = ["--model.model_config_kwargs={hidden_size: 32, num_hidden_layers: 1, num_attention_heads: 2, "
          "intermediate_size: 32}", "--run.vocab_size", "120", "--data.max_sequence_length", "32",
@@ -352,7 +352,10 @@ def test_own_parts_of_each_kind_are_used(folder, capsys):
     assert main(["pretrain", "--resume", "own", "--trainer.max_steps", "3"]) == 0, (
         capsys.readouterr().err
     )
-    assert main(["validate", "own"]) == 0, capsys.readouterr().err
+    ended = program("validate", "own", cwd=folder)  # in a process that has not imported them
+    assert ended.returncode == 0, ended.stderr
+    last = json.loads(Path("own/metrics.json").read_text())["val_loss"]
+    assert json.loads(ended.stdout)[0]["loss"] == pytest.approx(last, rel=1e-3)
 
 
 def test_a_model_directory_cannot_name_code_to_import(folder):
