@@ -161,8 +161,8 @@ def leave_out_checks(notebook) -> None:
             if node in calls or getattr(node, "name", "") in checks:
                 first = min([node, *getattr(node, "decorator_list", [])], key=lambda n: n.lineno)
                 del lines[first.lineno - 1 : node.end_lineno]
-        lines += ["# The notebook checks your answer."]
-        cell.source = re.sub(r"\n{3,}", "\n\n\n", "\n".join(lines)).strip()
+        source = re.sub(r"\n{3,}", "\n\n\n", "\n".join(lines)).strip()
+        cell.source = f"{source}\n\n# The notebook checks your answer."
         cell.outputs = []
 
 

@@ -353,8 +353,8 @@ MIXED_BLOCKS = 8  # blocks whose rows are shuffled together
 class PackedDataset:
     """Full rows from documents: map-style, equally long in every epoch, each token once an epoch.
 
-    `dataset[epoch, index]` is a row, `dataset[index]` one of `set_epoch`'s epoch: `build_rows`'
-    arrays and the ints `epoch` and `index`, by which a collator draws its masks. A subclass may
+    `dataset[epoch, index]` is a row, `dataset[index]` one of the epoch of `set_epoch`: the arrays
+    of `build_rows` and the ints `epoch` and `index`, by which a collator draws its masks. A subclass may
     override `plan_rows` (each window once), with `shuffle_documents = False` where its rows must
     stay together.
     """
