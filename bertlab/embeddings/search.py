@@ -535,7 +535,7 @@ def mine_negatives(
     from datasets import Dataset
 
     try:
-        from sentence_transformers.util import mine_hard_negatives
+        from sentence_transformers import util
     except ImportError as error:
         needs = f"sentence-transformers: {install_command('embeddings')}"
         raise ImportError(f"mining negatives needs {needs}") from error
@@ -554,7 +554,7 @@ def mine_negatives(
         [copies[text] for text in pairs.positives],
         [[] for _ in pairs.queries],
     )
-    mined = mine_hard_negatives(
+    mined = util.mine_hard_negatives(
         Dataset.from_dict({"query": distinct.queries, "positive": distinct.positives}),
         _as_sentence_transformer(model),
         num_negatives=num_negatives,

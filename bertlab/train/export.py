@@ -22,6 +22,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
 from importlib.metadata import version
 from importlib.util import find_spec
 from inspect import signature
@@ -418,19 +419,29 @@ def _open_onnx(path: Path, num_threads: int, on_gpu: bool) -> tuple[_Compute, li
     return lambda feeds: dict(zip(outputs, session.run(None, feeds))), inputs, outputs
 
 
+@cache
+def _openvino_core(process_id: int) -> Any:
+    """Make the one core of a process, which is never freed.
+
+    A core gives its thread a signal stack and takes it away in the end. If several cores end in
+    another order or another thread, a stack that is gone stays in use, and the next signal kills.
+    """
+    import openvino
+
+    return openvino.Core()
+
+
 def _open_openvino(
     path: Path, num_threads: int, num_requests: int, precision: str
 ) -> tuple[_Compute, list, list]:
     check_backend("openvino")
-    import openvino
-
     is_float32 = precision == "float32" or default_precision("cpu")[0] != "bf16-mixed"
     settings = {
         "INFERENCE_PRECISION_HINT": "f32" if is_float32 else "bf16",
         "NUM_STREAMS": num_requests,
         "INFERENCE_NUM_THREADS": num_threads * num_requests,
     }
-    core = openvino.Core()
+    core = _openvino_core(os.getpid())
     compiled = core.compile_model(core.read_model(path), "CPU", settings)
     requests: queue.SimpleQueue = queue.SimpleQueue()
     for _ in range(num_requests):
@@ -634,7 +645,7 @@ def quantize_openvino(
         import nncf
         import openvino
 
-        model = openvino.Core().read_model(source)
+        model = _openvino_core(os.getpid()).read_model(source)
         names = [value.any_name for value in model.inputs]
         feeds = [{name: np.asarray(row[name], np.int64) for name in names} for row in rows]
         model = nncf.quantize(

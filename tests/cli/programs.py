@@ -9,6 +9,7 @@ import traceback
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from forks import forked
 
 
@@ -31,8 +32,9 @@ class Ended:
     stderr: str
 
 
-def _run(words: list[str], printed: str, errors: str, folder: str | None) -> None:
+def _run(words: list[str], printed: str, errors: str, folder: str | None, num_threads: int) -> None:
     os.setsid()
+    torch.set_num_threads(num_threads)  # or its sums could differ in the last place
     for name in OF_TESTS:
         os.environ.pop(name, None)
     for path, descriptor in ((printed, 1), (errors, 2)):
@@ -72,6 +74,7 @@ class Program:
             str(self.printed),
             str(self.errors),
             cwd and str(cwd),
+            torch.get_num_threads(),
         )
         self.process = forked(_run, arguments)
         self.process.start()

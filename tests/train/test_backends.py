@@ -1,8 +1,10 @@
 "Converted models give torch's answers, and what a backend lacks is named."
 
+import gc
 import json
 import os
 import shutil
+import signal
 import subprocess
 from pathlib import Path
 
@@ -10,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from forks import forked
 
 pytest.importorskip("openvino")
 
@@ -272,6 +275,24 @@ def test_a_graph_of_openvino_writes_out_no_scores(exported):
     operations = [node.get_type_name() for node in model.get_ops()]
     assert operations.count("ScaledDotProductAttention") == SHAPE["num_hidden_layers"]
     assert "Softmax" not in operations
+
+
+def _interrupt_after_use(path):
+    "Use a file twice, and then be interrupted. The first one opened is the first to go."
+    opened = [exporting.ExportedFile(path) for _ in range(2)]
+    while opened:
+        opened.pop(0)
+        gc.collect()
+    signal.signal(signal.SIGINT, lambda *_: None)
+    signal.raise_signal(signal.SIGINT)
+
+
+def test_a_signal_after_openvino_kills_no_process(exported):
+    path = exported[0] / "openvino" / FILES["openvino"]["float32"]
+    process = forked(_interrupt_after_use, (path,))
+    process.start()
+    process.join()
+    assert process.exitcode == 0
 
 
 @pytest.mark.parametrize("backend", ["torch", "onnx"])
