@@ -205,7 +205,7 @@ NOISE = re.compile(r"site-packages|torch/distributed/|gemm_4bit")
 
 
 # A progress bar of tqdm: 12%|███ | 3/25, or 90doc [00:00, 1487.12doc/s].
-BAR = re.compile(r"\d% ?\|[█▉▊▋▌▍▎▏ ]*\||\[\d[\d:]*(?:<[\d:?]+)?, +[^\]]*/s")
+BAR = re.compile(r"\d% ?\|[#\d█▉▊▋▌▍▎▏ ]*\||\[\d[\d:]*(?:<[\d:?]+)?, +[^\]]*/s")
 
 
 def as_terminal(text: str) -> str:

@@ -354,9 +354,9 @@ class PackedDataset:
     """Full rows from documents: map-style, equally long in every epoch, each token once an epoch.
 
     `dataset[epoch, index]` is a row, `dataset[index]` one of the epoch of `set_epoch`: the arrays
-    of `build_rows` and the ints `epoch` and `index`, by which a collator draws its masks. A subclass may
-    override `plan_rows` (each window once), with `shuffle_documents = False` where its rows must
-    stay together.
+    of `build_rows` and the ints `epoch` and `index`, by which a collator draws its masks. A
+    subclass may override `plan_rows` (each window once), with `shuffle_documents = False` where its
+    rows must stay together.
     """
 
     shuffle_documents = True  # whether windows of one length are exchanged between rows

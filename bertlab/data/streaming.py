@@ -48,7 +48,7 @@ def has_exact_state(source: Any) -> bool:
 
 
 def _own_copy(source: Any, is_hub: bool) -> Any:
-    "Copy what knows its position; a reader would move that of others."
+    "Copy a source that knows its position, so that no other reader moves it."
     if not is_hub:
         return copy(source) if hasattr(source, "reset") else source
     twin = object.__new__(type(source))  # `copy` would share all attributes, and `deepcopy` a cache

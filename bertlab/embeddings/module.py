@@ -589,7 +589,8 @@ def _with_gradcache(
     h.gradcache_rows = rows
     note = (
         f"\ngradcache_rows: {rows}, because the activations of {len(batch['labels'])} pairs would "
-        f"take more than half of {room / 2**30:.1f} GiB; a step takes a third longer"
+        f"take more than half of the {room / 2**30:.1f} GiB that are free; a step takes about a "
+        "third longer"
     )
     return {**config, "model": {**config["model"], "gradcache_rows": rows}}, note
 

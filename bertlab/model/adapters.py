@@ -60,7 +60,8 @@ def make_peft_config(
             "that are adapted, so that the adapter alone is of no use; leave it out"
         )
     config = config_class(**{**defaults, **options, "fan_in_fan_out": False})
-    # Else peft would look for torchao's layers, and stop at an old torchao, such as Colab's.
+    # Else peft would look for torchao's layers, and stop at an old torchao, such as Colab's. It
+    # would also set fan_in_fan_out to False for these layers, with a warning.
     lora = _peft().tuners.lora
     config._register_custom_module({nn.Linear: lora.Linear, nn.Embedding: lora.Embedding})
     return config

@@ -247,7 +247,7 @@ def convert_bertblocks(
 
 # %% ../../nbs/model/01_config.ipynb #633cdccc
 _FROM_FILES = ("_name_or_path", "_commit_hash", "attn_implementation", "experts_implementation",
-               "auto_map")  # fmt: skip
+               "auto_map", "sentence_transformers")  # fmt: skip
 
 
 class BertLabConfig(PretrainedConfig):

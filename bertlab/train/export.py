@@ -420,11 +420,12 @@ def _open_onnx(path: Path, num_threads: int, on_gpu: bool) -> tuple[_Compute, li
 
 
 @cache
-def _openvino_core(process_id: int) -> Any:
-    """Make the one core of a process, which is never freed.
+def _openvino_core(process_id: int) -> Any:  # a forked process needs its own
+    """Return the only core of a process, which is never freed.
 
-    A core gives its thread a signal stack and takes it away in the end. If several cores end in
-    another order or another thread, a stack that is gone stays in use, and the next signal kills.
+    A core that compiles gives its thread a signal stack, and frees it when it ends. If several
+    cores do not end in reverse order, the thread keeps a stack that is freed, and the next signal
+    kills the process.
     """
     import openvino
 

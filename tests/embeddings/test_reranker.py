@@ -33,6 +33,12 @@ def save_head(directory, family="modernbert", length=48, typed=False, **options)
 
 HEADS = {
     "a regression": {"num_labels": 1, "problem_type": "regression"},
+    "a regression that transformers has no class for": {
+        "family": "bert",
+        "num_labels": 1,
+        "problem_type": "regression",
+        "classifier_pooling": "mean",
+    },
     "one score of BERT": {"family": "bert", "num_labels": 1, "typed": True},
     "two classes of BERT": {"family": "bert", "num_labels": 2},
     "the first token": {"num_labels": 1, "classifier_pooling": "cls"},
